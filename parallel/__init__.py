@@ -1,4 +1,4 @@
 """Tensor parallelism: process group, sharded models, loading and launch.
 
-It knows nothing of sampling or drafts.
+It does not depend on sampling or drafting.
 """

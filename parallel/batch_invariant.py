@@ -1,8 +1,8 @@
-"""Products and norms whose numbers for a row do not depend on the rows beside it.
+"""Matmuls and norms that are batch-invariant: a row's result does not depend on the other rows.
 
-Inside `batch_invariant` what works on rows does so in blocks of one shape. A row has its place in them by
-its position in the text (`Llama.forward`), so the same kernel does the same sums for it in every
-pass.
+Inside `batch_invariant`, row-wise operations run in blocks of one shape. A row's place in its block
+follows from its position in the sequence (`Transformer.forward`), so the same kernel performs the
+same sums for it in every forward.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from torch import Tensor
 
 from offload.kernels.batch_invariant_shape import ROW_BLOCK
 
-_rows: ContextVar[int | None] = ContextVar("rows", default=None)  # of a block, where there are any
+# rows per block inside `batch_invariant`, None outside
+_block_rows: ContextVar[int | None] = ContextVar("block_rows", default=None)
 
 
 @contextmanager
 def batch_invariant(rows: int = ROW_BLOCK) -> Iterator[None]:
-    """Compute in blocks of so many rows inside."""
-    before = _rows.set(rows)
+    """Compute in blocks of `rows` rows inside the context."""
+    token = _block_rows.set(rows)
     try:
         yield
     finally:
-        _rows.reset(before)
+        _block_rows.reset(token)
 
 
-def blocks_of(x: Tensor) -> Sequence[Tensor]:
-    """Return x (T, ...) in blocks, or as one where there are none."""
-    rows = _rows.get()
+def row_blocks(x: Tensor) -> Sequence[Tensor]:
+    """Return x (T, ...) split into blocks, or as a whole outside of `batch_invariant`."""
+    rows = _block_rows.get()
     return (x,) if rows is None else x.split(rows)
 
 
-def in_blocks(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return compute(*inputs), of rows (T, ...), block by block where there are blocks."""
-    if _rows.get() is None:  # as in most passes, of which every product comes by here
+def map_blocks(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return compute(*inputs) of rows (T, ...), block by block inside `batch_invariant`."""
+    if _block_rows.get() is None:  # fast path: every matmul of most forwards
         return compute(*inputs)
-    blocks = list(zip(*map(blocks_of, inputs), strict=True))
+    blocks = list(zip(*map(row_blocks, inputs), strict=True))
     if len(blocks) == 1:
         return compute(*inputs)
     return torch.cat([compute(*block) for block in blocks])
 
 
-def row_by_row(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return compute(*inputs) likewise, each row alone: how it is done depends on its values."""
-    if _rows.get() is None:
+def map_rows(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return compute(*inputs) as `map_blocks`, but row by row: for value-dependent computations."""
+    if _block_rows.get() is None:
         return compute(*inputs)
     with batch_invariant(1):
-        return in_blocks(compute, *inputs)
+        return map_blocks(compute, *inputs)

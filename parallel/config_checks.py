@@ -1,6 +1,7 @@
-"""What values the fields of a model's config may have: types, and bounds that no model exceeds.
+"""Validation of the fields of a model's config: types, and bounds that no model exceeds.
 
-Beyond the bounds arithmetic overflows, or loops over layers do not end. Needs no torch.
+Values beyond the bounds would overflow arithmetic or make loops over layers endless. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from parallel.errors import ConfigError
 MAX_LAYERS = 100_000
 
 
-def shown(value: Any) -> str:
-    """Return a value as a message repeats it, cut to a reasonable length."""
+def quote(value: Any) -> str:
+    """Return a value as messages quote it, cut to 60 characters."""
     return f"{value!r:.60}"
 
 
 @dataclass(frozen=True)
 class Number:
-    """The values a number may have, both bounds included."""
+    """The range of valid values of a number, both bounds included."""
 
     low: float = 1
     high: float = 10**12
     whole: bool = True
 
     def allows(self, value: Any) -> bool:
-        """Return whether a value is such a number: never true or false, NaN or an infinity."""
+        """Return whether a value is a number in range; booleans, NaN and infinities are not."""
         if type(value) is not int and (self.whole or type(value) is not float):
             return False
         return self.low <= value <= self.high
@@ -52,11 +53,11 @@ _REQUIRED = {
     "intermediate_size": COUNT,
     "vocab_size": COUNT,
 }
-_PRESENT = {  # may be absent, not null
+_NOT_NULL = {  # optional, but never null
     "max_position_embeddings": COUNT,
     "rms_norm_eps": NORM_EPS,
 }
-_OPTIONAL = {  # null is as good as absent
+_OPTIONAL = {  # null means absent
     "num_key_value_heads": COUNT,
     "head_dim": COUNT,
     "original_max_position_embeddings": COUNT,
@@ -64,66 +65,66 @@ _OPTIONAL = {  # null is as good as absent
 
 
 def check_number(name: str, value: Any, number: Number) -> None:
-    """Raise ConfigError unless a config's field is such a number."""
+    """Raise ConfigError unless the value of a config's field is in range."""
     if not number.allows(value):
-        raise ConfigError(f"the model's config gives {name} = {shown(value)}; it must be {number}.")
+        raise ConfigError(f"the model's config gives {name} = {quote(value)}; it must be {number}.")
 
 
 def is_positive(value: Any) -> bool:
-    """Return whether this is a number above 0 that arithmetic does not exceed."""
+    """Return whether a value is a positive number within the bounds of SCALE."""
     return SCALE.allows(value)
 
 
-def check_fields(given: Mapping[str, Any]) -> None:
-    """Refuse fields of a supported model that cannot be meant: of another type, or out of bounds.
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Check types and bounds of the fields that every supported model reads.
 
-    What only some families read is checked where it is read.
+    Fields that only some families use are checked where they are read.
 
     Args:
-        given: the fields of a config.json.
+        fields: those of a config.json.
 
-    Raises ConfigError, which names the field, its value and what is right.
+    Raises ConfigError, which names the field, its value and the expected value.
     """
-    for table in (_REQUIRED, _PRESENT, _OPTIONAL):
+    for table in (_REQUIRED, _NOT_NULL, _OPTIONAL):
         for name, number in table.items():
-            value = given.get(name)
-            if name in given and not (value is None and table is _OPTIONAL):
+            value = fields.get(name)
+            if name in fields and not (value is None and table is _OPTIONAL):
                 check_number(name, value, number)
-    list_of(given, "layers_block_type", str)
-    per_layer(given, "layer_types", str)
+    list_field(fields, "layers_block_type", str)
+    per_layer_field(fields, "layer_types", str)
     for name in ("dtype", "torch_dtype"):
-        value = given.get(name)  # a name, or what transformers has made of one
+        value = fields.get(name)  # a name, or a torch.dtype from transformers
         if value is not None and not isinstance(value, str) and not f"{value}".startswith("torch."):
             raise ConfigError(
-                f"the model's config gives {name} = {shown(value)}; it must be the name of a "
-                "number format, such as bfloat16."
+                f"the model's config gives {name} = {quote(value)}; it must be the name of "
+                "a dtype, such as bfloat16."
             )
 
 
-def list_of(given: Mapping[str, Any], name: str, kind: type) -> list[Any]:
-    """Return the list that a field holds; null and what is absent are an empty one.
+def list_field(fields: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    """Return the list in a field; an empty list if it is null or absent.
 
     Args:
-        given: the fields of a config.json.
-        name: the field's.
-        kind: what the list is of: str or int.
+        fields: those of a config.json.
+        name: the field's name.
+        kind: the type of the elements, str or int.
 
     Raises ConfigError for anything else.
     """
-    value = given.get(name)
+    value = fields.get(name)
     if value is None:
         return []
-    if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+    if not isinstance(value, list) or not all(isinstance(element, kind) for element in value):
         raise ConfigError(
-            f"the model's config gives {name} = {shown(value)}; it must be a list of "
+            f"the model's config gives {name} = {quote(value)}; it must be a list of "
             f"{'names' if kind is str else 'whole numbers'}."
         )
     return value
 
 
-def per_layer(given: Mapping[str, Any], name: str, kind: type) -> list[Any]:
-    """Return a field's list as `list_of` does, which has an entry for each layer or none at all."""
-    values, layers = list_of(given, name, kind), given["num_hidden_layers"]
+def per_layer_field(fields: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    """Return the list in a field, as `list_field`; it is empty or has one entry per layer."""
+    values, layers = list_field(fields, name, kind), fields["num_hidden_layers"]
     if values and len(values) != layers:
         raise ConfigError(
             f"the model's config gives {name} for {len(values)} layers, and "
@@ -132,11 +133,11 @@ def per_layer(given: Mapping[str, Any], name: str, kind: type) -> list[Any]:
     return values
 
 
-def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return what a field says; null is false, too. Raises ConfigError for anything else."""
-    value = given.get(name, default)
+def bool_field(fields: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return the boolean in a field; null is false. Raises ConfigError for anything else."""
+    value = fields.get(name, default)
     if not isinstance(value, bool | None):
         raise ConfigError(
-            f"the model's config gives {name} = {shown(value)}; it must be true or false."
+            f"the model's config gives {name} = {quote(value)}; it must be true or false."
         )
     return bool(value)

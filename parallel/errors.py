@@ -1,4 +1,4 @@
-"""What is wrong with a model on disk. It needs neither torch nor transformers."""
+"""Errors about a model on disk; imports neither torch nor transformers."""
 
 from offload.errors import TierForceError
 
@@ -8,4 +8,4 @@ class ConfigError(TierForceError):
 
 
 class CheckpointError(TierForceError):
-    """The weights are missing, broken, or of a kind that is not read."""
+    """The weights are missing, broken, or in an unsupported format."""

@@ -27,7 +27,7 @@ from decoding.engine.session import SequenceState
 from decoding.planning.cost import Acceptance
 from decoding.planning.forecast import forecast
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.probe.kernels import pass_rates
+from decoding.probe.kernels import kernel_rates
 from decoding.speculation.decoders import Decoder, Speculative
 from decoding.speculation.draft_length import draft_lengths, expected_tokens
 from offload.memory.bandwidth import BandwidthProbe
@@ -80,7 +80,7 @@ ALL = len(SETTINGS)
 def here(engine: Engine) -> HardwareProfile:
     """Describe this machine as a probe for this model would; the link is each setting's own."""
     device, config = engine.group.device, engine.runtime.target.config
-    rates: dict[str, Any] = pass_rates(config, device, engine.runtime.dtype)
+    rates: dict[str, Any] = kernel_rates(config, device, engine.runtime.dtype)
     return HardwareProfile(
         "here",
         gpus=1,
@@ -116,7 +116,7 @@ def compare(setting: Setting, session: SequenceState, machine: HardwareProfile) 
     outer, inner = acceptance_rates(setting, decoder)
     needs, context = session.runtime.requirements, len(session.prompt)
     acceptance = Acceptance(outer, inner, needs.budget)
-    told = forecast(needs, session.plan, machine, context, session.new, acceptance)
+    told = forecast(needs, session.plan, machine, context, session.max_new_tokens, acceptance)
     return {
         "context": context,
         "mode": mode,

@@ -1,1 +1,1 @@
-"""The published experiments, reproduced."""
+"""Reproduction of the published experiments."""

@@ -1,9 +1,9 @@
-"""The published experiments (TriForce, arXiv 2404.11912) in a form that can be run again.
+"""The published experiments (TriForce, arXiv 2404.11912), with their settings and results.
 
-Figures are those of https://infini-ai-lab.github.io/TriForce/ (the table of offloading), of the
-paper's abstract (on-chip, 2.31 times) and of the README of github.com/Infini-AI-Lab/TriForce (2.2
-times). Settings are those of that README's commands; it has none for the 13B, whose 1794 ms/token
-imply 6 resident layers (docs/memory.md). Where the paper only draws a curve, no number is given.
+Results are from https://infini-ai-lab.github.io/TriForce/ (the offloading table), the paper's
+abstract (on-chip, 2.31 times) and the README of github.com/Infini-AI-Lab/TriForce (2.2 times).
+Settings are those of that README's commands; it has none for the 13B, whose 1794 ms/token imply 6
+resident layers (docs/memory.md). Results that the paper only plots as curves are left out.
 """
 
 from __future__ import annotations
@@ -19,22 +19,19 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment: as published, and at a size for SmolLM2 on two cores.
-
-    Times are ms/token.
-    """
+    """One experiment: as published, and reduced to SmolLM2 on two cores. Times are ms/token."""
 
     name: str
     full: Options
-    small: Options | None  # None: what it shows needs the checkpoint
+    small: Options | None  # None: it requires the checkpoint
     checkpoint: str = SEVEN
-    hardware: str = "2x4090"  # that the published time is of, and the prediction
+    hardware: str = "2x4090"  # hardware of the published and the predicted times
     published: float | None = None
     published_plain: float | None = None
     published_gain: float | None = None
-    baseline: str | None = None  # what the published plain time is of, where that is another engine
-    plain: bool = True  # whether plain decoding is run beside it
-    plain_full: Options = field(default_factory=dict)  # where its baseline was given other settings
+    baseline: str | None = None  # engine of the published plain time, if not TriForce's own
+    plain: bool = True  # whether plain decoding is run for comparison
+    plain_full: Options = field(default_factory=dict)  # settings that differ for plain decoding
 
     def options(self, mode: str) -> Options:
         """Return the options at full size."""
@@ -43,11 +40,11 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Experiments on one question."""
+    """The experiments on one question."""
 
     about: str
     rows: tuple[Experiment, ...]
-    books: int = 3  # read for each row; the median counts, for of one text it is luck what stands
+    books: int = 3  # documents per row; medians are reported, as acceptance varies by document
 
 
 BOOK = {
@@ -68,7 +65,7 @@ ON_CHIP = BOOK | {
     "device_memory": 84,
 }
 SIX = {"context": 19_456, "retrieval_budget": 768, "temperature": 0.0, "concurrency": 6}
-# about the same shares of the text and of the layers
+# reduced sizes: about the same shares of the context and of the layers
 SMALL = BOOK | {"context": 7_424, "max_new_tokens": 96, "device": "cpu"}
 SMALL_TWO = SMALL | {
     "gpus": 2,
@@ -90,7 +87,7 @@ SMALL_LINK = SMALL_CHIP | {"num_draft_tokens": 16, "gpu_kv_layers": 0, "link": "
 def offloaded(
     name: str, small: Options | None, checkpoint: str, published: float, gain: float
 ) -> Experiment:
-    """Return a row of the project page's table; its last word is the hardware."""
+    """Return a row of the project page's table; the last word of `name` is the hardware."""
     hardware = name.split()[-1]
     full, plain, plain_layers, baseline = {
         "2x4090": (TWO, 840, 12, None),
@@ -106,12 +103,12 @@ def offloaded(
 
 def on_chip(name: str, temperature: float, **more: Any) -> Experiment:
     """Return a row with all KV on the device."""
-    law = {"temperature": temperature}
-    return Experiment(name, ON_CHIP | law, SMALL_CHIP | law, hardware="1xA100-80", **more)
+    sampling = {"temperature": temperature}
+    return Experiment(name, ON_CHIP | sampling, SMALL_CHIP | sampling, hardware="1xA100-80", **more)
 
 
-def over_link(name: str, full: Options, small: Options, plain: bool = True) -> Experiment:
-    """Return a row with all KV behind the link, and these options changed."""
+def all_offloaded(name: str, full: Options, small: Options, plain: bool = True) -> Experiment:
+    """Return a row with all KV offloaded, and these options changed."""
     return Experiment(name, TWO | full, SMALL_LINK | small, plain=plain)
 
 
@@ -120,7 +117,7 @@ CONTEXTS = ((16_384, 928), (32_768, 1_856), (65_536, 3_712), (130_560, 7_424))
 
 RECIPES: dict[str, Recipe] = {
     "offload": Recipe(
-        "one book of 127K tokens over PCIe: hierarchical decoding against plain offloading "
+        "one book of 127K tokens over PCIe: hierarchical decoding compared with plain offloading "
         "(DeepSpeed-ZeRO-Inference on one GPU)",
         (
             offloaded("Llama-2-7B, 2x4090", SMALL_TWO, SEVEN, published=108, gain=7.78),
@@ -137,7 +134,7 @@ RECIPES: dict[str, Recipe] = {
             on_chip("greedy", 0.0, published_gain=2.31),
             on_chip("T 0.6, top-p 0.9", 0.6, published_gain=2.2),
             Experiment(
-                "6 texts of 19K at once, greedy",
+                "6 concurrent prompts of 19K, greedy",
                 ON_CHIP | SIX,
                 None,
                 hardware="1xA100-80",
@@ -146,15 +143,14 @@ RECIPES: dict[str, Recipe] = {
         ),
     ),
     "temperatures": Recipe(
-        "acceptance and speed by temperature, on-chip; the paper's acceptance stays above 0.9 to "
-        "T 1.0",
+        "acceptance and speed by temperature, on-chip; the paper's acceptance is above 0.9 up to T 1.0",
         tuple(on_chip(f"T {t}", t, plain=t == 0) for t in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)),
     ),
     "budgets": Recipe(
         "acceptance and speed by retrieval budget and by chunk size, offloaded",
         (
             *(
-                over_link(
+                all_offloaded(
                     f"budget {full:,} ({small:,} here)",
                     {"retrieval_budget": full},
                     {"retrieval_budget": small},
@@ -163,7 +159,7 @@ RECIPES: dict[str, Recipe] = {
                 for full, small in BUDGETS
             ),
             *(
-                over_link(f"chunks of {n}", {"chunk_size": n}, {"chunk_size": n}, plain=False)
+                all_offloaded(f"chunks of {n}", {"chunk_size": n}, {"chunk_size": n}, plain=False)
                 for n in (1, 4, 8, 16, 32, 64)
             ),
         ),
@@ -171,12 +167,14 @@ RECIPES: dict[str, Recipe] = {
     "contexts": Recipe(
         "speed by context, offloaded",
         tuple(
-            over_link(f"{full:,} tokens ({small:,} here)", {"context": full}, {"context": small})
+            all_offloaded(
+                f"{full:,} tokens ({small:,} here)", {"context": full}, {"context": small}
+            )
             for full, small in CONTEXTS
         ),
     ),
     "summaries": Recipe(
-        "summaries of books, as from NarrativeQA (--data narrativeqa where the hub can be reached)",
-        (over_link("3 books", {"max_new_tokens": 256}, {}),),
+        "summaries of books, as from NarrativeQA (--data narrativeqa, which needs the hub)",
+        (all_offloaded("3 books", {"max_new_tokens": 256}, {}),),
     ),
 }

@@ -1,12 +1,11 @@
-"""The published experiments: what was published, what is predicted, and what is measured here.
+"""The published experiments: published, predicted and measured times.
 
-A recipe runs at full size where its checkpoint is in the Hugging Face cache and there are GPUs
-enough, and with a small model at reduced size elsewhere; every row says which, with its
-settings, and the commands at full size are printed. Without a draft model a reduced run drafts by
-prompt lookup and the retrieval cache alone. A reduced run tells what the machinery does,
-not what a 7B model on a 4090 does: its times are to be compared with each other, not with those
-published. Predictions assume one acceptance rate, whatever the temperature or chunk size: the one
-that the first published row implies.
+A recipe runs at full size if its checkpoint is in the Hugging Face cache and there are enough GPUs,
+else at reduced size with a small model; every row says which, with its settings, and the commands
+at full size are printed. Without a draft model, a reduced run drafts by prompt lookup and the
+retrieval cache alone. Reduced runs show how the modes compare, not how fast a 7B model is on a
+4090: compare their times with each other, not with the published ones. Predictions assume one
+acceptance rate for all temperatures and chunk sizes: the one implied by the first published row.
 """
 
 from __future__ import annotations
@@ -39,27 +38,27 @@ from decoding.planning.memory_requirements import Requirements
 from decoding.planning.what_if import plan_request
 from offload.errors import TierForceError
 
-FEW = 12  # tokens of plain decoding over an emulated link, which is slow
-CHARACTERS = 5  # of a token, at most: what is cut is long enough
-Measured = dict[str, float | None]  # medians over records, by the record's field
+FEW = 12  # new tokens of plain decoding over an emulated link, which is slow
+CHARACTERS = 5  # maximum per token, so that documents are long enough to be truncated
+Measured = dict[str, float | None]  # medians over records, by field
 
 
 @dataclass(frozen=True)
 class Study:
-    """Models of reduced runs, and where documents come from."""
+    """The models of reduced runs, and the source of documents."""
 
     target: str
     draft: str | None
     data: str | None
     books: int
-    stretch: int = 1  # how often contexts and budgets of reduced runs are taken, with YaRN
+    stretch: int = 1  # factor of contexts and budgets of reduced runs, with YaRN
 
     def row(self, experiment: Experiment) -> Row:
-        """Run an experiment on this machine and predict it. Raises TierForceError."""
+        """Return the row of an experiment, run on this machine and predicted. Raises TierForceError."""
         drafting = "hierarchical" if self.draft or is_here(experiment) else "retrieval"
         ours = self.measure(experiment, drafting)
         plain = self.measure(experiment, "plain") if experiment.plain else {}
-        predicted_ms, assumed = predict(experiment, "hierarchical")
+        predicted_ms, assumed_acceptance = predict(experiment, "hierarchical")
         predicted_plain_ms = predict(experiment, "plain")[0] if experiment.plain else None
         ms, plain_ms = ours.get("ms_per_token"), plain.get("ms_per_token")
         settings = {"mode": drafting} | (options_here(experiment, drafting, self.stretch) or {})
@@ -72,7 +71,7 @@ class Study:
             "predicted_ms": predicted_ms,
             "predicted_plain_ms": predicted_plain_ms,
             "predicted_gain": _ratio(predicted_plain_ms, predicted_ms),
-            "assumed_acceptance": assumed,
+            "assumed_acceptance": assumed_acceptance,
             "run": "not here" if not ours else "full size" if is_here(experiment) else "reduced",
             "ms_per_token": ms,
             "plain_ms_per_token": plain_ms,
@@ -84,49 +83,52 @@ class Study:
         }
 
     def measure(self, experiment: Experiment, mode: str) -> Measured:
-        """Return medians over the books' records; {} where it cannot be run."""
+        """Return medians over the records of all documents; {} if the experiment cannot run here."""
         if (options := options_here(experiment, mode, self.stretch)) is None:
             return {}
         models = self.target, self.draft
         if is_here(experiment):
             models = experiment.checkpoint, DRAFT
-        texts = documents(self.data, self.books, CHARACTERS * options["context"])
-        arguments = arguments_of(*models, mode, options)
-        records = summarize(texts, arguments)
+        books = documents(self.data, self.books, CHARACTERS * options["context"])
+        records = summarize(books, arguments_of(*models, mode, options))
         for record in records:
             record["acceptance"] = record["acceptance"].get("target")
         names = ("ms_per_token", "time_to_first_token_s", "acceptance", "tokens_per_verification")
-        known = {name: [each[name] for each in records if each[name] is not None] for name in names}
-        return {name: statistics.median(each) if each else None for name, each in known.items()}
+        known = {
+            name: [record[name] for record in records if record[name] is not None] for name in names
+        }
+        return {
+            name: statistics.median(values) if values else None for name, values in known.items()
+        }
 
 
 def _ratio(slow: float | None, fast: float | None) -> float | None:
     return slow / fast if slow and fast else None
 
 
-def summarize(texts: Mapping[str, str], options: list[str]) -> list[dict[str, Any]]:
-    """Run `tierforce summarize` with these options over texts by name; return its records.
+def summarize(books: Mapping[str, str], options: list[str]) -> list[dict[str, Any]]:
+    """Return the records of `tierforce summarize` with these options over documents by title.
 
-    Raises TierForceError where the command fails.
+    Raises TierForceError if the command fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        place, output = Path(folder, "documents"), Path(folder, "records.jsonl")
-        place.mkdir()
-        for number, (title, text) in enumerate(texts.items()):
-            path = place / f"{number:03}-{title.replace('/', '-')}.txt"
+        inputs, output = Path(folder, "documents"), Path(folder, "records.jsonl")
+        inputs.mkdir()
+        for number, (title, text) in enumerate(books.items()):
+            path = inputs / f"{number:03}-{title.replace('/', '-')}.txt"
             path.write_text(text, encoding="utf-8")
-        arguments = ["summarize", *options, "--input", str(place), "--output", str(output)]
+        arguments = ["summarize", *options, "--input", str(inputs), "--output", str(output)]
         say("$ " + shlex.join(["tierforce", *arguments]))
         code = subprocess.run([sys.executable, "-m", "decoding.cli", *arguments]).returncode
         if code:
             raise TierForceError(
-                f"tierforce summarize ended with exit code {code}; what it said is above."
+                f"tierforce summarize ended with exit code {code}; its messages are above."
             )
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
 def is_here(experiment: Experiment) -> bool:
-    """Return whether it runs at full size here: both checkpoints are cached, and GPUs enough."""
+    """Return whether it can run at full size here: checkpoints are cached, and GPUs suffice."""
 
     def cached(name: str) -> bool:
         files = ("model.safetensors", "model.safetensors.index.json")
@@ -137,7 +139,7 @@ def is_here(experiment: Experiment) -> bool:
 
 
 def arguments_of(model: str, draft: str | None, mode: str, options: Options) -> list[str]:
-    """Return the arguments of `tierforce summarize`, without its files."""
+    """Return the arguments of `tierforce summarize`, without input and output."""
     arguments = ["--model", model, *(["--draft", draft] if draft else []), "--mode", mode]
     for name, value in options.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
@@ -145,7 +147,7 @@ def arguments_of(model: str, draft: str | None, mode: str, options: Options) -> 
 
 
 def published_commands(experiment: Experiment) -> list[str]:
-    """Return what to type for it at full size."""
+    """Return the commands that run an experiment at full size."""
     modes = ["hierarchical", "plain"] if experiment.plain else ["hierarchical"]
     files = ["--input", "books/", "--output", "records.jsonl"]
     lines = []
@@ -157,7 +159,7 @@ def published_commands(experiment: Experiment) -> list[str]:
 
 
 def options_here(experiment: Experiment, mode: str, stretch: int) -> Options | None:
-    """Return what it is run with here; None where it needs a checkpoint that is not here."""
+    """Return the options of a run here; None if it needs a checkpoint that is not cached."""
     if is_here(experiment):
         return experiment.options(mode)
     if experiment.small is None:
@@ -172,17 +174,16 @@ def options_here(experiment: Experiment, mode: str, stretch: int) -> Options | N
 
 
 def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
-    """Return ms/token on the hardware that the published figure is of, with its settings.
+    """Return predicted ms/token on the published hardware and settings, and the acceptance rate.
 
-    And the acceptance rate assumed for it. Layers that are set, and host memory, are taken as
-    there.
+    Memory is assumed to suffice for the host store and for the layers that are set.
     """
     options = experiment.options(mode)
     machine = HardwareProfile.from_name(experiment.hardware)
     machine = replace(machine, host_memory=256e9, device_memory=128e9)
     names = ("retrieval_budget", "num_draft_tokens", "gpu_kv_layers", "chunk_size")
     known = {name: options[name] for name in names if name in options}
-    needs = Requirements(
+    requirements = Requirements(
         target=config_of(LLAMA_13B if experiment.checkpoint == THIRTEEN else LLAMA_7B),
         draft=config_of(LLAMA_68M),
         mode=mode,
@@ -194,8 +195,8 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
     )
     new = options["max_new_tokens"]
     texts = options["concurrency"]
-    ahead = plan_request(needs, machine, options["context"] - new, new, concurrency=texts)
-    return 1e3 * ahead.forecast.token_s, Acceptance().of(ahead.needs, ahead.plan)
+    ahead = plan_request(requirements, machine, options["context"] - new, new, concurrency=texts)
+    return 1e3 * ahead.forecast.token_s, Acceptance().rate(ahead.requirements, ahead.plan)
 
 
 @benchmark("Recipe {name}, times in ms/token", hidden=["settings"])
@@ -205,33 +206,33 @@ def main(
     draft: opt.Draft = None,
     data: opt.Data = None,
     rows: Annotated[
-        str, typer.Option(help="Parts of the names of rows to run; all by default.")
+        str, typer.Option(help="Rows to run, by parts of their names; default: all.")
     ] = "",
     stretch: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Take contexts and budgets of reduced runs so often, with YaRN by that factor; "
-            "names of rows tell them as they are without.",
+            help="Factor of the contexts and budgets of reduced runs, with YaRN; names of rows "
+            "have them without it.",
         ),
     ] = 1,
     output: opt.Output = Path("results/recipe-{name}.json"),
 ) -> Measurement:
-    """Run one published experiment, at full size where this machine can, else at reduced size."""
+    """Run one published experiment, at full size if this machine can, else at reduced size."""
     if name not in RECIPES:
         raise typer.BadParameter(f"{name} is not one of {', '.join(RECIPES)}")
     recipe = RECIPES[name]
     parts = [part.strip() for part in rows.split(",")]
-    chosen = [each for each in recipe.rows if any(part in each.name for part in parts)]
-    if not chosen:
-        known = ", ".join(each.name for each in recipe.rows)
-        raise typer.BadParameter(f"no row is named like that: {known}", param_hint="--rows")
-    commands = {f"{row.name}, at full size": "; ".join(published_commands(row)) for row in chosen}
-    found = list[Row]()
+    selected = [row for row in recipe.rows if any(part in row.name for part in parts)]
+    if not selected:
+        known = ", ".join(row.name for row in recipe.rows)
+        raise typer.BadParameter(f"no row matches; rows are {known}", param_hint="--rows")
+    commands = {f"{row.name}, at full size": "; ".join(published_commands(row)) for row in selected}
+    finished = list[Row]()
     study = Study(target, draft, data, recipe.books, stretch)
-    for each in chosen:
+    for experiment in selected:
         try:
-            found.append(study.row(each))
+            finished.append(study.row(experiment))
         except TierForceError as error:
-            raise TierForceError(f"{each.name}: {error}") from error
-        yield {"recipe": name, "about": recipe.about, "rows": found, "full_size": commands}
+            raise TierForceError(f"{experiment.name}: {error}") from error
+        yield {"recipe": name, "about": recipe.about, "rows": finished, "full_size": commands}

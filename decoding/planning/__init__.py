@@ -1,1 +1,1 @@
-"""What a text needs, how long it will take, and what memory is spent on, from numbers alone."""
+"""The planner: memory requirements, predicted times and strategy selection."""

@@ -1,4 +1,4 @@
-"""Where the KV of a text goes, given what the text needs and the memory that there is."""
+"""Fitting a request's KV cache into device and host memory."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ from offload.layout import ceil_div
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes that one rank may use for a text, beside the weights."""
+    """The bytes available to one request on one rank, without the weights."""
 
     device: int
     host: int
-    concurrency: int = 1  # that share the memory equally; this is the share of one
+    concurrency: int = 1  # requests sharing the memory equally; the sizes are one share
 
-    def divided(self, texts: int) -> Memory:
-        """Return an equal share of it for each of so many texts."""
-        return Memory(self.device // texts, self.host // texts, texts)
+    def divided(self, concurrency: int) -> Memory:
+        """Return one of `concurrency` equal shares."""
+        return Memory(self.device // concurrency, self.host // concurrency, concurrency)
 
 
-def memory_of(hardware: HardwareProfile, needs: Requirements) -> Memory:
-    """Return what the weights leave of a machine's memory to one rank.
+def memory_of(hardware: HardwareProfile, requirements: Requirements) -> Memory:
+    """Return one rank's memory left by the weights.
 
-    Raises InsufficientMemoryError where the weights alone are too large.
+    Raises InsufficientMemoryError if the weights alone do not fit.
     """
-    weights = needs.weight_bytes
+    weights = requirements.weight_bytes
     if weights >= hardware.device_memory:
         raise InsufficientMemoryError(
-            f"the weights alone take {weights / 1e9:.1f} GB of each GPU of "
-            f"{hardware.device_memory / 1e9:.1f} GB. It would take more GPUs, larger ones, or a "
-            "smaller model."
+            f"the weights alone take {weights / 1e9:.1f} GB per GPU, and each GPU has "
+            f"{hardware.device_memory / 1e9:.1f} GB. Use more or larger GPUs, or a smaller model."
         )
     device = int(USABLE_SHARE * (hardware.device_memory - weights))
-    return Memory(device, int(hardware.host_memory) // needs.ranks)
+    return Memory(device, int(hardware.host_memory) // requirements.ranks)
 
 
-def fit(needs: Requirements, memory: Memory, prompt: int, new: int) -> MemoryPlan:
-    """Plan a text of `prompt` + `new` tokens: as many layers on the device as fit.
+def fit(requirements: Requirements, memory: Memory, prompt: int, max_new_tokens: int) -> MemoryPlan:
+    """Plan a request, with as many layers on the device as fit.
 
-    Raises InsufficientMemoryError, which says what is needed and what there is.
+    Raises InsufficientMemoryError, stating the required and the available memory.
     """
-    settings = needs.settings
+    settings = requirements.settings
     return plan_memory(
-        needs.memory(prompt, new),
+        requirements.memory(prompt, max_new_tokens),
         memory.device,
         memory.host,
         settings.gpu_kv_layers,
@@ -58,40 +57,42 @@ def fit(needs: Requirements, memory: Memory, prompt: int, new: int) -> MemoryPla
     )
 
 
-def concurrency_pays(needs: Requirements, records: bool) -> bool:
-    """Return whether several texts are to share passes, if memory allows.
+def concurrency_pays(requirements: Requirements, uses_graphs: bool) -> bool:
+    """Return whether batching concurrent requests pays, if memory allows it.
 
-    `records`: whether short passes are recorded as CUDA graphs. Those that texts share are recorded
-    for each combination of texts anew, so many are launched: that must take no longer than reading
-    the weights that they share, which experts are not.
+    `uses_graphs`: whether short forwards are captured as CUDA graphs. A batched forward needs a new
+    capture for each combination of requests, so many forwards are launched eagerly. That must not
+    take longer than reading the shared weights, which do not include experts.
     """
-    recorded = []
-    if needs.has_retrieval:
-        recorded.append((needs.target, needs.ranks))
-    if needs.draft is not None and needs.has_draft:
-        recorded.append((needs.draft, needs.draft_ranks))
-    if not (records and recorded):
+    drafting = []
+    if requirements.has_retrieval:
+        drafting.append((requirements.target, requirements.ranks))
+    if requirements.draft is not None and requirements.has_draft:
+        drafting.append((requirements.draft, requirements.draft_ranks))
+    if not (uses_graphs and drafting):
         return True
-    shared = sum(read_bytes(config, ranks, needs.dtype, 0) for config, ranks in recorded)
-    return shared >= SHARED_LAYER_BYTES * sum(config.layers for config, _ in recorded)
+    shared = sum(read_bytes(config, ranks, requirements.dtype, 0) for config, ranks in drafting)
+    return shared >= SHARED_LAYER_BYTES * sum(config.layers for config, _ in drafting)
 
 
-def extend_chunk(needs: Requirements, plan: MemoryPlan, prompt: int, new: int) -> int:
-    """Return how many tokens may be read at once behind such a text, where that is planned so.
+def extend_chunk(
+    requirements: Requirements, plan: MemoryPlan, prompt: int, max_new_tokens: int
+) -> int:
+    """Return the largest chunk with which such a sequence can be extended under a plan.
 
-    They are no fewer than a pass takes. More have the memory that the plan leaves beside a pass,
-    and that of a pass where none is recorded.
+    At least the tokens of the largest decoding forward. Larger chunks use the memory that the plan
+    leaves beside such a forward, and the forward's own memory if no CUDA graph holds it.
     """
-    wanted = needs.memory(prompt, new)
+    memory = requirements.memory(prompt, max_new_tokens)
     _, tiers = device_breakdown(
-        wanted, plan.resident_layers, plan.deferred_layers, plan.split_layers
+        memory, plan.resident_layers, plan.deferred_layers, plan.split_layers
     )
-    passes = 0 if needs.settings.graphs else wanted.forwards
-    room = plan.device_bytes - sum(tiers.values()) + passes
-    low, high = needs.max_forward_tokens, prompt + new
+    forward = 0 if requirements.settings.graphs else memory.forwards
+    room = plan.device_bytes - sum(tiers.values()) + forward
+    low, high = requirements.max_forward_tokens, prompt + max_new_tokens
     while low < high:
         middle = ceil_div(low + high, 2)
-        if needs.hidden_bytes(middle) <= room:
+        if requirements.hidden_bytes(middle) <= room:
             low = middle
         else:
             high = middle - 1
@@ -99,104 +100,116 @@ def extend_chunk(needs: Requirements, plan: MemoryPlan, prompt: int, new: int) -
 
 
 def feasible_plans(
-    needs: Requirements, memory: Memory, prompt: int, new: int
+    requirements: Requirements, memory: Memory, prompt: int, max_new_tokens: int
 ) -> dict[Strategy, MemoryPlan]:
-    """Return where a text's KV would go, by mode and retrieval budget, for those that fit.
+    """Return the memory plan of each strategy that fits.
 
-    Only budgets that differ for this text are tried; one that is set is the only one. A mode with
-    slices is none where the other keeps nothing on the host. Raises InsufficientMemoryError where nothing fits: of
-    the ways that the device has room for, the one that lacks least of the host.
+    Only budgets that differ for this request are tried, or the configured one alone. A split mode
+    is left out if the other mode offloads nothing. If nothing fits, raises the
+    InsufficientMemoryError of the strategy that fits the device and lacks the least host memory.
     """
-    if not needs.has_choice:
-        return {needs.strategy: fit(needs, memory, prompt, new)}
-    plans, refusals = _plan_all(needs, memory, prompt, new)
+    if not requirements.has_choice:
+        return {requirements.strategy: fit(requirements, memory, prompt, max_new_tokens)}
+    plans, errors = _plan_all(requirements, memory, prompt, max_new_tokens)
     if plans:
         return plans
-    if refusals:
-        raise refusals[_closest(refusals)]
+    if errors:
+        raise errors[_closest(errors)]
     raise InsufficientMemoryError(
-        f"`chunk_size` {needs.settings.chunk_size} is larger than any budget: give `retrieval_budget`."
+        f"`chunk_size` {requirements.settings.chunk_size} is larger than any budget: set "
+        "`retrieval_budget`."
     )
 
 
 def closest_infeasible(
-    needs: Requirements, memory: Memory, prompt: int, new: int
+    requirements: Requirements, memory: Memory, prompt: int, max_new_tokens: int
 ) -> Strategy | None:
-    """Return the way of a text that fits in none which `feasible_plans` says to be refused.
+    """Return the strategy whose error `feasible_plans` raises if none fits.
 
-    None where there is no way at all.
+    None if there is no strategy at all.
     """
-    _, refusals = _plan_all(needs, memory, prompt, new)
-    return _closest(refusals) if refusals else None
+    _, errors = _plan_all(requirements, memory, prompt, max_new_tokens)
+    return _closest(errors) if errors else None
 
 
-def _closest(refusals: Mapping[Strategy, InsufficientMemoryError]) -> Strategy:
-    """Return the way that lacks least of the host alone; the first where all lack of the device."""
-    on_host = {way: refusal.host_bytes for way, refusal in refusals.items() if refusal.host_bytes}
-    return min(on_host, key=on_host.__getitem__) if on_host else next(iter(refusals))
+def _closest(errors: Mapping[Strategy, InsufficientMemoryError]) -> Strategy:
+    """Return the strategy lacking the least host memory, or the first if all lack device memory."""
+    lacking_host = {
+        strategy: error.host_bytes for strategy, error in errors.items() if error.host_bytes
+    }
+    return min(lacking_host, key=lacking_host.__getitem__) if lacking_host else next(iter(errors))
 
 
 def _plan_all(
-    needs: Requirements, memory: Memory, prompt: int, new: int
+    requirements: Requirements, memory: Memory, prompt: int, max_new_tokens: int
 ) -> tuple[dict[Strategy, MemoryPlan], dict[Strategy, InsufficientMemoryError]]:
-    """Return the plans of ways that fit, and what speaks against the others."""
+    """Return the plans of the strategies that fit, and the errors of the others."""
     plans: dict[Strategy, MemoryPlan] = {}
-    refusals: dict[Strategy, InsufficientMemoryError] = {}
-    for mode in needs.candidate_modes:
-        if any(not needs.uses_link(plan) for plan in plans.values()):
+    errors: dict[Strategy, InsufficientMemoryError] = {}
+    for mode in requirements.candidate_modes:
+        if any(not requirements.uses_link(plan) for plan in plans.values()):
             break
-        for way, found in _by_budget(needs, mode, memory, prompt, new):
-            if isinstance(found, InsufficientMemoryError):
-                refusals[way] = found
+        for strategy, result in _by_budget(requirements, mode, memory, prompt, max_new_tokens):
+            if isinstance(result, InsufficientMemoryError):
+                errors[strategy] = result
             else:
-                plans[way] = found
-    return plans, refusals
+                plans[strategy] = result
+    return plans, errors
 
 
 def _by_budget(
-    needs: Requirements, mode: str, memory: Memory, prompt: int, new: int
+    requirements: Requirements, mode: str, memory: Memory, prompt: int, max_new_tokens: int
 ) -> Iterator[tuple[Strategy, MemoryPlan | InsufficientMemoryError]]:
-    """Yield each way of a mode with its plan, or with what speaks against it."""
-    budgets = needs.candidate_budgets(prompt + new) if needs.selects_budget else [needs.budget]
-    everywhere: MemoryPlan | None = None  # where no budget makes a difference: all have codes
+    """Yield each strategy of a mode with its plan or its error."""
+    budgets = (
+        requirements.candidate_budgets(prompt + max_new_tokens)
+        if requirements.selects_budget
+        else [requirements.budget]
+    )
+    shared: MemoryPlan | None = None  # the plan of all budgets if every offloaded layer is split
     for budget in budgets:
-        way = Strategy(mode, budget)
-        if everywhere is not None:
-            yield way, everywhere
+        strategy = Strategy(mode, budget)
+        if shared is not None:
+            yield strategy, shared
             continue
-        chosen = needs.with_strategy(way)
+        candidate = requirements.with_strategy(strategy)
         try:
-            plan = fit(chosen, memory, prompt, new)
+            plan = fit(candidate, memory, prompt, max_new_tokens)
         except InsufficientMemoryError as error:
-            yield way, error
+            yield strategy, error
             continue
-        yield way, plan
-        if not chosen.retrieval_layers(chosen.planned_spec(plan, prompt)):
-            everywhere = plan
+        yield strategy, plan
+        if not candidate.retrieval_layers(candidate.planned_spec(plan, prompt)):
+            shared = plan
 
 
-def min_budget(needs: Requirements) -> int:
-    """Return the smallest retrieval budget that a text may get."""
-    if not needs.selects_budget:
-        return needs.budget
-    return max(RETRIEVAL_BUDGETS[0], needs.settings.chunk_size)
+def min_budget(requirements: Requirements) -> int:
+    """Return the smallest retrieval budget that may be selected."""
+    if not requirements.selects_budget:
+        return requirements.budget
+    return max(RETRIEVAL_BUDGETS[0], requirements.settings.chunk_size)
 
 
-def max_prompt(needs: Requirements, memory: Memory, prompt: int, new: int) -> int:
-    """Return how many prompt tokens, at most `prompt`, would fit in any way; 0 if none do."""
-    if not needs.has_choice:
-        return _max_prompt(needs, memory, prompt, new)
-    ways = [Strategy(mode, min_budget(needs)) for mode in needs.candidate_modes]
-    return max(_max_prompt(needs.with_strategy(way), memory, prompt, new) for way in ways)
+def max_prompt(requirements: Requirements, memory: Memory, prompt: int, max_new_tokens: int) -> int:
+    """Return how many of `prompt` tokens would fit with the best strategy; 0 if none do."""
+    if not requirements.has_choice:
+        return _max_prompt(requirements, memory, prompt, max_new_tokens)
+    strategies = [Strategy(mode, min_budget(requirements)) for mode in requirements.candidate_modes]
+    return max(
+        _max_prompt(requirements.with_strategy(strategy), memory, prompt, max_new_tokens)
+        for strategy in strategies
+    )
 
 
-def _max_prompt(needs: Requirements, memory: Memory, prompt: int, new: int) -> int:
-    """Return how many prompt tokens, at most `prompt`, would fit; 0 if none do."""
+def _max_prompt(
+    requirements: Requirements, memory: Memory, prompt: int, max_new_tokens: int
+) -> int:
+    """Return how many of `prompt` tokens would fit; 0 if none do."""
     low, high = 0, prompt
     while low < high:
         middle = ceil_div(low + high, 2)
         try:
-            fit(needs, memory, middle, new)
+            fit(requirements, memory, middle, max_new_tokens)
             low = middle
         except InsufficientMemoryError:
             high = middle - 1

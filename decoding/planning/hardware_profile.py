@@ -1,6 +1,6 @@
-"""What a machine can do, in numbers with a source each.
+"""Hardware profiles: measured or documented numbers of a machine, each with its source.
 
-Some profiles are shipped (`profiles.json`); files of the same form are read too.
+Some profiles are shipped in `profiles.json`; files of the same format can be loaded too.
 """
 
 from __future__ import annotations
@@ -13,78 +13,79 @@ from typing import Any
 
 from offload.errors import TierForceError
 from offload.regular_files import read_json
-from parallel.config_checks import Number, shown
+from parallel.config_checks import Number, quote
 
 
 def _bounds(name: str) -> Number:
-    """Return what a machine's number may be: no time that follows overflows, or is infinite."""
+    """Return the bounds of a field, so that no time computed from it overflows or is infinite."""
     if name == "gpus":
         return Number(1, 1024, whole=False)
     if name.endswith("_s"):
         return Number(0, 1e6, whole=False)
-    return Number(1, 1e30, whole=False)  # bytes, or bytes or operations a second
+    return Number(1, 1e30, whole=False)  # bytes, bytes/s or FLOP/s
 
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """The numbers of one machine: bytes, seconds, and bytes or operations a second.
+    """The numbers of one machine in bytes, seconds, bytes/s and FLOP/s.
 
-    Rates are of each GPU while all are at work.
+    Rates are per GPU while all GPUs are busy.
     """
 
     name: str
     gpus: int
-    device_memory: float  # of each GPU
-    host_memory: float  # of the machine, for the KV of all GPUs together
+    device_memory: float  # per GPU
+    host_memory: float  # shared by the KV of all GPUs
     link_in: float  # pinned host memory to device
     link_out: float
     memory_rate: float  # reading device memory
-    matmul: float  # 16-bit products, dense
+    matmul: float  # FLOP/s of dense 16-bit matmuls
     all_reduce_s: float  # a small all-reduce
-    all_reduce_rate: float  # a large one, bytes of the tensor a second
-    layer_s: float  # what a layer of a short pass takes on top of reading memory: launches
-    # what a profile may lack, None for what stands behind it
-    kv_rate: float | None = None  # reading KV in attention of one row; memory_rate
-    attention: float | None = None  # operations of a further row of a short pass; matmul
-    # operations a second of the products of the further rows, in a pass of 3, 5 and 33; matmul
+    all_reduce_rate: float  # bytes/s of the tensor of a large all-reduce
+    layer_s: float  # time per layer of a short forward beyond reading memory: launches
+    # Optional fields follow. Each comment names the default used for None.
+    kv_rate: float | None = None  # reading KV in attention of one query token; memory_rate
+    attention: float | None = None  # FLOP/s per extra query token of a short forward; matmul
+    # FLOP/s of the matmuls of the extra query tokens, in forwards of 3, 5 and 33; matmul
     matmul_3: float | None = None
     matmul_5: float | None = None
     matmul_33: float | None = None
-    prefill_attention: float | None = None  # operations of many rows; matmul
-    # bytes of KV a second that a choice of chunks looks through; twice memory_rate, for its keys
+    prefill_attention: float | None = None  # FLOP/s of many query tokens; matmul
+    # bytes/s of the KV that a selection of chunks covers; twice memory_rate, since it reads keys
     score_rate: float | None = None
-    # bytes a second of the elements that slices stand for: joined of them, and attended to by their
-    # codes in a pass of one row; what memory_rate gives, and twice kv_rate, for a code is half
+    # bytes/s of 16-bit elements reconstructed from split layers; derived from memory_rate
     reconstruct_rate: float | None = None
+    # bytes/s of 16-bit elements, in attention of one query token to their high bytes; twice
+    # kv_rate, since a high byte is half of an element
     high_bits_rate: float | None = None
-    # bytes a second of the elements that 8 bits of a retrieval cache stand for, attended to
-    # likewise; kv_rate, for half of the bytes come from memory and what is written out of them
-    # stays in a processor's cache
+    # bytes/s of 16-bit elements, in attention of one query token to an 8-bit retrieval cache;
+    # kv_rate, since half of the bytes come from memory and the dequantized elements stay in a
+    # processor's cache
     int8_rate: float | None = None
-    # what attention of a block of rows to one of keys of a head takes beside reading and arithmetic
-    # where passes go by such blocks (`--deterministic`); nothing where fused kernels take all at once
+    # overhead per block of rows, block of keys and head of batch-invariant attention
+    # (`--deterministic`), beside reading and arithmetic; none with fused kernels
     chunk_s: float = 0.0
-    forward_s: float = 0.0  # what a short pass takes beside its layers
-    sample_s: float = 0.0  # the law of one row of logits
-    draw_s: float = 0.0  # drawing a token from a law, and having it on the host
-    # whether launches, memory and arithmetic hide behind each other, as on a GPU; else they add up
+    forward_s: float = 0.0  # time of a short forward beside its layers
+    sample_s: float = 0.0  # the distribution of one row of logits
+    draw_s: float = 0.0  # sampling a token and copying it to the host
+    # whether launches, memory reads and arithmetic overlap, as on a GPU; otherwise they add up
     runs_ahead: bool = True
 
     @property
     def int8_share(self) -> float:
-        """Return the time of reading a retrieval cache in 8 bits, as a share of one in 16."""
+        """Return the time to read an 8-bit retrieval cache, relative to a 16-bit one."""
         return (self.kv_rate or self.memory_rate) / self.int8_rate if self.int8_rate else 1.0
 
     @property
     def int8_retrieval(self) -> bool | None:
-        """Return what an engine on this machine takes for that setting where nothing is said."""
+        """Return the default of the `int8_retrieval` setting on this machine."""
         return None if self.int8_share <= 1 else False
 
     @property
     def extra_query_tokens(self) -> list[tuple[int, float]]:
-        """Return of how many rows short passes were measured, and these rates; maybe none."""
+        """Return pairs of query tokens per measured short forward and its rate; maybe none."""
         rates = {3: self.matmul_3, 5: self.matmul_5, 33: self.matmul_33}
-        return [(rows, rate) for rows, rate in rates.items() if rate is not None]
+        return [(tokens, rate) for tokens, rate in rates.items() if rate is not None]
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -104,72 +105,71 @@ class HardwareProfile:
             )
 
     def _check_number(self, name: str, value: Any) -> None:
-        """Raise TierForceError for what is no number, or none that a machine could have."""
+        """Raise TierForceError unless `value` is a plausible number."""
         bounds = _bounds(name)
         if Number(0, bounds.high, whole=False).allows(value) and value < bounds.low:
-            least = f"{bounds.low:g} or more, found {value!r}" if value else "above 0"
-            raise TierForceError(f"hardware {self.name}: {name} must be {least}.")
+            minimum = f"{bounds.low:g} or more, found {value!r}" if value else "above 0"
+            raise TierForceError(f"hardware {self.name}: {name} must be {minimum}.")
         if not bounds.allows(value):
             raise TierForceError(
                 f"hardware {self.name}: {name} must be a number of 0 or more, found "
-                f"{shown(value)}; at most {bounds.high:g} is taken."
+                f"{quote(value)}; the maximum is {bounds.high:g}."
             )
 
     @classmethod
     def from_name(cls, name: str) -> HardwareProfile:
-        """Return a shipped profile, or that of a JSON file of the same form.
+        """Return a shipped profile, or the profile in a JSON file of the same format.
 
-        A file holds numbers, or objects with `value` and `source`. Raises TierForceError for what
-        is neither.
+        A file holds numbers, or objects with `value` and `source`. Raises TierForceError for any
+        other name or file.
         """
         shipped = _shipped()
         if name in shipped:
-            return cls._of(name, shipped[name])
+            return cls._from_content(name, shipped[name])
         if not Path(name).is_file():
             raise TierForceError(
-                f"`hardware` {name}: there is no such file, nor a machine of that name: use "
-                f"{', '.join(shipped)}, or a JSON file that `tierforce probe` has made."
+                f"`hardware` {name} is neither a file nor a known machine: use "
+                f"{', '.join(shipped)}, or a JSON file written by `tierforce probe`."
             )
         try:
             content = read_json(Path(name))
         except (OSError, ValueError) as error:
             raise TierForceError(f"`hardware` {name} cannot be read as JSON ({error}).") from error
-        return cls._of(Path(name).stem, content)
+        return cls._from_content(Path(name).stem, content)
 
     @classmethod
     def of_gpus(cls, gpu: str, count: int) -> HardwareProfile | None:
-        """Return the shipped profile of so many GPUs that the driver calls so; None for others."""
+        """Return the shipped profile of `count` GPUs of this name in the driver, or None."""
         for name, content in _shipped().items():
-            profile = cls._of(name, content)
+            profile = cls._from_content(name, content)
             if profile.gpus == count and gpu in content["names"]["value"]:
                 return profile
         return None
 
     @staticmethod
     def is_shipped(name: str) -> bool:
-        """Return whether `find` takes a name for a shipped profile."""
+        """Return whether `from_name` resolves a name to a shipped profile."""
         return name in _shipped()
 
     @classmethod
-    def _of(cls, name: str, content: Any) -> HardwareProfile:
-        """Return the profile that a file holds. Raises TierForceError for gaps."""
+    def _from_content(cls, name: str, content: Any) -> HardwareProfile:
+        """Return the profile in a file's content. Raises TierForceError for missing fields."""
         known = [field.name for field in fields(cls) if field.name != "name"]
-        wanted = [
+        required = [
             field.name for field in fields(cls) if field.name != "name" and field.default is MISSING
         ]
         if not isinstance(content, dict) or (
-            missing := [field for field in wanted if field not in content]
+            missing := [field for field in required if field not in content]
         ):
-            lacks = (
+            problem = (
                 f"lacks {', '.join(missing)}"
                 if isinstance(content, dict)
                 else "is not a JSON object"
             )
-            raise TierForceError(f"hardware {name} {lacks}: it needs {', '.join(wanted)}.")
+            raise TierForceError(f"hardware {name} {problem}: it needs {', '.join(required)}.")
         if _OLD_FIELDS & content.keys():
             raise TierForceError(
-                f"hardware {name} was written by tierforce 0.1, whose fields had other names: run "
-                "`tierforce probe` again."
+                f"hardware {name} has field names of tierforce 0.1: run `tierforce probe` again."
             )
         values = {
             field: content[field].get("value")
@@ -181,7 +181,7 @@ class HardwareProfile:
         return cls(name, **values)
 
 
-_OLD_FIELDS = {"join_rate", "near_rate", "pass_s", "piece_s"}  # that version 0.2 renamed
+_OLD_FIELDS = {"join_rate", "near_rate", "pass_s", "piece_s"}  # renamed in version 0.2
 
 
 def _shipped() -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What past texts showed of the cost of a round.
+"""Round costs measured on past requests.
 
-Link time follows from bytes and the link's rate. Rejections, and the seconds of drafting and of
-verifying, are those of past texts: a text's mode and budget then depend on texts before it alone,
-and its output law is what it would be with any other.
+Link time follows from bytes and the link rate. Rejection rates and the times of drafting and
+verification come from past requests only. A request's strategy therefore never depends on the
+request itself, and its output distribution is the same with any strategy.
 """
 
 from __future__ import annotations
@@ -29,126 +29,138 @@ from decoding.speculation.draft_length import RoundStats, best_length
 
 @dataclass
 class StrategyHistory:
-    """What texts that were drafted for in one way showed."""
+    """Statistics of the past requests that used one strategy."""
 
     tested: float = 0.0  # tokens
     rejected: float = 0.0
-    usual: float = (
-        0.0  # tokens, as if tested with DEFAULT_RETRIEVAL_BUDGET: so many as reject as often
-    )
-    drafted_s: float = 0.0  # of a drafted token
-    read: float = 1.0  # bytes that a pass of the level below the target reads
+    # tokens that would give as many rejections with DEFAULT_RETRIEVAL_BUDGET
+    default_tested: float = 0.0
+    drafted_s: float = 0.0  # per draft token
+    read_bytes: float = 1.0  # per forward of the level below the target
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What the verifications of a text took, in seconds."""
+    """The median verification of a request, in seconds."""
 
     whole_s: float
-    link_s: float  # the link's part of it
+    link_s: float  # the transfer alone
 
 
 class MeasuredCosts:
-    """The costs of rounds by what past texts showed, and by the rate of the link."""
+    """Round costs from the timings of past requests and the link rate."""
 
     def __init__(self, link_rate: float | None):
-        """Begin without texts. `link_rate`: bytes a second; None where nothing is copied."""
+        """Start without history. `link_rate`: bytes/s; None if nothing is copied."""
         self.link_rate = link_rate
         self._history: dict[Strategy, StrategyHistory] = {}
-        self._verifications: dict[str, Verification] = {}  # of each mode's last text, oldest first
+        # the last request of each mode, oldest first
+        self._verifications: dict[str, Verification] = {}
 
     def record(
-        self, needs: Requirements, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
+        self,
+        requirements: Requirements,
+        plan: MemoryPlan,
+        prompt: int,
+        rounds: Sequence[RoundStats],
     ) -> bool:
-        """Take in a text that is over; return whether it said anything.
+        """Record a finished request; return whether it was informative.
 
-        One that its budget held whole says nothing of longer texts: its proposals are the target's
-        own.
+        A prompt within the retrieval budget is not: it is drafted with the target's whole cache,
+        and predicts nothing for longer prompts.
         """
-        drafted = [each for each in rounds if each.drafted]
-        rejected = sum(each.accepted < each.drafted for each in drafted)
-        tested = sum(each.accepted for each in drafted) + rejected
-        if len(drafted) < MIN_ROUNDS or tested < MIN_TESTED or prompt <= needs.budget:
+        drafted = [stats for stats in rounds if stats.drafted]
+        rejected = sum(stats.accepted < stats.drafted for stats in drafted)
+        tested = sum(stats.accepted for stats in drafted) + rejected
+        if len(drafted) < MIN_ROUNDS or tested < MIN_TESTED or prompt <= requirements.budget:
             return False
-        past = self._history.setdefault(needs.strategy, StrategyHistory())
+        past = self._history.setdefault(requirements.strategy, StrategyHistory())
         past.tested = HISTORY_DECAY * past.tested + tested
         past.rejected = HISTORY_DECAY * past.rejected + rejected
-        past.usual = HISTORY_DECAY * past.usual + tested * rejection_ratio(needs, plan)
-        past.drafted_s = median_high(each.draft_s / each.drafted for each in drafted)
-        past.read = _read_below(needs, plan, prompt)
-        self._verifications.pop(needs.mode, None)
-        self._verifications[needs.mode] = Verification(
-            median_high(each.verify_s for each in drafted), self._over_link_s(needs, plan, prompt)
+        past.default_tested *= HISTORY_DECAY
+        past.default_tested += tested * rejection_ratio(requirements, plan)
+        past.drafted_s = median_high(stats.draft_s / stats.drafted for stats in drafted)
+        past.read_bytes = _draft_read_bytes(requirements, plan, prompt)
+        self._verifications.pop(requirements.mode, None)
+        self._verifications[requirements.mode] = Verification(
+            median_high(stats.verify_s for stats in drafted),
+            self._link_s(requirements, plan, prompt),
         )
         return True
 
-    def round_cost(self, needs: Requirements, plan: MemoryPlan, prompt: int) -> RoundCost | None:
+    def round_cost(
+        self, requirements: Requirements, plan: MemoryPlan, prompt: int
+    ) -> RoundCost | None:
         if not self._history:
             return None
-        # compute is hidden behind the link, as far as is known, unless it is plainly the cost
+        # Compute is assumed to be hidden by the transfer, unless it clearly dominates.
         last = list(self._verifications.values())[-1]
-        seen = self._verifications.get(needs.mode, last)
-        bound_by_compute = seen.whole_s > COMPUTE_BOUND_RATIO * seen.link_s
-        compute = seen.whole_s if bound_by_compute else 0.0
+        measured = self._verifications.get(requirements.mode, last)
+        compute_bound = measured.whole_s > COMPUTE_BOUND_RATIO * measured.link_s
+        compute = measured.whole_s if compute_bound else 0.0
         return RoundCost(
-            link_s=self._over_link_s(needs, plan, prompt),
+            link_s=self._link_s(requirements, plan, prompt),
             compute_s=lambda drafted: compute,
-            drafted_s=self._drafted_s(needs, plan, prompt),
-            acceptance=1 - self.rejection(needs, plan),
-            other_s=max(0.0, seen.whole_s - max(seen.link_s, compute)),
+            drafted_s=self._drafted_s(requirements, plan, prompt),
+            acceptance=1 - self.rejection(requirements, plan),
+            other_s=max(0.0, measured.whole_s - max(measured.link_s, compute)),
         )
 
-    def rejection(self, needs: Requirements, plan: MemoryPlan) -> float:
-        """Return how often a drafted token is rejected when all before it stand.
+    def rejection(self, requirements: Requirements, plan: MemoryPlan) -> float:
+        """Return the probability that a draft token is rejected if all before it are accepted.
 
-        All texts have a say, those with this mode and budget more than others.
+        It follows from all past requests, weighted towards those with this strategy.
         """
-        expected = min(1.0, self._usual_rejection() * rejection_ratio(needs, plan))
-        own = self._history.get(needs.strategy, StrategyHistory())
+        expected = min(1.0, self._default_rejection() * rejection_ratio(requirements, plan))
+        own = self._history.get(requirements.strategy, StrategyHistory())
         return (own.rejected + OWN_HISTORY_TOKENS * expected) / (own.tested + OWN_HISTORY_TOKENS)
 
-    def _usual_rejection(self) -> float:
-        """Return how often tokens would be rejected with DEFAULT_RETRIEVAL_BUDGET, by all texts."""
+    def _default_rejection(self) -> float:
+        """Return the rejection rate with DEFAULT_RETRIEVAL_BUDGET, from all past requests."""
         rejected = sum(past.rejected for past in self._history.values())
-        tested = sum(past.usual for past in self._history.values())
+        tested = sum(past.default_tested for past in self._history.values())
         return (PRIOR_REJECTION * PRIOR_TOKENS + rejected) / (PRIOR_TOKENS + tested)
 
-    def _drafted_s(self, needs: Requirements, plan: MemoryPlan, prompt: int) -> float:
-        """Return the seconds of a drafted token.
+    def _drafted_s(self, requirements: Requirements, plan: MemoryPlan, prompt: int) -> float:
+        """Return the seconds per draft token.
 
-        Those of a way not seen follow from the nearest that was, by what a pass of the level below
-        the target reads.
+        Times of a new strategy are scaled from the closest past one, by the bytes that a forward
+        of the level below the target reads.
         """
-        budget = needs.budget
-        alike = [way for way in self._history if way.mode == needs.mode]
-        near = min(
-            alike or self._history,
-            key=lambda way: (max(way.budget, budget) / min(way.budget, budget), way.budget),
+        budget = requirements.budget
+        same_mode = [strategy for strategy in self._history if strategy.mode == requirements.mode]
+        closest = min(
+            same_mode or self._history,
+            key=lambda strategy: (
+                max(strategy.budget, budget) / min(strategy.budget, budget),
+                strategy.budget,
+            ),
         )
-        past = self._history[near]
-        pass_s = past.drafted_s * _read_below(needs, plan, prompt) / past.read
-        if not needs.has_split or alike:
-            return pass_s
-        # what was drafted without codes is now put before them
-        usual = self._usual_rejection() * retrieval_rejection_ratio(near.budget)
+        past = self._history[closest]
+        read_bytes = _draft_read_bytes(requirements, plan, prompt)
+        forward_s = past.drafted_s * read_bytes / past.read_bytes
+        if not requirements.has_split or same_mode:
+            return forward_s
+        # The levels below the target now draft for the split level.
+        rejection = self._default_rejection() * retrieval_rejection_ratio(closest.budget)
         _, drafted_s = best_length(
-            needs.inner_lengths,
-            1 - min(1.0, usual),
-            lambda n: pass_s + n * past.drafted_s,
+            requirements.inner_lengths,
+            1 - min(1.0, rejection),
+            lambda n: forward_s + n * past.drafted_s,
         )
         return drafted_s
 
-    def _over_link_s(self, needs: Requirements, plan: MemoryPlan, prompt: int) -> float:
-        """Return the seconds that the prompt's KV takes over the link."""
+    def _link_s(self, requirements: Requirements, plan: MemoryPlan, prompt: int) -> float:
+        """Return the seconds of the prompt's KV transfer."""
         if self.link_rate is None:
             return 0.0
-        return link_bytes(needs, plan, prompt) / self.link_rate
+        return link_bytes(requirements, plan, prompt) / self.link_rate
 
 
-def _read_below(needs: Requirements, plan: MemoryPlan, prompt: int) -> float:
-    """Return the bytes that a pass of the level below the target reads: weights and KV."""
-    tokens: float = needs.budget
-    if needs.has_split:
-        tokens = needs.effective_device_tokens(plan, prompt, HIGH_BYTE_SHARE)
-    weights = weight_bytes(needs.target, needs.ranks, needs.dtype)
-    return weights + needs.layout.bytes(round(tokens))
+def _draft_read_bytes(requirements: Requirements, plan: MemoryPlan, prompt: int) -> float:
+    """Return the bytes, weights and KV, that a forward of the level below the target reads."""
+    tokens: float = requirements.budget
+    if requirements.has_split:
+        tokens = requirements.effective_device_tokens(plan, prompt, HIGH_BYTE_SHARE)
+    weights = weight_bytes(requirements.target, requirements.ranks, requirements.dtype)
+    return weights + requirements.layout.bytes(round(tokens))

@@ -1,4 +1,4 @@
-"""The memory plan: what lives where, in bytes, before anything is allocated."""
+"""The memory plan: the place and size of every tier, computed before any allocation."""
 
 from __future__ import annotations
 
@@ -11,79 +11,85 @@ from offload.tiered.shape import TieredCacheSpec
 
 @dataclass(frozen=True)
 class MemoryRequirements:
-    """What a job asks of one rank's memory, in bytes of the device where nothing else is said."""
+    """The memory one rank needs, in device bytes unless noted otherwise."""
 
-    target: (
-        TieredCacheSpec  # of the target's cache; how many layers are resident is for a plan to say
-    )
-    retrieval: int  # the retrieval cache, and what a selection takes
-    draft: int  # the draft's cache
+    target: TieredCacheSpec  # without a placement, which the plan decides
+    retrieval: int  # retrieval cache and selection scratch
+    draft: int  # draft cache
     tables: int  # rotary tables
-    hidden: int  # the prompt's hidden states, live in prefill
-    forwards: int = 0  # a pass when decoding
-    splitting: bool = False  # whether far layers have their codes on the device, where these fit
-    # where streamed layers alone have retrieval: for each of them, and what a selection takes
+    hidden: int  # the prompt's hidden states, live during prefill
+    forwards: int = 0  # scratch of a decoding forward
+    splitting: bool = False  # whether offloaded layers keep high bytes on the device if they fit
+    # if only streamed layers have retrieval: bytes per streamed layer, and the shared scratch
     streamed_retrieval: int = 0
     selection: int = 0
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How many layers stay on the device, and what the tiers then take. All bytes are per rank."""
+    """The placement of layers and the resulting tier sizes. All bytes are per rank."""
 
     resident_layers: int
     slot_heads: int
     slots: int
-    device_bytes: int  # in the larger phase
+    device_bytes: int  # in the larger of prefill and decoding
     host_bytes: int
-    # those whose KV or codes wait on the host until the hidden states have made room: of the
-    # resident ones, then of the split ones
+    # layers whose KV or high bytes stay on the host until the hidden states are freed: resident
+    # layers first, then split layers
     deferred_layers: int = 0
-    split_layers: int = 0  # of those on the host, the ones with codes on the device
+    split_layers: int = 0  # host layers with their high bytes on the device
 
 
 def device_breakdown(
-    needs: MemoryRequirements, resident: int, deferred: int = 0, split: int = 0
+    requirements: MemoryRequirements, resident: int, deferred: int = 0, split: int = 0
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return device bytes by what they are for, in prefill and when decoding.
+    """Return the device bytes by tier, during prefill and during decoding.
 
-    Hidden states are live in the one, `late` of the `resident` and `split` layers in the other.
+    Hidden states are live only in prefill, and `deferred` of the `resident` and `split` layers only
+    in decoding.
     """
-    shape = needs.target.with_placement(resident, deferred, split)
-    retrieval = needs.retrieval
+    shape = requirements.target.with_placement(resident, deferred, split)
+    retrieval = requirements.retrieval
     if shape.streamed_layers:
-        retrieval += needs.selection + shape.streamed_layers * needs.streamed_retrieval
+        retrieval += (
+            requirements.selection + shape.streamed_layers * requirements.streamed_retrieval
+        )
     fixed = {
         "retrieval cache": retrieval,
-        "draft cache": needs.draft,
-        "rotary tables": needs.tables,
-        "cutting slices": shape.splitting_bytes,
+        "draft cache": requirements.draft,
+        "rotary tables": requirements.tables,
+        "splitting buffers": shape.splitting_bytes,
     }
-    prefill = {**shape.device_breakdown(True), **fixed, "hidden states": needs.hidden, "a pass": 0}
+    prefill = {
+        **shape.device_breakdown(True),
+        **fixed,
+        "hidden states": requirements.hidden,
+        "forward": 0,
+    }
     decode = {
         **shape.device_breakdown(False),
         **fixed,
         "hidden states": 0,
-        "a pass": needs.forwards,
+        "forward": requirements.forwards,
     }
     return prefill, decode
 
 
 def plan_memory(
-    needs: MemoryRequirements,
+    requirements: MemoryRequirements,
     device: int,
     host: int,
     resident_layers: int | None = None,
     split_kv_layers: int | None = None,
 ) -> MemoryPlan:
-    """Keep as many layers on the device as fit in `device` bytes, and the others in `host` bytes.
+    """Plan as many layers on the device as fit in `device` bytes, and the others in `host` bytes.
 
-    Where there are slices, as many layers as can be have their codes on the device before any is
-    resident: a byte of codes saves more of the link than one of whole elements (of bfloat16). As
-    few layers come late as can be. `gpu_kv_layers` and `split_kv_layers` override the counts.
-    Raises InsufficientMemoryError with what is needed and available.
+    With split layers, as many layers as possible keep their high bytes on the device before any is
+    resident: a high byte saves more link traffic than a byte of a whole element (in bfloat16). As
+    few layers as possible are deferred. `resident_layers` and `split_kv_layers` override the
+    counts. Raises InsufficientMemoryError, stating the required and the available memory.
     """
-    layers = needs.target.layout.layers
+    layers = requirements.target.layout.layers
     if resident_layers is None:
         counts: Sequence[int] = range(layers, -1, -1)
     elif 0 <= resident_layers <= layers:
@@ -92,87 +98,89 @@ def plan_memory(
         raise InsufficientMemoryError(
             f"`gpu_kv_layers` {resident_layers} is not between 0 and the model's {layers} layers."
         )
-    placements = list(_placements(needs, counts, split_kv_layers))
-    for placed in placements:
-        shape = _fitting(needs, placed, device)
+    placements = list(_placements(requirements, counts, split_kv_layers))
+    for placement in placements:
+        shape = _with_min_deferred(requirements, placement, device)
         if shape is not None:
             _check_host(shape, host)
-            return _plan(needs, shape)
-    least = _smallest(needs, placements)
-    raise _insufficient_memory(needs, least, device, resident_layers, split_kv_layers)
+            return _plan(requirements, shape)
+    smallest = _smallest(requirements, placements)
+    raise _insufficient_memory(requirements, smallest, device, resident_layers, split_kv_layers)
 
 
 def _placements(
-    needs: MemoryRequirements, counts: Sequence[int], split_kv_layers: int | None
+    requirements: MemoryRequirements, counts: Sequence[int], split_kv_layers: int | None
 ) -> Iterator[TieredCacheSpec]:
-    """Yield the shapes with so many resident layers, those that are to be preferred first."""
-    target = needs.target
+    """Yield the placements with these counts of resident layers, in order of preference."""
+    target = requirements.target
     layers = target.layout.layers
     count = 0
     for count in counts:
         split = 0
-        if needs.splitting:
+        if requirements.splitting:
             split = layers - count if split_kv_layers is None else split_kv_layers
         if count + split <= layers:
             yield target.with_placement(count, 0, split)
-    if needs.splitting and split_kv_layers is None:
+    if requirements.splitting and split_kv_layers is None:
         for split in range(layers - count - 1, -1, -1):
             yield target.with_placement(count, 0, split)
 
 
-def _fitting(
-    needs: MemoryRequirements, placed: TieredCacheSpec, device: int
+def _with_min_deferred(
+    requirements: MemoryRequirements, placement: TieredCacheSpec, device: int
 ) -> TieredCacheSpec | None:
-    """Return the shape with the fewest late layers that fits; None where none does.
+    """Return the placement with the fewest deferred layers that fits; None if none does.
 
-    They take no less when decoding.
+    Deferring layers does not reduce the memory of decoding.
     """
-    _, decode = device_breakdown(needs, placed.resident_layers, 0, placed.split_layers)
+    _, decode = device_breakdown(requirements, placement.resident_layers, 0, placement.split_layers)
     if sum(decode.values()) > device:
         return None
-    counts = range(placed.on_device_layers + 1)
-    for shape in _with_deferred_layers(placed, counts):
-        if _device_bytes(needs, shape) <= device:
+    counts = range(placement.on_device_layers + 1)
+    for shape in _with_deferred_layers(placement, counts):
+        if _device_bytes(requirements, shape) <= device:
             return shape
     return None
 
 
-def _smallest(needs: MemoryRequirements, placements: Iterable[TieredCacheSpec]) -> TieredCacheSpec:
-    """Return the shape of all these, with any late layers, that takes least of the device."""
+def _smallest(
+    requirements: MemoryRequirements, placements: Iterable[TieredCacheSpec]
+) -> TieredCacheSpec:
+    """Return the placement, with any number of deferred layers, that needs least device memory."""
     shapes: list[TieredCacheSpec] = []
-    for placed in placements:
-        # codes that come late take larger buffers to leave from, all of them alike
-        counts = 0, placed.resident_layers, placed.on_device_layers
-        shapes += _with_deferred_layers(placed, counts)
-    return min(shapes, key=lambda shape: _device_bytes(needs, shape))
+    for placement in placements:
+        # Deferred high bytes need larger staging buffers, of the same size for any number of them.
+        counts = 0, placement.resident_layers, placement.on_device_layers
+        shapes += _with_deferred_layers(placement, counts)
+    return min(shapes, key=lambda shape: _device_bytes(requirements, shape))
 
 
 def _with_deferred_layers(
-    placed: TieredCacheSpec, counts: Iterable[int]
+    placement: TieredCacheSpec, counts: Iterable[int]
 ) -> Iterator[TieredCacheSpec]:
-    """Yield the shape with so many late layers.
+    """Yield the placement with these counts of deferred layers.
 
-    They go through the memory of the ring, which is there for far layers alone.
+    Deferred layers are onloaded through the ring, which exists only if layers are offloaded.
     """
     for deferred in counts:
-        if placed.streams or not deferred:
-            yield replace(placed, deferred_layers=deferred)
+        if placement.streams or not deferred:
+            yield replace(placement, deferred_layers=deferred)
 
 
-def _device_bytes(needs: MemoryRequirements, shape: TieredCacheSpec) -> int:
-    """Return the device bytes in the larger phase."""
+def _device_bytes(requirements: MemoryRequirements, shape: TieredCacheSpec) -> int:
+    """Return the device bytes of the larger phase."""
     phases = device_breakdown(
-        needs, shape.resident_layers, shape.deferred_layers, shape.split_layers
+        requirements, shape.resident_layers, shape.deferred_layers, shape.split_layers
     )
     return max(sum(tiers.values()) for tiers in phases)
 
 
-def _plan(needs: MemoryRequirements, shape: TieredCacheSpec) -> MemoryPlan:
+def _plan(requirements: MemoryRequirements, shape: TieredCacheSpec) -> MemoryPlan:
     return MemoryPlan(
         resident_layers=shape.resident_layers,
         slot_heads=shape.slot_heads,
         slots=shape.slots,
-        device_bytes=_device_bytes(needs, shape),
+        device_bytes=_device_bytes(requirements, shape),
         host_bytes=shape.host_bytes,
         deferred_layers=shape.deferred_layers,
         split_layers=shape.split_layers,
@@ -180,36 +188,36 @@ def _plan(needs: MemoryRequirements, shape: TieredCacheSpec) -> MemoryPlan:
 
 
 def _check_host(shape: TieredCacheSpec, host: int) -> None:
-    """Raise InsufficientMemoryError where host memory does not hold what goes there."""
+    """Raise InsufficientMemoryError if the offloaded layers exceed host memory."""
     lacking = shape.host_bytes - host
     if lacking > 0:
         hint = "`compress_offload`, " if shape.may_be_compressed else ""
         raise InsufficientMemoryError(
             f"the KV cache of {shape.capacity} tokens needs {shape.host_bytes / 1e9:.2f} GB of "
-            f"host memory per rank and {host / 1e9:.2f} GB are available. It would take {hint}a "
-            "shorter `context`, more host memory or more device memory.",
+            f"host memory per rank and {host / 1e9:.2f} GB are available. Use {hint}a shorter "
+            "`context`, more host memory or more device memory.",
             lacking,
         )
 
 
 def _insufficient_memory(
-    needs: MemoryRequirements,
-    least: TieredCacheSpec,
+    requirements: MemoryRequirements,
+    smallest: TieredCacheSpec,
     device: int,
     resident_layers: int | None,
     split_kv_layers: int | None,
 ) -> InsufficientMemoryError:
-    """Return the error that says what the smallest of all placements would take."""
+    """Return the error that states the memory of the smallest placement."""
     hint = "a shorter `context`, a smaller `retrieval_budget` or more GPUs"
     if split_kv_layers:
         hint = "fewer `split_kv_layers`, " + hint
     if resident_layers:
         hint = "fewer `gpu_kv_layers`, " + hint
     _, tiers = device_breakdown(
-        needs, least.resident_layers, least.deferred_layers, least.split_layers
+        requirements, smallest.resident_layers, smallest.deferred_layers, smallest.split_layers
     )
     return InsufficientMemoryError(
-        f"this job needs {_device_bytes(needs, least) / 1e9:.3f} GB of device memory beside the "
-        f"weights ({tiers['retrieval cache'] / 1e9:.3f} GB of it for the retrieval cache) and "
-        f"{max(0, device) / 1e9:.3f} GB are available. It would take {hint}."
+        f"this job needs {_device_bytes(requirements, smallest) / 1e9:.3f} GB of device memory "
+        f"beside the weights ({tiers['retrieval cache'] / 1e9:.3f} GB of it for the retrieval "
+        f"cache) and {max(0, device) / 1e9:.3f} GB are available. Use {hint}."
     )

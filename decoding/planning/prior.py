@@ -1,4 +1,4 @@
-"""What a machine's numbers say of the first text, before any text has said something."""
+"""The hardware prior: strategy selection before any request has been measured."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from offload.errors import TierForceError
 
 @dataclass(frozen=True)
 class HardwarePrior:
-    """A machine's numbers, and how far they are trusted."""
+    """A hardware profile and whether it was measured on this machine."""
 
     machine: HardwareProfile
-    is_measured: bool  # by `tierforce probe`; else they are those of GPUs of this name
+    is_measured: bool  # with `tierforce probe`; otherwise a shipped profile of the same GPU
 
-    def costs(self, is_coupled: bool, texts: int = 1) -> PredictedCosts:
-        """Return what rounds cost by these numbers.
+    def costs(self, is_coupled: bool, concurrency: int = 1) -> PredictedCosts:
+        """Return the round costs predicted from this profile.
 
         Args:
             is_coupled: as in `Acceptance`.
-            texts: how many share passes.
+            concurrency: requests in a batch.
         """
-        return PredictedCosts(self.machine, Acceptance(is_coupled=is_coupled), texts)
+        return PredictedCosts(self.machine, Acceptance(is_coupled=is_coupled), concurrency)
 
     def trusted(
         self, plans: Mapping[Strategy, MemoryPlan], mode: str
     ) -> Mapping[Strategy, MemoryPlan]:
-        """Return the ways that these numbers may choose from.
+        """Return the plans among which this profile may choose.
 
-        Joining slices and attending to codes must have been measured, unless `mode`, without
-        slices, does not fit.
+        Split modes require measured rates of reconstruction and of attention to high bytes, unless
+        `mode`, which is not split, does not fit.
         """
         rates = self.machine.reconstruct_rate, self.machine.high_bits_rate
         if self.is_measured and None not in rates:
             return plans
-        own = {way: plan for way, plan in plans.items() if way.mode == mode}
-        return own or plans
+        unsplit = {strategy: plan for strategy, plan in plans.items() if strategy.mode == mode}
+        return unsplit or plans
 
     def with_link(self, rate: float | None) -> HardwarePrior:
-        """Return the same with this rate of the link, which an engine measures; None leaves it."""
+        """Return this prior with a link rate measured by the engine; None leaves it unchanged."""
         return self if rate is None else replace(self, machine=replace(self.machine, link_in=rate))
 
 
 def find_prior(hardware: str | None, gpu: str, ranks: int) -> HardwarePrior | None:
-    """Return what is known of this machine; None where nothing is.
+    """Return the hardware prior of this machine; None if it is unknown.
 
     Args:
-        hardware: a file of `tierforce probe`, or a shipped profile's name; None: by the GPUs' name.
-        gpu: what the driver calls the device of a rank; empty for a processor.
-        ranks: of this run, one for each GPU.
+        hardware: a file of `tierforce probe` or a shipped profile's name; None: by GPU name.
+        gpu: the driver's name of a rank's device; empty on a CPU.
+        ranks: of this run, one per GPU.
 
-    Raises TierForceError for a file that cannot be read, or is of another number of GPUs.
+    Raises TierForceError for an unreadable file, or one for another number of GPUs.
     """
     if hardware is None:
         shipped = HardwareProfile.of_gpus(gpu, ranks)
@@ -63,7 +63,7 @@ def find_prior(hardware: str | None, gpu: str, ranks: int) -> HardwarePrior | No
     machine = HardwareProfile.from_name(hardware)
     if machine.gpus != ranks:
         raise TierForceError(
-            f"`hardware` {hardware} is of {machine.gpus} GPUs, and this run has {ranks}: measure "
+            f"`hardware` {hardware} is for {machine.gpus} GPUs, and this run has {ranks}: measure "
             f"with `tierforce probe --gpus {ranks}`, or leave it out."
         )
     return HardwarePrior(machine, is_measured=not HardwareProfile.is_shipped(hardware))

@@ -1,8 +1,8 @@
-"""What a text's device memory is spent on: retrieval budget, codes, or whole layers.
+"""Strategy selection: spending device memory on retrieval budget, high bytes or whole layers.
 
-A layer more on the device saves its share of a verification's link time. A larger budget raises
-acceptance, and makes drafting dearer. Codes raise it more, and leave fewer layers whole. One
-chooser weighs them, for a text on this machine as for one on a machine that is only described.
+Each additional layer on the device saves its share of a verification's transfer time. A larger
+budget raises acceptance and makes drafting more expensive. High bytes raise acceptance further and
+leave room for fewer whole layers. The engine and `tierforce plan` use the same selector.
 """
 
 from __future__ import annotations
@@ -22,108 +22,116 @@ Plans = Mapping[Strategy, MemoryPlan]
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """The way one text is drafted for, and why it is that."""
+    """The strategy selected for one request, and the reason."""
 
     strategy: Strategy
     why: str
 
 
 class StrategySelector:
-    """Chooses a mode and a budget for each text; layers take the rest of the memory."""
+    """Selects mode and budget per request; layers get the rest of the memory."""
 
     def __init__(self, costs: CostSource, prior: HardwarePrior | None = None):
-        """Choose by these costs; where they know nothing yet, by `prior`."""
+        """Select by `costs`, or by `prior` as long as they are unknown."""
         self.costs = costs
         self.prior = prior
-        # of the last text that said something: a change must promise a little
+        # Strategy of the last informative request; switching needs a predicted gain.
         self.in_use: Strategy | None = None
 
     def select(
-        self, needs: Requirements, plans: Plans, prompt: int, texts: int = 1
+        self, requirements: Requirements, plans: Plans, prompt: int, concurrency: int = 1
     ) -> StrategyChoice:
-        """Choose one of the ways that a text of `prompt` tokens was planned with.
+        """Select one of the planned strategies for a request of `prompt` tokens.
 
-        `texts` share its passes, itself among them.
+        It is one of `concurrency` requests in a batch.
         """
         if len(plans) == 1:
-            (way,) = plans
-            return StrategyChoice(way, "the only one that fits or differs")
-        times = _token_seconds(self.costs, needs, plans, prompt)
+            (strategy,) = plans
+            return StrategyChoice(strategy, "the only one that fits or differs")
+        times = _token_seconds(self.costs, requirements, plans, prompt)
         if times:
             return self._best(times, plans)
         if self.prior is not None:
-            known = self.prior.trusted(plans, needs.mode)
-            costs = self.prior.costs(needs.settings.deterministic, texts)
-            choice = self._best(_token_seconds(costs, needs, known, prompt), plans)
-            return replace(choice, why=f"by numbers of {self.prior.machine.name}: {choice.why}")
-        return self._first(needs, plans, prompt)
+            candidates = self.prior.trusted(plans, requirements.mode)
+            costs = self.prior.costs(requirements.settings.deterministic, concurrency)
+            choice = self._best(_token_seconds(costs, requirements, candidates, prompt), plans)
+            return replace(choice, why=f"by the numbers of {self.prior.machine.name}: {choice.why}")
+        return self._first(requirements, plans, prompt)
 
     def record(
-        self, needs: Requirements, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
+        self,
+        requirements: Requirements,
+        plan: MemoryPlan,
+        prompt: int,
+        rounds: Sequence[RoundStats],
     ) -> None:
-        """Take in a text that is over, with the rounds that it took."""
-        if self.costs.record(needs, plan, prompt, rounds):
-            self.in_use = needs.strategy
+        """Record a finished request with its rounds."""
+        if self.costs.record(requirements, plan, prompt, rounds):
+            self.in_use = requirements.strategy
 
     def _best(self, times: Mapping[Strategy, float], plans: Plans) -> StrategyChoice:
-        """Choose by the seconds a token, unless the way in use is hardly slower."""
+        """Select the fastest strategy, or the one in use if it is hardly slower."""
         best = min(times, key=times.__getitem__)
-        usual = None if self.in_use is None else _nearest(times, self.in_use)
-        if usual is not None and times[best] > SWITCH_THRESHOLD * times[usual]:
-            best = usual
-        why = f"{1e3 * times[best]:.4g} ms/token predicted with {_kept(plans[best])}"
-        others = [way for way in times if way.mode != best.mode]
-        others = others or [way for way in times if way != best]
+        current = None if self.in_use is None else _closest(times, self.in_use)
+        if current is not None and times[best] > SWITCH_THRESHOLD * times[current]:
+            best = current
+        why = f"{1e3 * times[best]:.4g} ms/token predicted with {_placement(plans[best])}"
+        others = [strategy for strategy in times if strategy.mode != best.mode]
+        others = others or [strategy for strategy in times if strategy != best]
         if not others:
             return StrategyChoice(best, why)
         other = min(others, key=times.__getitem__)
         why += f", {1e3 * times[other]:.4g} with"
         if other.mode != best.mode:
             why += f" mode {other.mode},"
-        return StrategyChoice(best, f"{why} budget {other.budget} and {_kept(plans[other])}")
+        return StrategyChoice(best, f"{why} budget {other.budget} and {_placement(plans[other])}")
 
-    def _first(self, needs: Requirements, plans: Plans, prompt: int) -> StrategyChoice:
-        """Choose where nothing is known: no slices where it fits without.
+    def _first(self, requirements: Requirements, plans: Plans, prompt: int) -> StrategyChoice:
+        """Select without any measurements: an unsplit mode if it fits.
 
-        The budget is the default, or the largest below it that fits.
+        The budget is the default, or the largest smaller one that fits.
         """
-        why = "nothing is known of these models yet"
-        wanted = Strategy(needs.mode, DEFAULT_RETRIEVAL_BUDGET)
-        way = _nearest(plans, wanted)
-        if way is None:  # the other mode takes less of the host
-            way = _nearest(plans, Strategy(next(iter(plans)).mode, DEFAULT_RETRIEVAL_BUDGET))
-            why += f"; {needs.mode} does not fit"
-        assert way is not None
-        budgets = needs.candidate_budgets(prompt) if needs.selects_budget else []
-        refused = [each for each in budgets if way.budget < each <= DEFAULT_RETRIEVAL_BUDGET]
-        return StrategyChoice(way, f"{why}; budget {refused[0]} does not fit" if refused else why)
+        why = "no measurements of these models yet"
+        default = Strategy(requirements.mode, DEFAULT_RETRIEVAL_BUDGET)
+        strategy = _closest(plans, default)
+        if strategy is None:  # the split mode needs less host memory
+            strategy = _closest(plans, Strategy(next(iter(plans)).mode, DEFAULT_RETRIEVAL_BUDGET))
+            why += f"; {requirements.mode} does not fit"
+        assert strategy is not None
+        budgets = requirements.candidate_budgets(prompt) if requirements.selects_budget else []
+        larger = [size for size in budgets if strategy.budget < size <= DEFAULT_RETRIEVAL_BUDGET]
+        return StrategyChoice(
+            strategy, f"{why}; budget {larger[0]} does not fit" if larger else why
+        )
 
 
 def _token_seconds(
-    costs: CostSource, needs: Requirements, plans: Plans, prompt: int
+    costs: CostSource, requirements: Requirements, plans: Plans, prompt: int
 ) -> dict[Strategy, float]:
-    """Return the seconds a token by way, each with the draft length that suits it."""
+    """Return the seconds per token of each strategy with its best draft length."""
     times: dict[Strategy, float] = {}
-    for way, plan in plans.items():
-        cost = costs.round_cost(needs.with_strategy(way), plan, prompt)
+    for strategy, plan in plans.items():
+        cost = costs.round_cost(requirements.with_strategy(strategy), plan, prompt)
         if cost is not None:
-            _, times[way] = cost.best_length(needs.draft_lengths)
+            _, times[strategy] = cost.best_length(requirements.draft_lengths)
     return times
 
 
-def _nearest(ways: Mapping[Strategy, object], wanted: Strategy) -> Strategy | None:
-    """Return the way of this mode with the largest budget that is not above the one wanted.
+def _closest(strategies: Mapping[Strategy, object], reference: Strategy) -> Strategy | None:
+    """Return the strategy of the same mode with the largest budget up to that of `reference`.
 
-    It has the smallest if none is, and is None if there is none of this mode.
+    If all budgets are larger, the smallest one; None if no strategy has this mode.
     """
-    alike = {way.budget: way for way in ways if way.mode == wanted.mode}
-    if not alike:
+    same_mode = {
+        strategy.budget: strategy for strategy in strategies if strategy.mode == reference.mode
+    }
+    if not same_mode:
         return None
-    below = [budget for budget in alike if budget <= wanted.budget]
-    return alike[max(below, default=min(alike))]
+    smaller = [budget for budget in same_mode if budget <= reference.budget]
+    return same_mode[max(smaller, default=min(same_mode))]
 
 
-def _kept(plan: MemoryPlan) -> str:
-    """Return what stays on the device, in words."""
-    kept = f"{plan.resident_layers} layers on the device"
-    return f"{kept}, codes of {plan.split_layers}" if plan.split_layers else kept
+def _placement(plan: MemoryPlan) -> str:
+    """Return a description of the layers on the device."""
+    words = f"{plan.resident_layers} layers on the device"
+    return f"{words}, high bytes of {plan.split_layers}" if plan.split_layers else words

@@ -1,4 +1,4 @@
-"""What a text would take on a machine that is only described: what `tierforce plan` says."""
+"""Plan reports for a described machine, as shown by `tierforce plan`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from decoding.planning.strategy_selector import StrategyChoice, StrategySelector
 from offload.codec.format import split_format
 from offload.errors import InsufficientMemoryError
 
-Tiers = dict[str, int]  # bytes of one rank's device memory, by what they are for
+Tiers = dict[str, int]  # bytes of one rank's device memory by tier
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """One text on one machine: where everything goes, and how long it takes."""
+    """The plan of one request on one machine: memory placement and predicted times."""
 
-    needs: Requirements  # with the mode and the budget that were chosen
+    requirements: Requirements  # with the selected mode and budget
     hardware: HardwareProfile
     prompt: int
-    new: int
+    max_new_tokens: int
     choice: StrategyChoice
     plan: MemoryPlan
     prefill_memory: Tiers
@@ -35,115 +35,122 @@ class PlanReport:
 
     @property
     def layers_on_host(self) -> int:
-        """Return how many layers have their KV on the host while the text is decoded."""
-        return self.needs.target.layers - self.plan.resident_layers
+        """Return the number of layers with KV on the host during decoding."""
+        return self.requirements.target.layers - self.plan.resident_layers
 
 
 def plan_request(
-    needs: Requirements,
+    requirements: Requirements,
     hardware: HardwareProfile,
     prompt: int,
-    new: int,
+    max_new_tokens: int,
     acceptance: Acceptance | None = None,
-    chooser: StrategySelector | None = None,
+    selector: StrategySelector | None = None,
     concurrency: int = 1,
 ) -> PlanReport:
-    """Plan a text of `prompt` + `new` tokens, with the mode and budget that are predicted to pay.
+    """Plan a request with the mode and budget that are predicted to be fastest.
 
-    It is one of `concurrency`, which share the memory and the passes. `selector` chooses mode and
-    budget, by default by the machine's own numbers. Raises InsufficientMemoryError, which says how long a text
-    would fit.
+    It is one of `concurrency` requests, which share the memory and each batch. `selector` selects
+    mode and budget, by default from the machine's own numbers. Raises InsufficientMemoryError,
+    stating the longest context that would fit.
     """
     acceptance = acceptance or Acceptance()
-    memory = memory_of(hardware, needs).divided(concurrency)
+    memory = memory_of(hardware, requirements).divided(concurrency)
     try:
-        plans = feasible_plans(needs, memory, prompt, new)
+        plans = feasible_plans(requirements, memory, prompt, max_new_tokens)
     except InsufficientMemoryError as error:
-        fits = max_prompt(needs, memory, prompt, new)
+        longest = max_prompt(requirements, memory, prompt, max_new_tokens)
         hint = "No shorter context would fit either."
-        if fits:
-            hint = f"{fits + new} tokens of context would fit."
+        if longest:
+            hint = f"{longest + max_new_tokens} tokens of context would fit."
         raise InsufficientMemoryError(f"{error} {hint}") from error
-    if chooser is None:
-        chooser = StrategySelector(PredictedCosts(hardware, acceptance, concurrency))
-    choice = chooser.select(needs, plans, prompt)
-    if needs.has_choice:
-        needs = needs.with_strategy(choice.strategy)
+    if selector is None:
+        selector = StrategySelector(PredictedCosts(hardware, acceptance, concurrency))
+    choice = selector.select(requirements, plans, prompt)
+    if requirements.has_choice:
+        requirements = requirements.with_strategy(choice.strategy)
     plan = plans[choice.strategy]
     prefill, decode = device_breakdown(
-        needs.memory(prompt, new), plan.resident_layers, plan.deferred_layers, plan.split_layers
+        requirements.memory(prompt, max_new_tokens),
+        plan.resident_layers,
+        plan.deferred_layers,
+        plan.split_layers,
     )
-    weights = {"weights": needs.weight_bytes}
+    weights = {"weights": requirements.weight_bytes}
     return PlanReport(
-        needs=needs,
+        requirements=requirements,
         hardware=hardware,
         prompt=prompt,
-        new=new,
+        max_new_tokens=max_new_tokens,
         choice=choice,
         plan=plan,
         prefill_memory=weights | prefill,
         decode_memory=weights | decode,
         acceptance=acceptance,
-        forecast=forecast(needs, plan, hardware, prompt, new, acceptance, concurrency),
+        forecast=forecast(
+            requirements, plan, hardware, prompt, max_new_tokens, acceptance, concurrency
+        ),
     )
 
 
-def plan_concurrent(needs: Requirements, outlook: PlanReport, most: int) -> PlanReport:
-    """Return the text of these needs as one of several: as many as cost each other nothing.
+def plan_concurrent(
+    requirements: Requirements, report: PlanReport, max_concurrency: int
+) -> PlanReport:
+    """Return the plan with the highest concurrency, up to `max_concurrency`, at no memory cost.
 
-    These are `most` at most, and each keeps on the device what it keeps alone. It is the outlook
-    given where shared passes do not pay.
+    Each request keeps on the device what it keeps alone. Returns `report` itself if batching does
+    not pay.
     """
-    found = outlook
-    # on a GPU short passes are recorded
-    pays = concurrency_pays(outlook.needs, records=outlook.hardware.runs_ahead)
-    for texts in range(2, most + 1 if pays else 2):
+    best = report
+    # Short forwards are captured as CUDA graphs on a GPU.
+    pays = concurrency_pays(report.requirements, uses_graphs=report.hardware.runs_ahead)
+    for concurrency in range(2, max_concurrency + 1 if pays else 2):
         try:
             shared = plan_request(
-                needs,
-                outlook.hardware,
-                outlook.prompt,
-                outlook.new,
-                outlook.acceptance,
-                concurrency=texts,
+                requirements,
+                report.hardware,
+                report.prompt,
+                report.max_new_tokens,
+                report.acceptance,
+                concurrency=concurrency,
             )
         except InsufficientMemoryError:
             break
-        if shared.plan != outlook.plan:
+        if shared.plan != report.plan:
             break
-        found = shared
-    return found
+        best = shared
+    return best
 
 
-def plan_plain(outlook: PlanReport) -> PlanReport | None:
-    """Return the same text in plain decoding, which has all the memory to itself.
+def plan_plain(report: PlanReport) -> PlanReport | None:
+    """Return the plan of the same request with plain decoding, which gets all the memory.
 
-    None where that does not fit, though it takes less of nearly everything.
+    None if it does not fit, although it needs less of nearly everything.
     """
-    needs = replace(outlook.needs, mode="plain")
+    requirements = replace(report.requirements, mode="plain")
     try:
-        return plan_request(needs, outlook.hardware, outlook.prompt, outlook.new)
+        return plan_request(requirements, report.hardware, report.prompt, report.max_new_tokens)
     except InsufficientMemoryError:
         return None
 
 
-def plan_alternative(needs: Requirements, outlook: PlanReport) -> PlanReport | None:
-    """Return the text of these needs in the same mode with slices, or without where it has them.
+def plan_alternative(requirements: Requirements, report: PlanReport) -> PlanReport | None:
+    """Return the plan in the split variant of the mode, or in the unsplit mode if it is split.
 
-    It has a plan of its own. None where a mode with slices was asked for, where there is no layer
-    on the host to save, where elements are not cut, and where that does not fit.
+    None if the configured mode is split, no layer is offloaded, the dtype cannot be split, or the
+    alternative does not fit.
     """
-    mode = needs.mode if outlook.needs.has_split else f"split-{needs.mode}"
-    slicing = outlook.layers_on_host and split_format(needs.dtype) is not None
-    if mode == outlook.needs.mode or mode not in LEVELS or not slicing:
+    mode = requirements.mode if report.requirements.has_split else f"split-{requirements.mode}"
+    can_split = report.layers_on_host and split_format(requirements.dtype) is not None
+    if mode == report.requirements.mode or mode not in LEVELS or not can_split:
         return None
     try:
         return plan_request(
-            replace(needs, mode=mode, settings=replace(needs.settings, mode=mode)),
-            outlook.hardware,
-            outlook.prompt,
-            outlook.new,
-            outlook.acceptance,
+            replace(requirements, mode=mode, settings=replace(requirements.settings, mode=mode)),
+            report.hardware,
+            report.prompt,
+            report.max_new_tokens,
+            report.acceptance,
         )
     except InsufficientMemoryError:
         return None

@@ -1,1 +1,1 @@
-"""What this machine is and what it reaches, measured."""
+"""Hardware survey and benchmarks of this machine."""

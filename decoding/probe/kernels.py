@@ -1,6 +1,6 @@
-"""The rates of the kernels that a model's passes are made of, measured on this device.
+"""Microbenchmarks of the kernels of a model's forward on this device.
 
-The runs are small: `decoding.planning.forward_cost` tells from them what large ones take.
+The runs are small; `decoding.planning.forward_cost` extrapolates from them.
 """
 
 from __future__ import annotations
@@ -39,28 +39,25 @@ from parallel.execution.cuda_graphs import GraphRunner, cuda_graphs_supported
 from parallel.model.loading import random_model
 from parallel.ranks.process_group import TensorParallelGroup
 
-# tokens of a pass over the retrieval cache, of a verification, and of a chunk of prefill
+# query tokens of a retrieval forward, of a verification and of a prefill chunk
 _RETRIEVAL_ROWS = 3
 _VERIFIED_ROWS = 33
 _PREFILL_ROWS = 4096
-_KV_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # far more than any processor cache holds
-_PREFILL_S = 0.5  # of a prefill's run: a slow device reads a shorter prompt
-_PREFIX = 32_768  # tokens that a selection looks through, at most
-_STEADY_BLOCKS = 8  # of keys, that steady attention goes through
-_LARGE_BUDGET = 16_384  # of a retrieval cache that is timed beside one of the usual budget
+_KV_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # much more than any processor cache
+_PREFILL_S = 0.5  # target duration of a prefill run; slow devices get a shorter prompt
+_PREFIX = 32_768  # tokens scored by a selection
+_KEY_BLOCKS = 8  # key blocks of the batch-invariant attention
+_LARGE_BUDGET = 16_384  # retrieval budget compared with the default one
 _SAMPLING = Sampling(0.6, top_p=0.9)
-_SHORT_PASSES = 60  # repeats of a pass of one row, which takes little
-_SHORT_LAYERS = 5  # of a model that is timed beside one of a single layer
-_SHORT_TEXT = 1024  # tokens: with few of them attention takes a way of its own
+_SHORT_FORWARDS = 60  # repeats of a fast forward of one query token
+_SHORT_LAYERS = 5  # layers of a model compared with a single-layer one
+_SHORT_CONTEXT = 1024  # tokens; attention uses another algorithm for very few
 _LARGE = {"hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32}
 _SMALL = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
 
 
-def usual_dimensions(device: torch.device) -> ModelConfig:
-    """Return the dimensions that rates are measured with where no model is named.
-
-    They are those of a 7B, or on a CPU of a smaller model.
-    """
+def default_dimensions(device: torch.device) -> ModelConfig:
+    """Return the model dimensions used if no model is given: a 7B, or a smaller model on a CPU."""
     sizes: dict[str, Any] = _SMALL if device.type == "cpu" else _LARGE
     config = LlamaConfig(
         **sizes,
@@ -71,11 +68,8 @@ def usual_dimensions(device: torch.device) -> ModelConfig:
     return ModelConfig.from_hf(config)
 
 
-def pass_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measure the numbers of a hardware profile that depend on kernels.
-
-    They are of layers of this model, on one rank that has them whole.
-    """
+def kernel_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Measure a hardware profile's kernel rates, on whole layers of this model on one rank."""
     return _Kernels(config, device, dtype).rates() | split_rates(config, device, dtype)
 
 
@@ -88,74 +82,75 @@ class _Kernels:
         self.layout = self.layer.kv_layout(1, dtype)
 
     def rates(self) -> dict[str, float]:
-        """Measure all of them, by the fields of a hardware profile."""
+        """Measure all rates, keyed by the fields of a hardware profile."""
         rates = {"memory_rate": self.memory_rate(), **self.attention_rates()}
         rates["chunk_s"] = self.chunk_seconds(rates)
         rates["matmul"] = self.matmul_rate(rates["prefill_attention"])
         rates |= self.retrieval_rates()
         rates |= self.launch_seconds(rates["memory_rate"], rates["kv_rate"])
-        if self.device.type == "cpu":  # elsewhere further rows hide behind reading the weights
+        if self.device.type == "cpu":  # elsewhere reading the weights hides extra query tokens
             rates |= self.extra_query_tokens()
         return rates | sampling_seconds(self.config.vocab, self.device)
 
     def memory_rate(self) -> float:
-        """Measure the bytes of weights a second that a product with one row reads."""
+        """Measure the bytes/s of weights read by a matmul with one row."""
         columns, rows = (4096, 1 << 15) if self.device.type == "cpu" else (8192, 1 << 16)
         weight = torch.ones(rows, columns, device=self.device, dtype=self.dtype)
         x = torch.ones(1, columns, device=self.device, dtype=self.dtype)
         return weight.nbytes / median_seconds(lambda: F.linear(x, weight))
 
     def launch_seconds(self, memory_rate: float, kv_rate: float) -> dict[str, float]:
-        """Measure what a layer and a pass take on top of reading their weights and KV."""
-        layer_s, head_s = self._short_pass_s(1, _SHORT_TEXT)
+        """Measure the overhead of a layer and of a forward beyond reading weights and KV."""
+        layer_s, head_s = self._short_forward_s(1, _SHORT_CONTEXT)
         weights = matmul_flops(self.layer) / 2 * self.dtype.itemsize
         head = head_flops(self.config, 1) / 2 * self.dtype.itemsize
-        kv = self.layout.bytes(_SHORT_TEXT)
+        kv = self.layout.bytes(_SHORT_CONTEXT)
         return {
             "layer_s": max(0.0, layer_s - weights / memory_rate - kv / kv_rate),
             "forward_s": max(0.0, head_s - head / memory_rate),
         }
 
     def extra_query_tokens(self) -> dict[str, float]:
-        """Measure the operations a second of the rows beyond the first, in passes of some rows."""
-        one, _ = self._short_pass_s(1)
+        """Measure the FLOP/s of extra query tokens in short forwards."""
+        one, _ = self._short_forward_s(1)
         rates = {}
         for rows in (3, 5, _VERIFIED_ROWS):
-            layer_s, _ = self._short_pass_s(rows)
-            further = (rows - 1) * matmul_flops(self.layer)
+            layer_s, _ = self._short_forward_s(rows)
+            flops = (rows - 1) * matmul_flops(self.layer)
             if layer_s > one:
-                rates[f"matmul_{rows}"] = further / (layer_s - one)
+                rates[f"matmul_{rows}"] = flops / (layer_s - one)
         return rates
 
-    def _short_pass_s(self, rows: int, behind: int = 1) -> tuple[float, float]:
-        """Measure a pass behind so many tokens: what each layer takes, and all else of it."""
-        few = self._model_s(1, rows, behind)
-        layer_s = (self._model_s(_SHORT_LAYERS, rows, behind) - few) / (_SHORT_LAYERS - 1)
-        return layer_s, few - layer_s
+    def _short_forward_s(self, rows: int, context: int = 1) -> tuple[float, float]:
+        """Measure a forward after `context` tokens: seconds per layer, and all other seconds."""
+        one_layer_s = self._model_s(1, rows, context)
+        layer_s = self._model_s(_SHORT_LAYERS, rows, context) - one_layer_s
+        layer_s /= _SHORT_LAYERS - 1
+        return layer_s, one_layer_s - layer_s
 
-    def _model_s(self, layers: int, rows: int, behind: int) -> float:
-        """Measure a pass of a model of so many layers."""
+    def _model_s(self, layers: int, rows: int, context: int) -> float:
+        """Measure a forward of a model with this number of layers."""
         config, device = replace(self.config, layers=layers), self.device
-        rotary = config.rotary(1, behind + 2 * _VERIFIED_ROWS, self.dtype, device)
-        shape = StreamingCacheSpec(1, behind, _VERIFIED_ROWS)
+        rotary = config.rotary(1, context + 2 * _VERIFIED_ROWS, self.dtype, device)
+        shape = StreamingCacheSpec(1, context, _VERIFIED_ROWS)
         cache = StreamingCache(config.kv_layout(1, self.dtype), shape, rotary, device)
         group = TensorParallelGroup(device=device)
         model = random_model(config, group, self.dtype)
-        for part in torch.zeros(behind, dtype=torch.int64, device=device).split(_VERIFIED_ROWS):
-            model(part, cache, 1)
-            cache.advance(len(part))
+        for chunk in torch.zeros(context, dtype=torch.int64, device=device).split(_VERIFIED_ROWS):
+            model(chunk, cache, 1)
+            cache.advance(len(chunk))
         tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         run = GraphRunner(cuda_graphs_supported(group), group.graph_capturer)
         run.warm_up(model, tokens, cache, rows)
-        # read before each pass, so that weights come from memory, as they do behind a text
-        others = torch.ones(_KV_BYTES[device.type] // 4, device=device)
-        repeats = max(RUNS, _SHORT_PASSES // rows)
+        # Read before each forward, so that weights come from memory, as after a long context.
+        other_data = torch.ones(_KV_BYTES[device.type] // 4, device=device)
+        repeats = max(RUNS, _SHORT_FORWARDS // rows)
         return median_seconds(
-            lambda: run(model, tokens, cache, rows), repeats, lambda: others.sum()
+            lambda: run(model, tokens, cache, rows), repeats, lambda: other_data.sum()
         )
 
     def attention_rates(self) -> dict[str, float]:
-        """Measure attention: of one row, of further rows of a short pass, and of a prefill."""
+        """Measure attention of one query token, of extra query tokens, and of a prefill."""
         layout, flops = self.layout, attention_flops(self.layer)
         room = _KV_BYTES[self.device.type] // layout.bytes(1)
         tokens = max(2 * _PREFILL_ROWS, min(1 << 17, room))
@@ -164,10 +159,10 @@ class _Kernels:
         one = self._attention_s(kv, 1, causal=False)
         several = self._attention_s(kv, _VERIFIED_ROWS, causal=False)
         keys = min(tokens, 4 * _PREFILL_ROWS)
-        many = self._attention_s(kv[:, :keys], _PREFILL_ROWS, causal=True, of=min)
+        many = self._attention_s(kv[:, :keys], _PREFILL_ROWS, causal=True, statistic=min)
         pairs = _PREFILL_ROWS * (keys - _PREFILL_ROWS / 2)
         rates = {"kv_rate": layout.bytes(tokens) / one, "prefill_attention": pairs * flops / many}
-        # else a device does so many rows in the shadow of reading, and no number says how fast
+        # Otherwise reading hides the extra query tokens, and their rate cannot be measured.
         if several > one:
             rates["attention"] = (_VERIFIED_ROWS - 1) * tokens * flops / (several - one)
         return rates
@@ -177,19 +172,21 @@ class _Kernels:
         kv: Tensor,
         rows: int,
         causal: bool,
-        of: Callable[[list[float]], float] = statistics.median,
+        statistic: Callable[[list[float]], float] = statistics.median,
     ) -> float:
-        """Measure the attention of `rows` rows over kv (2, N, Hkv, D)."""
+        """Measure the attention of `rows` query tokens over kv (2, N, Hkv, D)."""
         q = self._random((rows, self.layer.heads, self.layer.head_dim))
-        return median_seconds(lambda: partial_attention(q, kv[0], kv[1], causal)[0], of=of)
+        return median_seconds(
+            lambda: partial_attention(q, kv[0], kv[1], causal)[0], statistic=statistic
+        )
 
     def chunk_seconds(self, rates: Mapping[str, float]) -> float:
-        """Measure what a block of keys takes beside what these rates tell, where rows are steady.
+        """Measure batch-invariant attention's overhead per key block and head beyond these rates.
 
-        It is nothing where fused kernels take all of a layer's at once. On a GPU without them all
-        of it is launches.
+        It is 0 with fused kernels, which handle a whole layer at once. On a GPU without them it
+        consists of launches only.
         """
-        layout, tokens = self.layout, _STEADY_BLOCKS * KEY_BLOCK
+        layout, tokens = self.layout, _KEY_BLOCKS * KEY_BLOCK
         groups = self.layer.heads // self.layer.kv_heads
         if (
             batch_invariant_kernels(self.device.type, self.dtype, layout.head_dim, groups)[0]
@@ -204,12 +201,12 @@ class _Kernels:
             seconds -= layout.bytes(tokens) / rates["kv_rate"]
             scores = (ROW_BLOCK - 1) * attention_flops(self.layer) * tokens
             seconds -= scores / rates["attention"] if "attention" in rates else 0.0
-        return max(0.0, seconds) / (_STEADY_BLOCKS * layout.heads)
+        return max(0.0, seconds) / (_KEY_BLOCKS * layout.heads)
 
     def matmul_rate(self, attention: float) -> float:
-        """Measure the operations a second of all that a prefill does beside attention.
+        """Measure the FLOP/s of a prefill beside attention.
 
-        It is of two layers: of the last one little is computed.
+        The model has two layers, because the last one computes little.
         """
         config = replace(self.config, layers=2)
         link = "view" if self.device.type == "cpu" else "auto"
@@ -222,53 +219,53 @@ class _Kernels:
             return SequenceState(runtime, [0] * tokens, 1).prefill()
 
         try:
-            prefill()  # which makes kernels
+            prefill()  # compiles kernels
             while tokens < chunk and 2 * time_once(prefill) < _PREFILL_S:
                 tokens = min(2 * tokens, chunk)
-            seconds = median_seconds(prefill, of=min)
+            seconds = median_seconds(prefill, statistic=min)
         finally:
             runtime.link.close()
-        products, scores = prefill_flops(config, tokens)
-        return products / max(seconds - scores / attention, 0.1 * seconds)
+        matmul, scores = prefill_flops(config, tokens)
+        return matmul / max(seconds - scores / attention, 0.1 * seconds)
 
     def retrieval_rates(self) -> dict[str, float]:
-        """Measure selecting, and attention of one row to what is selected and kept in 8 bits.
+        """Measure selection, and attention of one query token to the 8-bit selected KV.
 
-        What takes as long for few tokens as for many is no part of the second.
+        The attention rate is that of additional tokens, without constant overhead.
         """
-        few, select_s = self._retrieval(DEFAULT_RETRIEVAL_BUDGET)
+        small, select_s = self._retrieval(DEFAULT_RETRIEVAL_BUDGET)
         rates = {"score_rate": self.layout.bytes(_PREFIX) / select_s}
         if self.dtype.itemsize == 2:
-            many, _ = self._retrieval(_LARGE_BUDGET)
-            # read before each pass, so that the cache comes from memory
-            others = torch.ones(_KV_BYTES[self.device.type] // 4, device=self.device)
-            few_s, many_s = (
-                median_seconds(each, before=lambda: others.sum()) for each in (few, many)
+            large, _ = self._retrieval(_LARGE_BUDGET)
+            # Read before each run, so that the cache comes from memory.
+            other_data = torch.ones(_KV_BYTES[self.device.type] // 4, device=self.device)
+            small_s, large_s = (
+                median_seconds(attend, before=lambda: other_data.sum()) for attend in (small, large)
             )
-            if many_s > few_s:
+            if large_s > small_s:
                 kv = self.layout.bytes(_LARGE_BUDGET - DEFAULT_RETRIEVAL_BUDGET)
-                rates["int8_rate"] = kv / (many_s - few_s)
+                rates["int8_rate"] = kv / (large_s - small_s)
         return rates
 
     def _retrieval(self, budget: int) -> tuple[Callable[[], Tensor], float]:
-        """Return what attends to a retrieval cache, and the seconds of a selection for it."""
-        layout, usual, rows = self.layout, Settings(), _VERIFIED_ROWS
+        """Return a function that attends to a retrieval cache, and the seconds of a selection."""
+        layout, defaults, rows = self.layout, Settings(), _VERIFIED_ROWS
         rotary = self.layer.rotary(1, _PREFIX + 2 * rows, self.dtype, self.device)
-        shape = RetrievalCacheSpec.of(budget, usual.chunk_size, _PREFIX + rows, rows, rows)
+        shape = RetrievalCacheSpec.of(budget, defaults.chunk_size, _PREFIX + rows, rows, rows)
         shape = replace(shape, quantised=self.dtype.itemsize == 2)
-        policy = POLICIES[usual.policy]()
+        policy = POLICIES[defaults.policy]()
         cache = RetrievalCache(layout, shape, policy, rotary, self.device, min_interval=0)
         prefix = self._random(layout.shape(1, _PREFIX))[0]
         recent = self._random(layout.shape(1, rows))[0]
         q = self._random((rows, self.layer.heads, self.layer.head_dim))
-        keys, values = recent.transpose(1, 2)[:, :1]  # of one token (1, Hkv, D)
+        keys, values = recent.transpose(1, 2)[:, :1]  # a single token (1, Hkv, D)
 
-        def choose() -> Tensor:
+        def select() -> Tensor:
             cache.on_forward(_PREFIX, _PREFIX, _PREFIX + rows)
             cache.on_attention(0, 0, q, prefix, recent)
             return cache.buffers(0)[0]
 
-        return lambda: cache.attend(0, q[:1], keys, values, _PREFIX), median_seconds(choose)
+        return lambda: cache.attend(0, q[:1], keys, values, _PREFIX), median_seconds(select)
 
     def _random(self, shape: Sequence[int]) -> Tensor:
         return random_tensor(*shape, device=self.device, dtype=self.dtype)
@@ -276,13 +273,15 @@ class _Kernels:
 
 def sampling_seconds(vocab: int, device: torch.device) -> dict[str, float]:
     """Measure computing the distribution of a row of logits, and sampling from distributions."""
-    few, many = (_verdict_s(vocab, device, rows) for rows in (_RETRIEVAL_ROWS, _VERIFIED_ROWS))
-    row = max(0.0, many - few) / (_VERIFIED_ROWS - _RETRIEVAL_ROWS)
-    return {"sample_s": row, "draw_s": max(0.0, few - _RETRIEVAL_ROWS * row)}
+    few_s, many_s = (
+        _rejection_sampling_s(vocab, device, rows) for rows in (_RETRIEVAL_ROWS, _VERIFIED_ROWS)
+    )
+    row_s = max(0.0, many_s - few_s) / (_VERIFIED_ROWS - _RETRIEVAL_ROWS)
+    return {"sample_s": row_s, "draw_s": max(0.0, few_s - _RETRIEVAL_ROWS * row_s)}
 
 
-def _verdict_s(vocab: int, device: torch.device, rows: int) -> float:
-    """Measure the distributions of `rows` rows, and verifying a draft one token shorter."""
+def _rejection_sampling_s(vocab: int, device: torch.device, rows: int) -> float:
+    """Measure the distributions of `rows` rows of logits and verifying `rows` - 1 draft tokens."""
     generator = torch.Generator(device)
     logits = random_tensor(rows, vocab, device=device)
     draft = Draft(

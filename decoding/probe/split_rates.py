@@ -1,4 +1,4 @@
-"""The rates of layers in slices: joining them, and attention to codes."""
+"""Microbenchmarks of split layers: reconstruction, and attention to high bytes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _TOKENS = 16_384  # far more than a processor's cache holds
 
 
 def split_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measure the numbers of a hardware profile that are of slices; none where none are cut.
+    """Measure a hardware profile's rates of split layers; empty if `dtype` cannot be split.
 
-    They are bytes a second of the elements that slices stand for, as this device deals with them:
-    by fused kernels, or step by step.
+    They are in bytes/s of the 16-bit elements, with this device's implementation: fused kernels or
+    separate operations.
     """
-    cut = split_format(dtype)
-    if cut is None:
+    split = split_format(dtype)
+    if split is None:
         return {}
-    codec = SplitFloatCodec(cut)
+    codec = SplitFloatCodec(split)
     layout = config.kv_layout(1, dtype)
     kernels, _ = split_kernels(device.type, dtype, layout.head_dim, layout.groups)
     kv = random_tensor(*layout.shape(1, _TOKENS), device=device, dtype=dtype)[0]
@@ -36,24 +36,24 @@ def split_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
         codec.split(token_slice(kv, start, start + SPLIT_TOKENS), offsets)[:2]
         for start in range(0, _TOKENS, SPLIT_TOKENS)
     ]
-    codes, lows = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+    high, low = (torch.cat(blocks, dim=2) for blocks in zip(*parts, strict=True))
     out = torch.empty_like(kv)
 
-    def join() -> Tensor:
+    def reconstruct() -> Tensor:
         if kernels is None:
-            codec.reconstruct(codes, lows, offsets, out)
+            codec.reconstruct(high, low, offsets, out)
         else:
-            kernels.reconstruct(cut, codes, lows, table, out)
+            kernels.reconstruct(split, high, low, table, out)
         return out
 
     def attend() -> Tensor:
         if kernels is not None:
-            return kernels.attend(cut, q, codes, table)[0]
-        codec.reconstruct(codes, None, offsets, out)
-        keys, values = (each.transpose(0, 1) for each in out)
+            return kernels.attend(split, q, high, table)[0]
+        codec.reconstruct(high, None, offsets, out)
+        keys, values = (part.transpose(0, 1) for part in out)
         return partial_attention(q, keys, values, causal=False)[0]
 
     return {
-        "reconstruct_rate": kv.nbytes / median_seconds(join),
+        "reconstruct_rate": kv.nbytes / median_seconds(reconstruct),
         "high_bits_rate": kv.nbytes / median_seconds(attend),
     }

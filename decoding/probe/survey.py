@@ -1,4 +1,4 @@
-"""What this machine is made of, as far as drivers and the system tell."""
+"""Hardware survey from drivers and the operating system."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from offload.memory.numa import SYSFS, cpus_of, node_of
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, by NVML and sysfs; 0 where NVML does not know."""
+    """One GPU from NVML and sysfs; unknown numbers are 0."""
 
     name: str
     memory: int  # bytes
-    pcie_generation: int  # now
-    max_pcie_generation: int  # of card and slot together
+    pcie_generation: int  # current
+    max_pcie_generation: int  # supported by card and slot
     pcie_width: int
     max_pcie_width: int
     numa_node: int | None
-    address: str = ""  # on the PCI bus, as sysfs writes it
+    address: str = ""  # PCI address in sysfs notation
     nearby: bool = True  # whether this process may run on CPUs of its NUMA node
-    # how the kernel maps its copies: identity, or translated; None where it does not say
+    # the kernel's IOMMU domain type: identity, or a translated one; None if unknown
     iommu: str | None = None
-    peers: tuple[int, ...] = ()  # of NVML's GPUs, those whose memory it reads without the host
+    peers: tuple[int, ...] = ()  # NVML indices of GPUs with direct peer access
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class Machine:
     """The host and its GPUs."""
 
     gpus: list[Gpu]
-    driver: str  # its version, or why there is none
+    driver: str  # version, or the reason why there is none
     cores: int
-    usable_cores: int  # of this process
-    host_available: int  # bytes that can really be had, cgroups considered
+    usable_cores: int  # allowed for this process
+    host_available: int  # bytes, within cgroup limits
     memlock: int | None  # bytes that may be pinned; None: no limit
     wsl: bool
 
     @classmethod
     def detect(cls) -> Machine:
-        """Look at the machine that this process runs on."""
+        """Survey the machine that this process runs on."""
         gpus, driver = _gpus()
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         version = Path("/proc/version")
@@ -63,28 +63,28 @@ class Machine:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it for a JSON file."""
+        """Return all fields for a JSON file."""
         return asdict(self)
 
-    def at(self, address: str) -> Gpu:
+    def gpu_at(self, address: str) -> Gpu:
         """Return the GPU at a PCI address.
 
-        NVML counts other GPUs than a process sees, and in another order.
+        NVML may list other GPUs than the process sees, in another order.
         """
         unknown = Gpu("unknown to NVML", 0, 0, 0, 0, 0, None, address)
         return next((gpu for gpu in self.gpus if gpu.address == address), unknown)
 
 
 def _gpus() -> tuple[list[Gpu], str]:
-    """Return the GPUs that answer, and the driver's version or what is wrong with it."""
+    """Return the responding GPUs, and the driver version or its error."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return [], f"no GPU: {error}"
     gpus: list[Gpu] = []
-    said = ""
+    status = ""
     try:
-        said = _text(pynvml.nvmlSystemGetDriverVersion())
+        status = _text(pynvml.nvmlSystemGetDriverVersion())
         handles: dict[int, Any] = {}
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
@@ -92,25 +92,25 @@ def _gpus() -> tuple[list[Gpu], str]:
                 gpus.append(_gpu(handles[index]))
             except pynvml.NVMLError as error:
                 handles.pop(index, None)
-                said += f", GPU {index} does not answer: {error}"
-        for place, (index, handle) in enumerate(handles.items()):
-            reached = [
+                status += f", GPU {index} does not respond: {error}"
+        for position, (index, handle) in enumerate(handles.items()):
+            peers = [
                 other
-                for other, its_handle in handles.items()
-                if other != index and _reads(handle, its_handle)
+                for other, other_handle in handles.items()
+                if other != index and _has_peer_access(handle, other_handle)
             ]
-            gpus[place] = replace(gpus[place], peers=tuple(reached))
+            gpus[position] = replace(gpus[position], peers=tuple(peers))
     except pynvml.NVMLError as error:
-        said += f", which does not answer: {error}"
+        status += f", which does not respond: {error}"
     finally:
         pynvml.nvmlShutdown()
-    return gpus, said
+    return gpus, status
 
 
 def iommu_of(address: str, sysfs: Path = SYSFS) -> str | None:
-    """Return how the kernel maps the copies of the device at this PCI address.
+    """Return the IOMMU domain type of the device at this PCI address.
 
-    None where there is no IOMMU, or the system does not tell.
+    None without an IOMMU, or if the system does not expose the type.
     """
     kind = sysfs / "bus/pci/devices" / address / "iommu_group/type"
     try:
@@ -138,8 +138,8 @@ def _gpu(handle: Any) -> Gpu:
     )
 
 
-def _reads(handle: Any, other: Any) -> bool:
-    """Return whether one GPU reads the other's memory without the host, as the driver says."""
+def _has_peer_access(handle: Any, other: Any) -> bool:
+    """Return whether the driver reports direct access of one GPU to the other's memory."""
     try:
         return (
             pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_READ)
@@ -149,10 +149,10 @@ def _reads(handle: Any, other: Any) -> bool:
         return False
 
 
-def _or_zero(ask: Any, handle: Any) -> int:
+def _or_zero(query: Any, handle: Any) -> int:
     try:
-        return ask(handle)
-    except pynvml.NVMLError:  # cards on other buses have no such thing
+        return query(handle)
+    except pynvml.NVMLError:  # not supported by cards on other buses
         return 0
 
 

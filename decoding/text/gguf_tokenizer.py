@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decoding.text.gguf_vocabulary import MAX_MERGES, check_vocabulary
 from offload.errors import TierForceError, one_line
-from parallel.config_checks import shown
+from parallel.config_checks import quote
 from parallel.formats.gguf_header import read_header
 
 _GPT2 = (
@@ -108,7 +108,7 @@ def _build(metadata: Mapping[str, Any]) -> Any:
         )
     if kind not in ("gpt2", "llama"):
         raise TierForceError(
-            f"its tokenizer (tokenizer.ggml.model) is {shown(kind)}; supported are gpt2 "
+            f"its tokenizer (tokenizer.ggml.model) is {quote(kind)}; supported are gpt2 "
             "(byte-level BPE) and llama (SentencePiece)."
         )
     for name in ("scores", "token_type"):
@@ -145,7 +145,7 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tok
     name = metadata.get("pre")
     if name not in SPLITS:
         raise TierForceError(
-            f"its pre-tokenizer (tokenizer.ggml.pre) is {shown(name)}; supported are "
+            f"its pre-tokenizer (tokenizer.ggml.pre) is {quote(name)}; supported are "
             f"{', '.join(SPLITS)}."
         )
     splits = SPLITS[name]
@@ -165,7 +165,7 @@ def _pair(merge: str) -> tuple[str, str]:
     gap = merge.find(" ", 1)  # a space at index 0 is part of the first token
     if gap < 0:
         raise TierForceError(
-            f"its merge {shown(merge)} does not have two tokens: the file is broken."
+            f"its merge {quote(merge)} does not have two tokens: the file is broken."
         )
     return merge[:gap], merge[gap + 1 :]
 
@@ -243,6 +243,6 @@ def _token(tokens: Sequence[str], index: Any) -> str | None:
         return None
     if type(index) is not int or not 0 <= index < len(tokens):
         raise TierForceError(
-            f"its tokenizer refers to token {shown(index)} of {len(tokens)}: the file is broken."
+            f"its tokenizer refers to token {quote(index)} of {len(tokens)}: the file is broken."
         )
     return tokens[index]

@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any
 
 from offload.errors import TierForceError
-from parallel.config_checks import shown
+from parallel.config_checks import quote
 
 # the largest vocabularies have 262,144 tokens of 1.7 million characters in total, at most a few
 # hundred per token, and half a million merges
@@ -50,7 +50,7 @@ def check_vocabulary(metadata: Mapping[str, Any]) -> None:
             raise _field_error(_PREFIX + name, value, _MANY[kind])
         wrong = next((each for each in value if not _has_type(each, kind)), None)
         if wrong is not None:
-            raise _field_error(f"{shown(wrong)} in {_PREFIX}{name}", None, _MANY[kind])
+            raise _field_error(f"{quote(wrong)} in {_PREFIX}{name}", None, _MANY[kind])
     template = metadata.get("chat_template")
     if not isinstance(template, str | None):
         raise _field_error("tokenizer.chat_template", template, _ONE[str])
@@ -87,5 +87,5 @@ def _check_sizes(tokens: Sequence[str], merges: Sequence[str]) -> None:
 
 
 def _field_error(field: str, value: Any, expected: str) -> TierForceError:
-    found = field if value is None else f"{field} = {shown(value)}"
+    found = field if value is None else f"{field} = {quote(value)}"
     return TierForceError(f"its metadata has {found}; it must be {expected}.")

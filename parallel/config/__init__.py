@@ -1,1 +1,1 @@
-"""What a model is, from config.json or GGUF; knows nothing of weights in memory."""
+"""Model configurations, read from config.json or GGUF; independent of weights in memory."""

@@ -1,6 +1,6 @@
-"""The model families as rows: what each one's config means, and what none of them may hold.
+"""Table of model families: the meaning of each one's config, and the features none supports.
 
-Everything here is read from config.json's fields, with neither torch nor transformers.
+Everything is read from config.json's fields; neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from parallel.config_checks import (
     COUNT,
     COUNT_OR_NONE,
     REAL,
+    bool_field,
     check_fields,
     check_number,
-    flag,
-    list_of,
-    per_layer,
-    shown,
+    list_field,
+    per_layer_field,
+    quote,
 )
 from parallel.errors import ConfigError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-QKNorm = Literal["head", "width"]  # over each head's dimensions; over all heads' together
+QKNorm = Literal["head", "width"]  # normalised per head, or over all heads together
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls its experts, in the config and in the checkpoint."""
+    """Names of a family's experts, in the config and in the checkpoint."""
 
-    intermediate: str  # the config's field
-    block: str  # of a layer's tensors
+    intermediate: str  # config field with the experts' intermediate size
+    block: str  # prefix of the experts' tensors within a layer
     gate: str
     up: str
     down: str
@@ -40,13 +40,13 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts: how many MLPs there are in a layer, and of what size."""
+    """Configuration of a mixture of experts: number and size of the expert MLPs of a layer."""
 
     count: int
     per_token: int
-    intermediate: int  # dimensions of one expert
+    intermediate: int  # intermediate size of one expert
     normalised: bool  # whether the weights of a token's experts sum to 1
-    layers: frozenset[int]  # which have experts; the others have one MLP
+    layers: frozenset[int]  # layers with experts; the others have a dense MLP
     names: ExpertNames
 
     def __post_init__(self) -> None:
@@ -55,37 +55,34 @@ class MoEConfig:
         if not whole or self.per_token > self.count:
             raise ConfigError(
                 f"the model's config gives {self.per_token!r} of {self.count!r} experts to a "
-                f"token, of {self.intermediate!r} dimensions each, which is no mixture of experts."
+                f"token, with {self.intermediate!r} dimensions each: no valid mixture of experts."
             )
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a config of one model_type means where it says nothing, as transformers fills it in.
-
-    And what its layers have that those of Llama have not.
-    """
+    """The defaults that transformers fills in for one model_type, and how it differs from Llama."""
 
     max_positions: int
-    original_positions: int | None = None  # of LongRoPE
-    kv_heads: int | None = None  # None: one for each attention head
-    head_dim: int | None = None  # None: the hidden size over the attention heads
+    original_positions: int | None = None  # LongRoPE's training positions
+    kv_heads: int | None = None  # None: as many as attention heads
+    head_dim: int | None = None  # None: hidden size / attention heads
     norm_eps: float = 1e-6
     tied: bool = False
     stop_token: int | None = None
     rope_theta: float = 10_000.0
     rope_types: tuple[str, ...] = ROPE_TYPES
-    rope_aliases: tuple[str, ...] = ()  # types that mean LongRoPE here
+    rope_aliases: tuple[str, ...] = ()  # type names that mean LongRoPE in this family
     partial_rotary: bool = False
     sliding_window: int | None = None
     uses_sliding_window: bool = True
-    qkv_bias: bool = False  # always there
-    optional_biases: tuple[str, ...] = ()  # fields that may ask for one
+    qkv_bias: bool = False  # always present, not configurable
+    optional_biases: tuple[str, ...] = ()  # config fields that enable a bias
     qk_norm: QKNorm | None = None
     post_norm: bool = False
-    fused_projections: bool = False  # one tensor for queries, keys and values, one for gate and up
-    skips_rope: bool = False  # in the layers that no_rope_layers names
-    multiplies: bool = False
+    fused_projections: bool = False  # one tensor for Q, K and V, one for gate and up
+    has_nope_layers: bool = False  # named by no_rope_layers
+    has_multipliers: bool = False  # Granite's
     experts: ExpertNames | None = None
 
 
@@ -116,7 +113,7 @@ FAMILIES = {
         stop_token=128_001,
         rope_theta=2_000_000.0,
         optional_biases=_BIASES,
-        skips_rope=True,
+        has_nope_layers=True,
         uses_sliding_window=False,
     ),
     "qwen3_moe": Family(
@@ -156,10 +153,12 @@ FAMILIES = {
         qk_norm="width",
         post_norm=True,
     ),
-    "granite": Family(max_positions=2048, stop_token=2, optional_biases=_BIASES, multiplies=True),
+    "granite": Family(
+        max_positions=2048, stop_token=2, optional_biases=_BIASES, has_multipliers=True
+    ),
 }
 
-_NEEDED = (
+_REQUIRED = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -168,108 +167,110 @@ _NEEDED = (
 )
 
 
-def family_of(given: Mapping[str, Any]) -> Family:
-    """Return the family of a config.json's fields.
+def family_of(fields: Mapping[str, Any]) -> Family:
+    """Return the family that a config.json's fields belong to.
 
-    Raises ConfigError for a model with parts that are not supported, and says which.
+    Raises ConfigError for a model with unsupported features, and names them.
     """
-    kind = given.get("model_type")
+    kind = fields.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    window = None if family is None else window_part(given, *_window_fields(given, family))
-    if (reason := unsupported_reason(given, FAMILIES, window)) or family is None:
+    window = None if family is None else window_part(fields, *_window_fields(fields, family))
+    if (reason := unsupported_reason(fields, FAMILIES, window)) or family is None:
         raise ConfigError(str(reason))
-    check_fields(given)
-    if kind == "mistral" and "layer_types" in given:
-        raise ConfigError("layer_types in a mistral config is not supported: it means Ministral.")
-    act = given.get("hidden_act", "silu")
+    check_fields(fields)
+    if kind == "mistral" and "layer_types" in fields:
+        raise ConfigError(
+            "layer_types in a mistral config is not supported: it indicates a Ministral model."
+        )
+    act = fields.get("hidden_act", "silu")
     if act != "silu":
-        raise ConfigError(f"activation {shown(act)} is not supported; these families use silu.")
+        raise ConfigError(f"activation {quote(act)} is not supported; these families use silu.")
     return family
 
 
-def missing_fields(given: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a supported model that a config.json must have and has not.
+def missing_fields(fields: Mapping[str, Any]) -> list[str]:
+    """Return the names of required fields that a supported model's config.json lacks.
 
-    transformers would put some other model's numbers in their place.
+    transformers would fill in another model's values for them.
     """
-    family = FAMILIES.get(str(given.get("model_type")))
+    family = FAMILIES.get(str(fields.get("model_type")))
     if family is None:
         return []
-    needed = list(_NEEDED)
+    required = list(_REQUIRED)
     if family.experts is not None:
-        needed += ["num_experts_per_tok", family.experts.intermediate]
-        needed += [] if expert_count(given) is not None else ["num_experts"]
-    return [name for name in needed if name not in given]
+        required += ["num_experts_per_tok", family.experts.intermediate]
+        required += [] if expert_count(fields) is not None else ["num_experts"]
+    return [name for name in required if name not in fields]
 
 
-def expert_count(given: Mapping[str, Any]) -> Any:
-    """Return the experts of a layer, whichever of its two names the config uses."""
-    return given.get(_count_field(given))
+def expert_count(fields: Mapping[str, Any]) -> Any:
+    """Return the number of experts per layer, under whichever of its two names the config uses."""
+    return fields.get(_count_field(fields))
 
 
-def _count_field(given: Mapping[str, Any]) -> str:
-    return "num_local_experts" if "num_local_experts" in given else "num_experts"
+def _count_field(fields: Mapping[str, Any]) -> str:
+    return "num_local_experts" if "num_local_experts" in fields else "num_experts"
 
 
-def read_experts(given: Mapping[str, Any], names: ExpertNames) -> MoEConfig | None:
-    """Return the mixture of experts that a config.json's fields tell; None where no layer has one.
+def read_experts(fields: Mapping[str, Any], names: ExpertNames) -> MoEConfig | None:
+    """Return the mixture of experts of a config.json's fields; None if no layer has one.
 
-    Raises ConfigError for numbers that are none.
+    Raises ConfigError for invalid numbers.
     """
-    count = expert_count(given)
+    count = expert_count(fields)
     if count is None:
         return None
-    check_number(_count_field(given), count, COUNT_OR_NONE)
-    step = given.get("decoder_sparse_step", 1)
+    check_number(_count_field(fields), count, COUNT_OR_NONE)
+    step = fields.get("decoder_sparse_step", 1)
     check_number("decoder_sparse_step", step, COUNT)
-    dense = list_of(given, "mlp_only_layers", int)
-    layers = range(given["num_hidden_layers"])
-    sparse = frozenset(each for each in layers if each not in dense and (each + 1) % step == 0)
+    dense = list_field(fields, "mlp_only_layers", int)
+    layers = range(fields["num_hidden_layers"])
+    sparse = frozenset(index for index in layers if index not in dense and (index + 1) % step == 0)
     if not count or not sparse:
         return None
     for name in ("num_experts_per_tok", names.intermediate):
-        check_number(name, given[name], COUNT)
+        check_number(name, fields[name], COUNT)
     return MoEConfig(
         count=count,
-        per_token=given["num_experts_per_tok"],
-        intermediate=given[names.intermediate],
-        # Mixtral's always do
-        normalised=flag(given, "norm_topk_prob", given["model_type"] == "mixtral"),
+        per_token=fields["num_experts_per_tok"],
+        intermediate=fields[names.intermediate],
+        # Mixtral always normalises
+        normalised=bool_field(fields, "norm_topk_prob", fields["model_type"] == "mixtral"),
         layers=sparse,
         names=names,
     )
 
 
-def nope_layers(given: Mapping[str, Any]) -> frozenset[int]:
-    """Return the layers without RoPE, as SmolLM3's config tells them."""
-    layers = range(given["num_hidden_layers"])
-    turns = per_layer(given, "no_rope_layers", int)  # which says of each layer whether it has RoPE
-    if not turns:
-        interval = given.get("no_rope_layer_interval", 4)
+def nope_layers(fields: Mapping[str, Any]) -> frozenset[int]:
+    """Return the layers without RoPE (NoPE) of a SmolLM3 config."""
+    layers = range(fields["num_hidden_layers"])
+    has_rope = per_layer_field(fields, "no_rope_layers", int)  # despite its name: 1 means RoPE
+    if not has_rope:
+        interval = fields.get("no_rope_layer_interval", 4)
         check_number("no_rope_layer_interval", interval, COUNT)
-        turns = [(layer + 1) % interval for layer in layers]
-    return frozenset(layer for layer in layers if not turns[layer])
+        has_rope = [(layer + 1) % interval for layer in layers]
+    return frozenset(layer for layer in layers if not has_rope[layer])
 
 
-def multipliers(given: Mapping[str, Any], head_dim: int) -> dict[str, float]:
-    """Return Granite's factors. Its attention_multiplier takes the place of head_dim ** -0.5."""
-    found = {f"{part}_multiplier": 1.0 for part in ("embedding", "residual", "attention")}
-    found["logits_scaling"] = 1.0
-    for name in found:
-        found[name] = given.get(name, 1.0)
-        check_number(name, found[name], REAL)
-    query = found.pop("attention_multiplier") * head_dim**0.5
-    return {**found, "query_multiplier": query}
+def multipliers(fields: Mapping[str, Any], head_dim: int) -> dict[str, float]:
+    """Return Granite's multipliers. Its attention_multiplier replaces head_dim ** -0.5."""
+    factors = {f"{part}_multiplier": 1.0 for part in ("embedding", "residual", "attention")}
+    factors["logits_scaling"] = 1.0
+    for name in factors:
+        factors[name] = fields.get(name, 1.0)
+        check_number(name, factors[name], REAL)
+    query = factors.pop("attention_multiplier") * head_dim**0.5
+    return {**factors, "query_multiplier": query}
 
 
-def active_window(given: Mapping[str, Any], family: Family) -> int | None:
-    """Return the tokens that attention sees at most, None where it sees all.
+def active_window(fields: Mapping[str, Any], family: Family) -> int | None:
+    """Return the size of the attention window in tokens, None if attention sees all tokens.
 
-    Raises ConfigError for a window of fewer tokens than `max_position_embeddings`. One of fewer
-    than RoPE stretches these to only limits the context.
+    Raises ConfigError for a window smaller than `max_position_embeddings`. A window smaller than
+    the positions that RoPE scaling extends these to only limits the context.
     """
-    window, is_used, positions = _window_fields(given, family)
-    is_used = flag({"use_sliding_window": is_used}, "use_sliding_window", False)
+    window, is_used, positions = _window_fields(fields, family)
+    is_used = bool_field({"use_sliding_window": is_used}, "use_sliding_window", False)
     if is_used and window not in (None, False):
         check_number("sliding_window", window, COUNT_OR_NONE)
     if window and is_used:
@@ -279,7 +280,7 @@ def active_window(given: Mapping[str, Any], family: Family) -> int | None:
                 "is not supported: every layer must see the whole context."
             )
         return int(window)
-    if "sliding_attention" in (given.get("layer_types") or ()):
+    if "sliding_attention" in (fields.get("layer_types") or ()):
         raise ConfigError(
             "layer_types with sliding_attention is not supported: every layer must see the whole "
             "context."
@@ -287,10 +288,10 @@ def active_window(given: Mapping[str, Any], family: Family) -> int | None:
     return None
 
 
-def _window_fields(given: Mapping[str, Any], family: Family) -> tuple[Any, Any, Any]:
-    """Return a config's window, whether it is used, and positions, filled in as by transformers."""
+def _window_fields(fields: Mapping[str, Any], family: Family) -> tuple[Any, Any, Any]:
+    """Return the window, whether it is used, and the positions, with transformers' defaults."""
     return (
-        given.get("sliding_window", family.sliding_window),
-        given.get("use_sliding_window", family.uses_sliding_window),
-        given.get("max_position_embeddings", family.max_positions),
+        fields.get("sliding_window", family.sliding_window),
+        fields.get("use_sliding_window", family.uses_sliding_window),
+        fields.get("max_position_embeddings", family.max_positions),
     )

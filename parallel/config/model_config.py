@@ -1,8 +1,8 @@
-"""What a model is: the one place that reads Hugging Face configs and knows their quirks.
+"""The model configuration: the only module that interprets Hugging Face configs and their quirks.
 
-There are two ways in. `from_pretrained` lets transformers read the file, which refuses what is
-broken; an engine loads by it. `find` reads the same numbers with neither torch nor transformers,
-for a plan that has to answer at once.
+There are two entry points. `from_pretrained` reads the file through transformers, which rejects
+broken configs; an engine loads a model with it. `from_name` reads the same values with neither
+torch nor transformers, for a plan that has to be fast.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from parallel.config.positions import (
     trained_positions,
 )
 from parallel.config.rope import MAX_ROPE_FACTOR, inverse_frequencies, read_rope, rope_factor
-from parallel.config_checks import COUNT, LAYERS, NORM_EPS, check_number, flag, is_positive
+from parallel.config_checks import COUNT, LAYERS, NORM_EPS, bool_field, check_number, is_positive
 from parallel.errors import ConfigError
 from parallel.formats.gguf_header import read_header
 from parallel.formats.gguf_names import config_fields
@@ -54,24 +54,24 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "query_multiplier
 _ALIASES = {"float": "float32", "half": "float16", "double": "float64"}
 
 
-def token_ids(given: Any) -> frozenset[int]:
-    """Return a set for what Hugging Face writes as one id, a list of ids or nothing.
+def token_ids(value: Any) -> frozenset[int]:
+    """Return the set of token ids that Hugging Face writes as one id, a list of ids or null.
 
     Raises ConfigError for anything else.
     """
-    ids = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(type(each) is int and each >= 0 for each in ids):
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
         raise ConfigError(
-            f"eos_token_id must be a token id or a list of them, found {json.dumps(given)[:80]}."
+            f"eos_token_id must be a token id or a list of them, found {json.dumps(value)[:80]}."
         )
     return frozenset(ids)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of one of the families. Counts are of the whole model, not of one rank."""
+    """A decoder of a supported family. Sizes are those of the whole model, not of one rank."""
 
-    family: str  # a name in FAMILIES
+    family: str  # a key of FAMILIES
     layers: int
     hidden: int
     heads: int
@@ -85,27 +85,26 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    dtype: str | None  # such as bfloat16; None: the config does not say, the tensors do
+    dtype: str | None  # such as bfloat16; None: that of the tensors
     stop_tokens: frozenset[int]  # end-of-sequence ids
     rope: dict[str, Any] = field(hash=False)  # transformers' rope_parameters
-    rotary_dim: int  # of a head's dimensions, the first so many turn
-    # of these no KV depends, and so no digest (`repr`): the positions that the config names beside
-    # RoPE's factor; those beyond which the model was made for dual chunk attention, which is not
-    # computed; and tokens that attention sees at most
+    rotary_dim: int  # number of dimensions of a head that RoPE rotates, from the first
+    # The KV does not depend on the next three fields, so the digest (`repr`) leaves them out:
+    # the training positions, if the config names them beside RoPE's factor;
     trained_positions: int | None = field(default=None, repr=False)
+    # the positions beyond which the model expects dual chunk attention, which is not implemented;
     dense_positions: int | None = field(default=None, repr=False)
+    # the maximum number of tokens that attention sees.
     window: int | None = field(default=None, repr=False)
     nope_layers: frozenset[int] = frozenset()  # layers without RoPE
     qk_norm: QKNorm | None = None
-    post_norm: bool = False  # attention and MLP have their norm behind them, not before
-    fused_projections: bool = (
-        False  # the checkpoint stacks queries, keys and values, and gate and up
-    )
-    experts: MoEConfig | None = None  # in the layers it names, in place of one MLP
+    post_norm: bool = False  # norms follow attention and MLP instead of preceding them
+    fused_projections: bool = False  # the checkpoint stacks Q, K and V, and gate and up
+    experts: MoEConfig | None = None  # replaces the dense MLP in the layers it lists
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what attention and MLP add
-    query_multiplier: float = 1.0  # on top of head_dim ** -0.5
-    logits_scaling: float = 1.0  # logits are divided by it
+    residual_multiplier: float = 1.0  # scale of the outputs of attention and MLP
+    query_multiplier: float = 1.0  # in addition to head_dim ** -0.5
+    logits_scaling: float = 1.0  # divisor of the logits
 
     def __post_init__(self) -> None:
         check_number("layers", self.layers, LAYERS)
@@ -126,122 +125,123 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, folder: Path) -> ModelConfig:
-        """Read config.json in `folder` through transformers, which refuses what is broken.
+        """Read config.json in `folder` through transformers, which rejects broken configs.
 
-        `folder` may also be a GGUF file, which says the same in its metadata. Raises ConfigError
-        for what is missing, broken or not supported, CheckpointError for a broken GGUF file.
+        `folder` may also be a GGUF file, whose metadata is read instead. Raises ConfigError if the
+        config is missing, broken or not supported, CheckpointError for a broken GGUF file.
         """
         if is_gguf(folder):
-            return _read(folder)
+            return _read_config(folder)
         path = config_file(folder)
-        given = read_fields(path)
-        read = _checked(path, given)  # which says what is wrong in words of ours
+        fields = read_fields(path)
+        config = _parse(path, fields)  # has clearer error messages than transformers
         from transformers import CONFIG_MAPPING
 
         try:
-            fields = fields_for_transformers(given, FAMILIES[read.family])
-            hf = CONFIG_MAPPING[read.family].from_dict(fields)
-            return replace(cls.from_hf(hf, given), dtype=read.dtype)
+            hf_fields = fields_for_transformers(fields, FAMILIES[config.family])
+            hf = CONFIG_MAPPING[config.family].from_dict(hf_fields)
+            return replace(cls.from_hf(hf, fields), dtype=config.dtype)
         except ConfigError:
             raise
-        except Exception as error:  # whatever the broken field happens to break
+        except Exception as error:  # transformers raises any type for a broken field
             raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error
 
     @classmethod
     def from_name(cls, name: str) -> ModelConfig:
         """Read the config of a folder, a GGUF file, a config.json, or a model on the hub.
 
-        Needs neither torch nor transformers, and of a model on the hub fetches nothing else.
-        Raises ConfigError, and CheckpointError for a broken GGUF file.
+        Imports neither torch nor transformers, and fetches only config.json from the hub. Raises
+        ConfigError, and CheckpointError for a broken GGUF file.
         """
         path = find_local(name) or Path(name)
         if path.is_dir():
-            return _read(config_file(path))
+            return _read_config(config_file(path))
         if path.is_file():
             if not is_gguf(path) and path.suffix != ".json":
-                raise ConfigError(f"{path} is no GGUF file and no config.json: give a folder.")
-            return _read(path)
+                raise ConfigError(
+                    f"{path} is neither a GGUF file nor a config.json: give a folder."
+                )
+            return _read_config(path)
         try:
-            return _read(fetch_config(name))
+            return _read_config(fetch_config(name))
         except NotFound as error:
             raise ConfigError(
-                f"{name} is neither a folder, a config.json nor a model the hub could give "
-                f"({error})."
+                f"{name} is neither a folder, a config.json nor a model found on the hub ({error})."
             ) from error
 
     @classmethod
-    def from_hf(cls, hf: Any, said: Mapping[str, Any] | None = None) -> ModelConfig:
-        """Take the numbers of a transformers config. Raises ConfigError.
+    def from_hf(cls, hf: Any, source_fields: Mapping[str, Any] | None = None) -> ModelConfig:
+        """Return the config equivalent to a transformers config. Raises ConfigError.
 
-        `said`: the fields of the config.json that it was made of, where there is one; transformers
-        fills in what a config leaves out of RoPE's parameters.
+        `source_fields`: the fields of the config.json it was made from, if any; transformers fills
+        in RoPE parameters that a config.json leaves out.
         """
         if hf.model_type in FAMILIES:
-            # a parameter beside rope_parameters counts when the frequencies are computed
+            # moves parameters beside rope_parameters into it, where the frequencies use them
             hf.standardize_rope_params()
-        return cls.from_fields({**vars(hf), "model_type": hf.model_type}, said)
+        return cls.from_fields({**vars(hf), "model_type": hf.model_type}, source_fields)
 
     @classmethod
     def from_fields(
-        cls, given: Mapping[str, Any], said: Mapping[str, Any] | None = None
+        cls, fields: Mapping[str, Any], source_fields: Mapping[str, Any] | None = None
     ) -> ModelConfig:
-        """Take the fields of a config.json; what is absent means what transformers would fill in.
+        """Return the config of a config.json's fields, with transformers' defaults for absent ones.
 
-        `said`: the same before anything was filled in. Raises ConfigError for a model that is not
-        supported.
+        `source_fields`: the fields before any default was filled in. Raises ConfigError for a model
+        that is not supported.
         """
-        family = family_of(given)
-        hidden, heads = given["hidden_size"], given["num_attention_heads"]
-        head_dim = given.get("head_dim") or family.head_dim
+        family = family_of(fields)
+        hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+        head_dim = fields.get("head_dim") or family.head_dim
         if head_dim is None and hidden % heads:
             raise ConfigError(
                 f"the model's config gives hidden_size = {hidden}, which does not divide into "
                 f"num_attention_heads = {heads}, and no head_dim."
             )
         head_dim = head_dim or hidden // heads
-        rope, rotary_dim = read_rope(given, family, head_dim)
-        biases = {name: flag(given, name, False) for name in family.optional_biases}
+        rope, rotary_dim = read_rope(fields, family, head_dim)
+        biases = {name: bool_field(fields, name, False) for name in family.optional_biases}
         attention_bias = biases.get("attention_bias", False)
-        max_positions = given.get("max_position_embeddings", family.max_positions)
-        trained = trained_positions(given if said is None else said)
-        dtype = given.get("dtype") or given.get("torch_dtype")
+        max_positions = fields.get("max_position_embeddings", family.max_positions)
+        trained = trained_positions(fields if source_fields is None else source_fields)
+        dtype = fields.get("dtype") or fields.get("torch_dtype")
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         return cls(
-            family=given["model_type"],
-            layers=given["num_hidden_layers"],
+            family=fields["model_type"],
+            layers=fields["num_hidden_layers"],
             hidden=hidden,
             heads=heads,
-            kv_heads=given.get("num_key_value_heads", family.kv_heads) or heads,
+            kv_heads=fields.get("num_key_value_heads", family.kv_heads) or heads,
             head_dim=head_dim,
-            intermediate=given["intermediate_size"],
-            vocab=given["vocab_size"],
-            norm_eps=given.get("rms_norm_eps", family.norm_eps),
+            intermediate=fields["intermediate_size"],
+            vocab=fields["vocab_size"],
+            norm_eps=fields.get("rms_norm_eps", family.norm_eps),
             max_positions=max_positions,
-            tied=flag(given, "tie_word_embeddings", family.tied),
+            tied=bool_field(fields, "tie_word_embeddings", family.tied),
             qkv_bias=family.qkv_bias or attention_bias,
             o_bias=attention_bias,
             mlp_bias=biases.get("mlp_bias", False),
             dtype=None if name is None else _ALIASES.get(name, name),
-            stop_tokens=token_ids(given.get("eos_token_id", family.stop_token)),
+            stop_tokens=token_ids(fields.get("eos_token_id", family.stop_token)),
             rope=rope,
             rotary_dim=rotary_dim,
             trained_positions=trained,
-            dense_positions=dense_positions(given),
-            window=active_window(given, family),
-            nope_layers=nope_layers(given) if family.skips_rope else frozenset(),
+            dense_positions=dense_positions(fields),
+            window=active_window(fields, family),
+            nope_layers=nope_layers(fields) if family.has_nope_layers else frozenset(),
             qk_norm=family.qk_norm,
             post_norm=family.post_norm,
             fused_projections=family.fused_projections,
-            experts=None if family.experts is None else read_experts(given, family.experts),
-            **(multipliers(given, head_dim) if family.multiplies else {}),
+            experts=None if family.experts is None else read_experts(fields, family.experts),
+            **(multipliers(fields, head_dim) if family.has_multipliers else {}),
         )
 
     def with_rope_scaling(self, rope: str | None) -> ModelConfig:
-        """Return this model with its positions stretched, for texts longer than it was trained on.
+        """Return this config with RoPE scaling, for sequences longer than the training context.
 
-        `yarn:4` stands for YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.4) with factor 4, as
+        `yarn:4` is YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.4) with factor 4, as
         transformers computes it: four times as many positions. None changes nothing. Raises
-        ConfigError for what is not known, and for a model that is stretched already.
+        ConfigError for an unknown scaling, and for a model that is already scaled.
         """
         if rope is None:
             return self
@@ -250,82 +250,85 @@ class ModelConfig:
             return self
         if self.rope["rope_type"] != "default" or "frequency_factors" in self.rope:
             raise ConfigError(
-                f"`rope` {rope}: the model stretches its positions itself, by RoPE type "
-                f"{self.rope['rope_type']!r} or by factors of its own: it has {self.max_context}."
+                f"`rope` {rope}: the model already scales its positions, by RoPE type "
+                f"{self.rope['rope_type']!r} or by frequency factors: it has {self.max_context}."
             )
         positions = int(self.max_positions * factor)
         if self.window is not None and self.window < positions:
             raise ConfigError(
-                f"`rope` {rope} makes {positions} positions, but the model's attention sees "
-                f"{self.window} tokens at most (sliding_window)."
+                f"`rope` {rope} gives {positions} positions, but the model's attention sees at "
+                f"most {self.window} tokens (sliding_window)."
             )
-        stretched = {
+        scaled = {
             **self.rope,
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": self.max_positions,
         }
         return replace(
-            self, rope=stretched, trained_positions=self.max_positions, max_positions=positions
+            self, rope=scaled, trained_positions=self.max_positions, max_positions=positions
         )
 
     def check_context(self, tokens: int) -> None:
-        """Raise ConfigError for a text of more tokens than there are positions."""
+        """Raise ConfigError if a sequence of `tokens` tokens exceeds the model's positions."""
         limit = self.max_context
         if tokens <= limit:
             return
         factor, hint = ceil_div(tokens, limit), ""
-        plain = self.rope["rope_type"] == "default" and "frequency_factors" not in self.rope
-        if plain and factor <= MAX_ROPE_FACTOR and (self.window or inf) >= factor * limit:
-            hint = f"; `rope` yarn:{factor} would stretch them"
+        is_unscaled = self.rope["rope_type"] == "default" and "frequency_factors" not in self.rope
+        if is_unscaled and factor <= MAX_ROPE_FACTOR and (self.window or inf) >= factor * limit:
+            hint = f"; `rope` yarn:{factor} would extend them"
         raise ConfigError(f"`context` {tokens} is more than the model's {limit} positions{hint}.")
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether this layer has a mixture of experts, not one MLP."""
+        """Return whether a layer has a mixture of experts instead of a dense MLP."""
         return self.experts is not None and layer in self.experts.layers
 
     @property
     def max_context(self) -> int:
-        """Tokens the model can address: its positions, stretched where the config counts those of
-        the training, and no more than attention sees.
+        """The number of tokens the model can address, limited by the attention window.
+
+        Its positions, scaled if the config counts those of the training.
         """
         positions, _ = addressable_positions(self.rope, self.max_positions, self.trained_positions)
         return min(positions, self.window or positions)
 
     @property
     def context_limit(self) -> int:
-        """Tokens of a text where no other number is given: less than `max_context` where the model
-        would need attention of another kind beyond them.
+        """The default context in tokens.
+
+        Less than `max_context` if the model needs another kind of attention beyond it.
         """
         return min(self.max_context, self.dense_positions or self.max_context)
 
     def context_notes(self) -> list[str]:
-        """Return what is to be known of these numbers, a sentence each."""
+        """Return notes for the user about the model's positions, one sentence each."""
         return context_notes(
             self.rope, self.max_positions, self.trained_positions, self.dense_positions
         )
 
     def inverse_frequencies(self, tokens: int, length: int | None = None) -> tuple[Tensor, float]:
-        """Return (rotary_dim / 2,) float32 and the factor on cos and sin.
+        """Return the inverse frequencies (rotary_dim / 2,) float32, and the factor on cos and sin.
 
-        Takes what `rotary` takes; `length` is by default that of the prompt.
+        Parameters as in `rotary`; `length` defaults to that of the prompt.
         """
         if self.rope["rope_type"] == "longrope" and length is not None:
             tokens = length
         return inverse_frequencies(self.rope, self.rotary_dim, self.max_positions, tokens)
 
     def rope_key(self, tokens: int, length: int) -> bytes:
-        """Return a key that is equal for texts with the same angles; takes what `rotary` takes."""
+        """Return a key that is equal for equal RoPE angles; parameters as in `rotary`."""
         frequencies, scale = self.inverse_frequencies(tokens, length)
         return frequencies.numpy().tobytes() + str(scale).encode()
 
     def rotary(self, tokens: int, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-        """Return the tables for positions up to `length`, for a prompt of `tokens` tokens.
+        """Return the RoPE tables for positions up to `length`, for a prompt of `tokens` tokens.
 
-        All keys of a text share one base, so what depends on a text's length is fixed before it
-        begins. Dynamic NTK takes the prompt's length. LongRoPE takes `length`, the prompt with all
-        that may follow: its long factors hold for the whole text if that exceeds the positions of
-        the training. transformers changes over in the middle of such a text, and reads it again.
+        All keys of a sequence share one base, so whatever depends on the sequence's length is fixed
+        before it starts. Dynamic NTK uses the prompt's length. LongRoPE uses `length`, the prompt
+        with all tokens that may follow: if it exceeds the positions of the training, the long
+        factors apply to the whole sequence. transformers switches in the middle of such a sequence,
+        and prefills it again.
         """
         from offload.rotary import Rotary
 
@@ -333,26 +336,26 @@ class ModelConfig:
         return Rotary(frequencies, scale, length, dtype, device, self.nope_layers)
 
     def kv_layout(self, ranks: int, dtype: torch.dtype, rank: int | None = None) -> KVLayout:
-        """Return the KV geometry of one of `ranks` ranks.
+        """Return the KV layout of one of `ranks` ranks.
 
-        Without `rank` it is the last one's, which holds no fewer heads than any other. Raises
-        ConfigError when there are too few heads.
+        By default that of the last rank, which holds at least as many heads as any other. Raises
+        ConfigError if there are too few heads.
         """
         check_ranks(self.kv_heads, ranks)
         heads = share_size(self.kv_heads, ranks - 1 if rank is None else rank, ranks)
         return KVLayout(self.layers, heads, self.head_dim, dtype, self.heads // self.kv_heads)
 
 
-def _read(path: Path) -> ModelConfig:
-    given = config_fields(read_header(path)) if is_gguf(path) else read_fields(path)
-    return _checked(path, given)
+def _read_config(path: Path) -> ModelConfig:
+    fields = config_fields(read_header(path)) if is_gguf(path) else read_fields(path)
+    return _parse(path, fields)
 
 
-def _checked(path: Path, given: Mapping[str, Any]) -> ModelConfig:
+def _parse(path: Path, fields: Mapping[str, Any]) -> ModelConfig:
     """Return the config of a file's fields. Raises ConfigError, which names the file."""
     try:
-        return ModelConfig.from_fields(given)
+        return ModelConfig.from_fields(fields)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    except Exception as error:  # whatever the broken field happens to break
+    except Exception as error:  # any type, depending on the broken field
         raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error

@@ -1,6 +1,6 @@
-"""What a rank holds of a model, by its config alone: no model is built, no torch is imported.
+"""The number of a rank's parameters, computed from the config without building the model.
 
-The layers of `parallel.model.layers` allocate by the same rules.
+Does not import torch. The layers of `parallel.model.layers` allocate by the same rules.
 """
 
 from __future__ import annotations
@@ -8,24 +8,25 @@ from __future__ import annotations
 from parallel.config.model_config import ModelConfig
 from parallel.ranks.partition import share_size, vocab_rows
 
-# tokens of the longest pass worth recording as a CUDA graph: a longest draft at the retrieval
-# level, and the two tokens that were pending
+# Largest number of query tokens worth capturing as a CUDA graph: the longest draft at the retrieval
+# level, and the two pending tokens.
 MAX_GRAPH_TOKENS = 18
-# tokens of the longest pass in which a GPU mixes experts in fixed shapes, so that the host does not
-# wait to know the choice: more than a verification's, which reads most experts anyway. What texts
-# share is recorded up to as many, of any model: of more the launches hide behind the arithmetic
+# Largest number of query tokens for which a GPU computes experts in static shapes, so that the host
+# need not wait for the routing: more than those of a verification, which uses most experts anyway.
+# Batched forwards of any model are captured up to the same size: beyond it, compute hides the
+# kernel launches.
 MAX_STATIC_TOKENS = 64
 
 
 def head_rows(config: ModelConfig) -> tuple[int, int]:
-    """Return the rows that one KV head has of queries, with all that share it, and of keys."""
+    """Return the rows of one KV head: of all query heads that share it, and of its key head."""
     return config.heads // config.kv_heads * config.head_dim, config.head_dim
 
 
 def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) -> int:
     """Return the number of parameters on one of `ranks` ranks.
 
-    Without `rank` it is the last one's, which holds no fewer than any other.
+    By default that of the last rank, which holds at least as many as any other.
     """
     rank = ranks - 1 if rank is None else rank
     embeddings = 1 if config.tied else 2
@@ -36,24 +37,24 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
         + config.layers * _attention_parameters(config, ranks, rank)
         + mlps * _mlp_parameters(config, ranks, rank)
         + mixtures * (_router_parameters(config) + _expert_parameters(config, ranks, rank))
-        + config.hidden  # the last norm
+        + config.hidden  # final norm
     )
 
 
 def inactive_parameters(config: ModelConfig, ranks: int, tokens: int) -> float:
-    """Return the parameters on the last rank that a pass of so many tokens does not use.
+    """Return the expected number of the last rank's parameters unused in a forward of `tokens`.
 
-    They are those of experts that no token is given to, if every token chooses any as likely.
+    These belong to experts that no token is routed to, assuming uniform routing.
     """
     if config.experts is None:
         return 0.0
-    idle = (1 - config.experts.per_token / config.experts.count) ** tokens
+    unused = (1 - config.experts.per_token / config.experts.count) ** tokens
     mixtures = sum(config.has_experts(layer) for layer in range(config.layers))
-    return mixtures * _expert_parameters(config, ranks, ranks - 1) * idle
+    return mixtures * _expert_parameters(config, ranks, ranks - 1) * unused
 
 
 def _attention_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
-    """Return the parameters of a layer on a rank, less those of its MLP. Both norms are here."""
+    """Return a layer's parameters on a rank without those of its MLP, but with both norms."""
     hidden = config.hidden
     heads = share_size(config.kv_heads, rank, ranks)
     queries, keys = (heads * rows for rows in head_rows(config))
@@ -78,7 +79,7 @@ def _router_parameters(config: ModelConfig) -> int:
 
 
 def _expert_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
-    """Return the parameters of all of a layer's experts on a rank."""
+    """Return the parameters of all experts of a layer on a rank."""
     if config.experts is None:
         return 0
     columns = share_size(config.experts.intermediate, rank, ranks)

@@ -1,4 +1,4 @@
-"""How many positions a model has: what its config counts, and what RoPE makes of them."""
+"""The number of positions of a model: what its config counts, and how RoPE scaling extends it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from parallel.config.rope import rope_object
 from parallel.config_checks import COUNT, check_number
 
-# positions count RoPE's factor already where so many are left without it: no model was trained on
-# fewer
+# Smallest plausible number of training positions: if dividing by RoPE's factor leaves at least as
+# many, max_position_embeddings is taken to include the factor.
 MIN_TRAINED = 2048
 
 
-def trained_positions(given: Mapping[str, Any]) -> int | None:
-    """Return the positions of the training that a config names beside RoPE's factor, if it does.
+def trained_positions(fields: Mapping[str, Any]) -> int | None:
+    """Return the training positions that a config names beside RoPE's factor, None if it does not.
 
-    Raises ConfigError for what is no number of them.
+    Raises ConfigError for an invalid number.
     """
     name = "original_max_position_embeddings"
-    positions: Any = given.get(name)
+    positions: Any = fields.get(name)
     if positions is None:
-        positions = rope_object(given).get(name)
+        positions = rope_object(fields).get(name)
     if positions is not None:
         check_number(name, positions, COUNT)
     return positions
@@ -30,20 +30,21 @@ def trained_positions(given: Mapping[str, Any]) -> int | None:
 def addressable_positions(
     rope: Mapping[str, Any], max_positions: int, trained: int | None
 ) -> tuple[int, bool]:
-    """Return how many positions a model has with its RoPE, and whether that had to be guessed.
+    """Return the number of positions of a model with its RoPE, and whether it is a guess.
 
-    Configs count the positions of the training, as Qwen2.5's with YaRN do, or those that RoPE
-    stretches them to, as most do. Where `trained` is not named, `max_positions` are taken to count
-    the factor of linear RoPE and YaRN if at least `MIN_TRAINED` are left without it. Dynamic RoPE
-    stretches `max_positions` by definition, LongRoPE those of the training.
+    Some configs count the positions of the training, such as Qwen2.5's with YaRN, but most count
+    the scaled ones. Without `trained`, `max_positions` is assumed to include the factor of linear
+    RoPE and YaRN if at least `MIN_TRAINED` positions remain without it. Dynamic RoPE scales
+    `max_positions` by definition, LongRoPE those of the training.
 
     Args:
-        rope: the parameters that `read_rope` returns.
-        max_positions: the config's.
-        trained: what `trained_positions` returns.
+        rope: the parameters returned by `read_rope`.
+        max_positions: the config's max_position_embeddings.
+        trained: the result of `trained_positions`.
     """
     factor = rope.get("factor") or 1.0
-    if rope["rope_type"] in ("default", "llama3") or factor == 1:  # llama3's always count it
+    # max_positions of llama3 always include the factor
+    if rope["rope_type"] in ("default", "llama3") or factor == 1:
         return max_positions, False
     if rope["rope_type"] == "dynamic":
         return int(max_positions * factor), False
@@ -56,38 +57,38 @@ def addressable_positions(
     return int(max_positions * factor), False
 
 
-def dense_positions(given: Mapping[str, Any]) -> int | None:
-    """Return the positions up to which dual chunk attention (Qwen2.5-1M) is plain attention.
+def dense_positions(fields: Mapping[str, Any]) -> int | None:
+    """Return the positions up to which dual chunk attention (Qwen2.5-1M) equals full attention.
 
-    None where the config does not say.
+    None if the config does not say.
     """
-    chunks = given.get("dual_chunk_attention_config")
-    named = "original_max_position_embeddings"
-    positions: Any = chunks.get(named) if isinstance(chunks, Mapping) else None
+    chunks = fields.get("dual_chunk_attention_config")
+    name = "original_max_position_embeddings"
+    positions: Any = chunks.get(name) if isinstance(chunks, Mapping) else None
     if positions is not None:
-        check_number(f"dual_chunk_attention_config's {named}", positions, COUNT)
+        check_number(f"dual_chunk_attention_config's {name}", positions, COUNT)
     return positions
 
 
 def context_notes(
     rope: Mapping[str, Any], max_positions: int, trained: int | None, dense: int | None
 ) -> list[str]:
-    """Return what is to be known of a model's positions, a sentence each.
+    """Return notes for the user about a model's positions, one sentence each.
 
-    Takes what `addressable_positions` takes, and what `dense_positions` returns.
+    Parameters as in `addressable_positions`; `dense` is the result of `dense_positions`.
     """
     notes = []
     positions, is_guessed = addressable_positions(rope, max_positions, trained)
     if is_guessed:
         notes.append(
-            f"RoPE type {rope['rope_type']!r} stretches positions {rope['factor']:g} times, and "
-            f"max_position_embeddings = {positions:,} is taken to count that. If the model was "
-            "trained on so many, say so by original_max_position_embeddings beside the factor."
+            f"RoPE type {rope['rope_type']!r} scales positions by {rope['factor']:g}, and "
+            f"max_position_embeddings = {positions:,} is assumed to include that. If the model was "
+            "trained on that many, set original_max_position_embeddings beside the factor."
         )
     if dense is not None and dense < positions:
         notes.append(
-            f"Beyond {dense:,} of its {positions:,} positions the model was made for dual chunk "
-            f"attention, which is not computed. The context is {dense:,} tokens unless --context "
-            "says otherwise."
+            f"Beyond {dense:,} of its {positions:,} positions the model expects dual chunk "
+            f"attention, which is not implemented. The context is {dense:,} tokens unless "
+            "--context says otherwise."
         )
     return notes

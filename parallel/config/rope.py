@@ -1,4 +1,4 @@
-"""What a config says of RoPE, and the frequencies that follow from it."""
+"""The RoPE parameters of a config, and the frequencies computed from them."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from parallel.config.families import Family
-from parallel.config_checks import SCALE, Number, check_number, is_positive, shown
+from parallel.config_checks import SCALE, Number, check_number, is_positive, quote
 from parallel.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_ROPE_FACTOR = 64  # times as many positions
-_THETA = Number(low=2, high=1e15, whole=False)
-_FACTOR = Number(low=1, high=1e6, whole=False)
-_POSITIONS = Number(low=2)
-_NEEDED: dict[str, dict[str, Number]] = {  # the parameters without which a type means nothing
+MAX_ROPE_FACTOR = 64  # largest position scaling that `rope` accepts
+_THETA_RANGE = Number(low=2, high=1e15, whole=False)
+_FACTOR_RANGE = Number(low=1, high=1e6, whole=False)
+_POSITIONS_RANGE = Number(low=2)
+_REQUIRED: dict[str, dict[str, Number]] = {  # required parameters, by RoPE type
     "default": {},
-    "linear": {"factor": _FACTOR},
-    "dynamic": {"factor": _FACTOR},
-    "yarn": {"factor": _FACTOR, "original_max_position_embeddings": _POSITIONS},
+    "linear": {"factor": _FACTOR_RANGE},
+    "dynamic": {"factor": _FACTOR_RANGE},
+    "yarn": {"factor": _FACTOR_RANGE, "original_max_position_embeddings": _POSITIONS_RANGE},
     "llama3": {
-        "factor": _FACTOR,
-        "original_max_position_embeddings": _POSITIONS,
+        "factor": _FACTOR_RANGE,
+        "original_max_position_embeddings": _POSITIONS_RANGE,
         "low_freq_factor": SCALE,
         "high_freq_factor": SCALE,
     },
-    "longrope": {"original_max_position_embeddings": _POSITIONS},
+    "longrope": {"original_max_position_embeddings": _POSITIONS_RANGE},
 }
 _OPTIONAL = {
-    "factor": _FACTOR,
+    "factor": _FACTOR_RANGE,
     "attention_factor": SCALE,
     "mscale": Number(low=0, high=1e6, whole=False),
     "mscale_all_dim": Number(low=0, high=1e6, whole=False),
     "beta_fast": SCALE,
     "beta_slow": SCALE,
 }
-_EXTENDED = ("yarn", "llama3", "longrope")  # these also know the positions of the training
+_EXTENDED = ("yarn", "llama3", "longrope")  # types with original_max_position_embeddings
 _LONG_FACTORS = ("short_factor", "long_factor")
 
 
 def rope_factor(rope: str) -> float:
-    """Return by how much `yarn:FACTOR` stretches positions. Raises ConfigError for other words."""
-    kind, _, given = rope.partition(":")
+    """Return the factor of `yarn:FACTOR`. Raises ConfigError for anything else."""
+    kind, _, number = rope.partition(":")
     try:
-        factor = float(given)
+        factor = float(number)
     except ValueError:
         factor = 0.0
     if kind != "yarn" or not 1 < factor <= MAX_ROPE_FACTOR:
@@ -58,61 +58,61 @@ def rope_factor(rope: str) -> float:
 
 
 def read_rope(
-    given: Mapping[str, Any], family: Family, head_dim: int
+    fields: Mapping[str, Any], family: Family, head_dim: int
 ) -> tuple[dict[str, Any], int]:
-    """Return rope_parameters as transformers writes them today, and the dimensions that turn.
+    """Return rope_parameters in transformers' current form, and the number of rotary dimensions.
 
-    The config may be of any year. Of a head's dimensions the first turn. Raises ConfigError for a
-    kind of RoPE that is not supported, and for numbers that are none.
+    Older forms of the config are read as well. The rotary dimensions are the first ones of a head.
+    Raises ConfigError for an unsupported RoPE type and for invalid numbers.
     """
-    rope = rope_object(given)
+    rope = rope_object(fields)
     rope["rope_type"] = _rope_type(rope)
-    rope.setdefault("rope_theta", given.get("rope_theta", family.rope_theta))
+    rope.setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
     if rope["rope_type"] in family.rope_aliases:
         rope["rope_type"] = "longrope"
     kind = rope["rope_type"]
     if kind not in family.rope_types or any(isinstance(value, dict) for value in rope.values()):
         raise ConfigError(
-            f"RoPE type {shown(kind)} is not supported; supported are "
+            f"RoPE type {quote(kind)} is not supported; supported are "
             f"{', '.join(family.rope_types)}, one for all layers."
         )
-    part = rope.pop("partial_rotary_factor", given.get("partial_rotary_factor"))
-    turning = _turning(head_dim, 1.0 if part is None else part, family)
+    part = rope.pop("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    rotary_dim = _rotary_dim(head_dim, 1.0 if part is None else part, family)
     if kind in _EXTENDED:
-        positions = given.get("max_position_embeddings", family.max_positions)
-        # beside the others, it is the one meant
-        beside = given.get("original_max_position_embeddings", family.original_positions)
-        if beside is not None:
-            rope["original_max_position_embeddings"] = beside
+        positions = fields.get("max_position_embeddings", family.max_positions)
+        # a field beside rope_parameters takes precedence over the one within
+        original = fields.get("original_max_position_embeddings", family.original_positions)
+        if original is not None:
+            rope["original_max_position_embeddings"] = original
         rope.setdefault("original_max_position_embeddings", positions)
     _check_numbers(rope, kind)
     if kind == "longrope":
-        _check_long_factors(rope, turning // 2)
-    if kind == "dynamic" and turning < 4:
-        raise ConfigError(f"RoPE type 'dynamic' needs more than the {turning} dimensions a head.")
-    return rope, turning
+        _check_long_factors(rope, rotary_dim // 2)
+    if kind == "dynamic" and rotary_dim < 4:
+        raise ConfigError(f"RoPE type 'dynamic' needs more than {rotary_dim} rotary dimensions.")
+    return rope, rotary_dim
 
 
 def inverse_frequencies(
-    rope: Mapping[str, Any], turning: int, max_positions: int, tokens: int
+    rope: Mapping[str, Any], rotary_dim: int, max_positions: int, tokens: int
 ) -> tuple[Tensor, float]:
-    """Return (D / 2,) float32 for D = `turning` dimensions, and the factor on cos and sin.
+    """Return the inverse frequencies (rotary_dim / 2,) float32, and the factor on cos and sin.
 
-    `tokens` matters to the types that depend on a text's length. transformers computes them. A GGUF
-    file may divide them by numbers of its own, in place of a type.
+    transformers computes them. `tokens` matters only to types that depend on a sequence's length. A
+    GGUF file may give frequency factors, by which they are divided, instead of a RoPE type.
     """
     import torch
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = dict(rope)
-    if rope["rope_type"] == "default":  # whose own module imports a compiler
+    if rope["rope_type"] == "default":  # its own function is in a module that imports a compiler
         rope |= {"rope_type": "linear", "factor": 1.0}
     factors = rope.pop("frequency_factors", None)
     hf = LlamaConfig(
-        hidden_size=turning,
+        hidden_size=rotary_dim,
         num_attention_heads=1,
-        head_dim=turning,
+        head_dim=rotary_dim,
         max_position_embeddings=max_positions,
         rope_parameters=rope,
     )
@@ -121,44 +121,44 @@ def inverse_frequencies(
     return inverse if factors is None else inverse / torch.tensor(factors), scale
 
 
-def with_known_rope(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return a config.json's fields with the type of RoPE by the name that transformers knows.
+def with_known_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return a modifiable copy of a config.json's fields, with LongRoPE's current type name.
 
-    It renames LongRoPE's older names too, but only behind a check that they do not pass. They are a
-    copy, to be written to.
+    transformers renames the older names itself, but only after a check that rejects them.
     """
-    fields = deepcopy(dict(given))
+    copied = deepcopy(dict(fields))
     for name in ("rope_scaling", "rope_parameters"):
-        rope = fields.get(name)
+        rope = copied.get(name)
         if isinstance(rope, Mapping) and _rope_type(rope) in family.rope_aliases:
-            fields[name] = {**rope, "rope_type": "longrope"}
-    return fields
+            copied[name] = {**rope, "rope_type": "longrope"}
+    return copied
 
 
 def _rope_type(rope: Mapping[str, Any]) -> Any:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def rope_object(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config says of RoPE, by either name. Raises ConfigError for what is no object.
+def rope_object(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's RoPE parameters, under either name; the older one has precedence.
 
-    transformers, too, prefers the older one.
+    transformers prefers it as well. Raises ConfigError for a value that is not an object.
     """
     for name in ("rope_scaling", "rope_parameters"):
-        said = given.get(name)
-        if said is not None and not isinstance(said, Mapping):
+        rope = fields.get(name)
+        if rope is not None and not isinstance(rope, Mapping):
             raise ConfigError(
-                f"the model's config says of RoPE {shown(said)}, which is no object of parameters."
+                f"the model's config gives {name} = {quote(rope)}; it must be an object of "
+                "RoPE parameters."
             )
-    return dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
+    return dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
 
 
 def _check_numbers(rope: Mapping[str, Any], kind: str) -> None:
-    """Raise ConfigError for parameters of a type of RoPE that are missing or no such numbers."""
-    for name, number in {"rope_theta": _THETA, **_NEEDED[kind]}.items():
+    """Raise ConfigError for RoPE parameters that are missing or out of range."""
+    for name, number in {"rope_theta": _THETA_RANGE, **_REQUIRED[kind]}.items():
         if not number.allows(value := rope.get(name)):
             raise ConfigError(
-                f"RoPE type {kind!r} needs {name} above 0, {number}; found {shown(value)}."
+                f"RoPE type {kind!r} needs {name} above 0, {number}; found {quote(value)}."
             )
     for name, number in _OPTIONAL.items():
         if kind != "default" and rope.get(name) is not None:
@@ -170,34 +170,34 @@ def _check_numbers(rope: Mapping[str, Any], kind: str) -> None:
         )
 
 
-def _turning(head_dim: int, part: Any, family: Family) -> int:
-    """Return how many of a head's dimensions turn. Raises ConfigError."""
+def _rotary_dim(head_dim: int, part: Any, family: Family) -> int:
+    """Return the number of rotary dimensions of a head. Raises ConfigError if it is invalid."""
     if part == 1.0:
         if head_dim % 2:
             raise ConfigError(
-                f"RoPE turns pairs of dimensions, and the model's heads have {head_dim}."
+                f"RoPE rotates pairs of dimensions, and the model's heads have {head_dim}."
             )
         return head_dim
     if not family.partial_rotary:
         raise ConfigError(
-            f"partial rotary embeddings (partial_rotary_factor = {shown(part)}) are not supported "
-            "in this family."
+            f"partial rotary embeddings (partial_rotary_factor = {quote(part)}) are not "
+            "supported in this family."
         )
-    turning = int(head_dim * part) if is_positive(part) and part < 1 else 0
-    if turning < 2 or turning % 2:
+    rotary_dim = int(head_dim * part) if is_positive(part) and part < 1 else 0
+    if rotary_dim < 2 or rotary_dim % 2:
         raise ConfigError(
-            f"partial_rotary_factor = {shown(part)} of {head_dim} dimensions a head is not an even "
-            "number of them."
+            f"partial_rotary_factor = {quote(part)} of {head_dim} dimensions per head is "
+            "not an even number of dimensions."
         )
-    return turning
+    return rotary_dim
 
 
 def _check_long_factors(rope: Mapping[str, Any], count: int) -> None:
-    """Raise ConfigError unless LongRoPE has a factor for each frequency, twice."""
+    """Raise ConfigError unless LongRoPE has short and long factors for `count` frequencies."""
     for name in _LONG_FACTORS:
         factors = rope.get(name)
-        known = factors if isinstance(factors, list) else []
-        if len(known) != count or not all(is_positive(factor) for factor in known):
+        values = factors if isinstance(factors, list) else []
+        if len(values) != count or not all(is_positive(factor) for factor in values):
             raise ConfigError(
                 f"RoPE type 'longrope' needs {name}, a list of {count} numbers above 0, found "
                 f"{str(factors)[:60]}."

@@ -1,1 +1,1 @@
-"""Where weights lie and how they are read; knows nothing of layers or ranks."""
+"""Locating and reading checkpoints; independent of layers and ranks."""

@@ -1,4 +1,4 @@
-"""Reading checkpoints lazily: a rank touches only its slices of a file."""
+"""Lazy reading of checkpoints: a rank reads only its slices of a file."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from torch import Tensor
 
 from parallel.errors import CheckpointError
 from parallel.formats.gguf_header import LFS, check_lfs_pointer
-from parallel.formats.weight_headers import DTYPES, HEAD, unread_dtype, weight_files
+from parallel.formats.weight_headers import DTYPES, HEAD, dtype_error, weight_files
 
-_DERIVED = "rotary_emb.inv_freq"  # may be left over: computed from the config
+_DERIVED = "rotary_emb.inv_freq"  # suffix of tensors that are ignored: the config determines them
 
 
 class Indexable(Protocol):
-    """A tensor on disk; indexing with slices reads that part alone."""
+    """A tensor on disk; indexing with slices reads only that part."""
 
     def __getitem__(self, index: Any) -> Tensor: ...
 
 
 class Checkpoint(ABC):
-    """A model's weights on disk, by the names that Hugging Face gives them.
+    """A model's weights on disk, under their Hugging Face names.
 
-    A kind of file notes the shapes when it is opened, and says how a tensor is read.
+    A subclass fills in the shapes when it opens its files, and implements reading of a tensor.
     """
 
-    described_by = "config.json"  # what says of which shapes tensors are
+    described_by = "config.json"  # source of the expected shapes, for messages
 
     def __init__(self, path: Path):
         self.path = path
-        self._shapes: dict[str, tuple[int, ...]] = {}  # by tensor name
-        self._asked: set[str] = set()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._used: set[str] = set()  # names of the tensors requested so far
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Indexable:
-        """Return the tensor of this name, to be read in part.
+        """Return the tensor `name`, without reading it.
 
-        Raises CheckpointError when it is missing or its shape is not `shape`.
+        Raises CheckpointError if it is missing or its shape is not `shape`.
         """
         self.check_present(name)
-        self._asked.add(name)
+        self._used.add(name)
         stored = self._shapes[name]
         if stored != shape:
             raise CheckpointError(
@@ -57,7 +57,7 @@ class Checkpoint(ABC):
         return self._open_tensor(name)
 
     def check_present(self, name: str) -> None:
-        """Raise CheckpointError when there is no tensor of this name."""
+        """Raise CheckpointError if there is no tensor `name`."""
         if name not in self._shapes:
             raise CheckpointError(
                 f"{self.path}: tensor {name} is missing; the checkpoint has {len(self._shapes)} "
@@ -66,44 +66,45 @@ class Checkpoint(ABC):
             )
 
     def check_unused(self, is_tied: bool = False) -> None:
-        """Refuse tensors that nobody asked for: without them the text would be another.
+        """Raise CheckpointError if tensors are unused: the model's output would depend on them.
 
-        `is_tied`: the model's head is its embedding, of which the files may hold a copy; a head
-        that differs would have made it another model (`config_file`). Raises CheckpointError.
+        `is_tied`: the head is tied to the embedding, of which the files may hold a copy; with a
+        head that differs the model would not be tied (`config_file`).
         """
-        unasked = self._shapes.keys() - self._asked - ({HEAD} if is_tied else set())
-        leftovers = sorted(name for name in unasked if not name.endswith(_DERIVED))
+        unused = self._shapes.keys() - self._used - ({HEAD} if is_tied else set())
+        leftovers = sorted(name for name in unused if not name.endswith(_DERIVED))
         if leftovers:
             raise CheckpointError(
-                f"{self.path}: {len(leftovers)} tensors have no place in the model that "
+                f"{self.path}: {len(leftovers)} tensors are not part of the model that "
                 f"{self.described_by} describes, first {leftovers[0]}. The config does not belong "
                 "to these weights, or the architecture has parts that are not supported."
             )
 
-    def check_sizes(self, layers: int, numbers: int) -> None:
-        """Refuse a config that describes far more than is there, before memory is taken for it.
+    def check_sizes(self, layers: int, parameters: int) -> None:
+        """Raise CheckpointError if a config describes a far larger model than the files hold.
 
-        `layers` and `numbers`, of one rank's weights, are the model's. Raises CheckpointError.
+        Called before memory is allocated. `layers` is the model's number of layers, `parameters`
+        that of one rank's weights.
         """
         stored = sum(prod(shape) for shape in self._shapes.values())
-        if layers > len(self._shapes) or numbers > 2 * stored:
+        if layers > len(self._shapes) or parameters > 2 * stored:
             raise CheckpointError(
                 f"{self.path}: {self.described_by} describes {layers} layers and at least "
-                f"{numbers:,} weights, but the files hold {len(self._shapes)} tensors with "
+                f"{parameters:,} weights, but the files hold {len(self._shapes)} tensors with "
                 f"{stored:,} in all. They do not belong together: fetch both again."
             )
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Return the dtype to compute in where neither the user nor the config says one."""
+        """Return the dtype to compute in if neither the user nor the config specifies one."""
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Hear in which dtype tensors are used, for a kind of file that has to convert them."""
+        """Set the dtype of the tensors that are read, for formats that convert them."""
 
     @abstractmethod
     def _open_tensor(self, name: str) -> Indexable:
-        """Return a tensor that is there."""
+        """Return a tensor that exists."""
 
     @abstractmethod
     def _file_of(self, name: str) -> Path:
@@ -111,7 +112,7 @@ class Checkpoint(ABC):
 
 
 class TensorSlice:
-    """A tensor on disk; indexing reads that part alone, and lets go of the file's pages at once."""
+    """A tensor on disk; indexing reads only that part, and releases the file's pages at once."""
 
     def __init__(self, path: Path, name: str, shape: tuple[int, ...]):
         self.path, self.name, self.shape = path, name, shape
@@ -133,7 +134,6 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.folder = folder
-        # by tensor name
         self._paths: dict[str, Path] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         for path in weight_files(folder):
@@ -141,7 +141,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that most tensors have."""
+        """The most common dtype of the tensors."""
         return Counter(self._dtypes.values()).most_common(1)[0][0]
 
     def _open_tensor(self, name: str) -> TensorSlice:
@@ -151,20 +151,20 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._paths[name]
 
     def _scan(self, path: Path) -> None:
-        """Note each tensor of a file. Raises CheckpointError."""
+        """Record the tensors of a file. Raises CheckpointError."""
         with self._open(path) as file:
             for name in file.keys():  # noqa: SIM118 - a safetensors file, not a dict
                 if name in self._paths:
                     raise CheckpointError(
                         f"{self.folder}: tensor {name} is in {self._paths[name].name} and in "
-                        f"{path.name}, and only one can be meant. Fetch the model again."
+                        f"{path.name}, which is ambiguous. Fetch the model again."
                     )
                 tensor = file.get_slice(name)
                 self._paths[name] = path
                 self._shapes[name] = tuple(tensor.get_shape())
                 kind = tensor.get_dtype()
                 if kind not in DTYPES:
-                    raise unread_dtype(path, name, kind)
+                    raise dtype_error(path, name, kind)
                 self._dtypes[name] = getattr(torch, DTYPES[kind])
 
     def _open(self, path: Path) -> Any:

@@ -1,6 +1,6 @@
-"""The header of a GGUF file: what it says of a model, and where its tensors lie.
+"""The header of a GGUF file: metadata, and the location of the tensors.
 
-It needs nothing but Python, since a plan has to answer at once. Source of the format:
+Imports only the standard library, since a plan has to be fast. Source of the format:
 github.com/ggml-org/ggml, docs/gguf.md.
 """
 
@@ -18,8 +18,8 @@ from offload.layout import ceil_div
 from parallel.errors import CheckpointError
 
 MAGIC = b"GGUF"
-_VERSIONS = (2, 3)  # 1 counted in 32 bits, and is found nowhere
-_SCALARS = {  # number of a metadata type: how struct reads it
+_VERSIONS = (2, 3)  # version 1 has 32-bit counts, and is not in use
+_SCALARS = {  # struct formats by metadata type
     0: "<B",
     1: "<b",
     2: "<H",
@@ -34,41 +34,42 @@ _SCALARS = {  # number of a metadata type: how struct reads it
 }
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
-# what no model needs, and would take minutes or all memory: a header of as many bytes, a list of
-# as many elements. Vocabularies have 262,144 tokens, their merges less than twice as many
+# Limits that no model exceeds, against headers that would take minutes or all memory to read: bytes
+# of a header, elements of a list. The largest vocabularies have 262,144 tokens and fewer than twice
+# as many merges.
 _MAX_HEADER = 128 << 20
 _MAX_ELEMENTS = 1 << 22
-_ALIGNMENT = 32  # of tensors, where the file says nothing
+_ALIGNMENT = 32  # default alignment of tensors in bytes
 _SPLIT_NAME = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 LFS = b"version https://git-lfs"
-_AGAIN = "Was the download interrupted? Fetch it again."
+_FETCH_AGAIN = "Was the download interrupted? Fetch it again."
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies in a file, and how it is stored."""
+    """The location of a tensor in a file, and its type."""
 
     name: str
-    shape: tuple[int, ...]  # rows first; the file has the fastest dimension first
-    kind: int  # ggml's number of the type
-    start: int  # bytes from the file's beginning
+    shape: tuple[int, ...]  # rows first; in the file, the fastest dimension is first
+    kind: int  # ggml's type number
+    start: int  # offset in the file in bytes
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What stands before the tensors of a file."""
+    """The part of a file that precedes the tensors."""
 
     path: Path
-    size: int  # bytes of the file
-    data_start: int  # bytes before the first tensor
+    size: int  # bytes of the whole file
+    data_start: int  # offset of the first tensor in bytes
     metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]  # by GGUF's own names
+    tensors: dict[str, TensorInfo]  # keyed by GGUF name
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read all of a file but its tensors.
+    """Read the header of a GGUF file, everything but the tensor data.
 
-    Raises CheckpointError for what is no GGUF file, is incomplete, or one part of several.
+    Raises CheckpointError if the file is not GGUF, is incomplete, or is one part of a split model.
     """
     try:
         with path.open("rb") as file:
@@ -79,22 +80,22 @@ def read_header(path: Path) -> GgufHeader:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except (struct.error, EOFError) as error:
-        raise CheckpointError(f"{path} ends within its metadata. {_AGAIN}") from error
+        raise CheckpointError(f"{path} ends within its metadata. {_FETCH_AGAIN}") from error
     except UnicodeDecodeError as error:
-        raise _broken(path, "holds a name or a text that is not UTF-8") from error
+        raise _broken_error(path, "holds a name or a string that is not UTF-8") from error
 
 
 def check_single_file(path: Path, parts: int = 1) -> None:
-    """Raise CheckpointError for a file that is one of several, by its name or its metadata."""
+    """Raise CheckpointError for a part of a split model, by its name or its metadata."""
     if parts > 1 or _SPLIT_NAME.search(path.name):
         raise CheckpointError(
-            f"{path} is one part of a split model, which is not read: join the parts once, with "
-            "llama.cpp's `llama-gguf-split --merge FIRST_PART WHOLE_FILE`."
+            f"{path} is one part of a split model, which is not supported: join the parts once, "
+            "with llama.cpp's `llama-gguf-split --merge FIRST_PART WHOLE_FILE`."
         )
 
 
 def check_lfs_pointer(path: Path, start: bytes) -> None:
-    """Raise CheckpointError for what Git LFS leaves in place of a file, by its first bytes."""
+    """Raise CheckpointError if the first bytes are those of a Git LFS pointer."""
     if start == LFS:
         raise CheckpointError(
             f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder."
@@ -102,7 +103,7 @@ def check_lfs_pointer(path: Path, start: bytes) -> None:
 
 
 def _check_magic(path: Path, start: bytes) -> None:
-    """Raise CheckpointError unless a file starts as GGUF files do that are read here."""
+    """Raise CheckpointError unless the first bytes are those of a supported GGUF version."""
     check_lfs_pointer(path, start)
     if start[:4] != MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it begins with {start[:4]!r}.")
@@ -111,124 +112,129 @@ def _check_magic(path: Path, start: bytes) -> None:
     (version,) = struct.unpack_from("<I", start, 4)
     if version & 0xFFFF == 0 and version:
         raise CheckpointError(
-            f"{path} is a big-endian GGUF file, which is not read: convert the model again for "
-            "little-endian machines."
+            f"{path} is a big-endian GGUF file, which is not supported: convert the model again "
+            "for little-endian machines."
         )
     if version not in _VERSIONS:
         raise CheckpointError(
-            f"{path} has version {version} of GGUF; versions {_VERSIONS[0]} and {_VERSIONS[1]} are "
-            "read."
+            f"{path} has GGUF version {version}; versions {_VERSIONS[0]} and {_VERSIONS[1]} are "
+            "supported."
         )
 
 
-def _broken(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path} {what}: the file is broken. Fetch it again.")
+def _broken_error(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path} {problem}: the file is broken. Fetch it again.")
 
 
 class _Parser:
-    """A position in a mapped file, behind what was read."""
+    """A read position in a mapped file."""
 
     def __init__(self, path: Path, blob: mmap.mmap):
         self.path, self.blob = path, blob
         self.end = min(len(blob), _MAX_HEADER)
-        self.at = 8  # behind magic and version
+        self.position = 8  # after magic and version
 
     def header(self) -> GgufHeader:
-        tensors, fields = self._take("<QQ")
+        tensors, fields = self._unpack("<QQ")
         metadata: dict[str, Any] = {}
         for _ in range(fields):
             key = self._name()
             if key in metadata:
-                raise _broken(self.path, f"gives {key} twice")
-            metadata[key] = self._value(self._take("<I")[0])
+                raise _broken_error(self.path, f"gives {key} twice")
+            metadata[key] = self._value(self._unpack("<I")[0])
         check_single_file(self.path, _count(metadata.get("split.count")))
-        places = [self._tensor() for _ in range(tensors)]
+        entries = [self._tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if _count(alignment) < 1 or alignment & (alignment - 1):
-            raise _broken(self.path, f"has general.alignment {alignment!r}, not a power of two")
-        data_start = ceil_div(self.at, alignment) * alignment
+            raise _broken_error(
+                self.path, f"has general.alignment {alignment!r}, not a power of two"
+            )
+        data_start = ceil_div(self.position, alignment) * alignment
         infos = {}
-        for name, shape, kind, offset in places:
+        for name, shape, kind, offset in entries:
             if name in infos:
-                raise _broken(self.path, f"holds tensor {name} twice")
+                raise _broken_error(self.path, f"holds tensor {name} twice")
             if offset % alignment:
-                raise _broken(self.path, f"places tensor {name} at {offset}, between two places")
+                raise _broken_error(
+                    self.path, f"places tensor {name} at {offset}, which is not aligned"
+                )
             infos[name] = TensorInfo(name, shape, kind, data_start + offset)
         return GgufHeader(self.path, len(self.blob), data_start, metadata, infos)
 
-    def _take(self, format: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(format, self.blob, self.at)
-        self.at += struct.calcsize(format)
-        if self.at > self.end:
-            raise self._too_long()
+    def _unpack(self, format: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(format, self.blob, self.position)
+        self.position += struct.calcsize(format)
+        if self.position > self.end:
+            raise self._end_error()
         return values
 
-    def _too_long(self) -> Exception:
-        """Return what is raised where the header goes on past the part of the file that is read."""
+    def _end_error(self) -> Exception:
+        """Return the exception for a header that extends past the readable part of the file."""
         if self.end == len(self.blob):
             return EOFError()
-        return _broken(self.path, f"has a header of more than {_MAX_HEADER:,} bytes")
+        return _broken_error(self.path, f"has a header of more than {_MAX_HEADER:,} bytes")
 
     def _string(self) -> str:
-        (length,) = self._take("<Q")
-        end = self.at + length
+        (length,) = self._unpack("<Q")
+        end = self.position + length
         if end > self.end:
-            raise self._too_long()
-        text = self.blob[self.at : end].decode()
-        self.at = end
-        return text
+            raise self._end_error()
+        string = self.blob[self.position : end].decode()
+        self.position = end
+        return string
 
     def _name(self) -> str:
-        """Read a name, which messages may repeat."""
+        """Read a name; it must be printable, since it may appear in messages."""
         name = self._string()
         if not name.isprintable():
-            raise _broken(self.path, f"holds the name {name[:80]!r}")
+            raise _broken_error(self.path, f"holds the name {name[:80]!r}")
         return name
 
     def _value(self, kind: int) -> Any:
-        """Read a value of metadata: a number, a truth value, a text, or a list of one of these."""
+        """Read a metadata value: a number, a boolean, a string, or a list of one of these."""
         if kind in _SCALARS:
-            return self._take(_SCALARS[kind])[0]
+            return self._unpack(_SCALARS[kind])[0]
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
-            raise _broken(self.path, f"has metadata of an unknown type ({kind})")
-        inner, count = self._take("<IQ")
-        if count > min(_MAX_ELEMENTS, self.end - self.at):  # one takes a byte at least
+            raise _broken_error(self.path, f"has metadata of an unknown type ({kind})")
+        inner, count = self._unpack("<IQ")
+        # each element takes at least one byte
+        if count > min(_MAX_ELEMENTS, self.end - self.position):
             if count <= _MAX_ELEMENTS:
-                raise self._too_long()
-            raise _broken(self.path, f"has a list of {count:,} elements in its metadata")
+                raise self._end_error()
+            raise _broken_error(self.path, f"has a list of {count:,} elements in its metadata")
         if inner in _SCALARS:
-            return list(self._take(f"<{count}{_SCALARS[inner][1]}"))
+            return list(self._unpack(f"<{count}{_SCALARS[inner][1]}"))
         if inner != _STRING:
-            raise _broken(self.path, f"has metadata of an unknown type (a list of {inner})")
+            raise _broken_error(self.path, f"has metadata of an unknown type (a list of {inner})")
         return self._strings(count)
 
     def _strings(self, count: int) -> list[str]:
-        """Read as `_string` does, hundreds of thousands at once: a vocabulary or its merges."""
-        blob, at, end = self.blob, self.at, self.end
+        """Read many strings, as `_string` but faster: the tokens of a vocabulary or its merges."""
+        blob, position, end = self.blob, self.position, self.end
         unpack: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
-        texts = []
+        strings = []
         for _ in range(count):
-            start = at + 8
-            at = start + unpack(blob, at)[0]
-            if at > end:
-                raise self._too_long()
-            texts.append(blob[start:at].decode())
-        self.at = at
-        return texts
+            start = position + 8
+            position = start + unpack(blob, position)[0]
+            if position > end:
+                raise self._end_error()
+            strings.append(blob[start:position].decode())
+        self.position = position
+        return strings
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Read a tensor's name, shape, type, and bytes from the first tensor on."""
+        """Read a tensor's name, shape, type, and offset from the first tensor in bytes."""
         name = self._name()
-        (dimensions,) = self._take("<I")
+        (dimensions,) = self._unpack("<I")
         if dimensions > _MAX_DIMENSIONS:
-            raise _broken(self.path, f"gives tensor {name} {dimensions} dimensions")
-        shape = self._take(f"<{dimensions}Q")[::-1]
-        kind, offset = self._take("<IQ")
+            raise _broken_error(self.path, f"gives tensor {name} {dimensions} dimensions")
+        shape = self._unpack(f"<{dimensions}Q")[::-1]
+        kind, offset = self._unpack("<IQ")
         return name, shape, kind, offset
 
 
 def _count(value: Any) -> int:
-    """Return a whole number, and 0 for anything else."""
+    """Return an int as it is, 0 for anything else."""
     return value if type(value) is int else 0

@@ -1,7 +1,7 @@
-"""What GGUF's names mean: metadata as fields of a config.json, tensors as Hugging Face names them.
+"""Translation of GGUF names: metadata to fields of a config.json, tensors to Hugging Face names.
 
-A family is a row of FAMILIES; what its metadata says that others' does not is a row of FIELDS. It
-needs neither torch nor transformers. Source of the names: github.com/ggml-org/llama.cpp,
+To add a family, add a row to FAMILIES, and one to FIELDS for each new kind of metadata. Imports
+neither torch nor transformers. Source of the names: github.com/ggml-org/llama.cpp,
 gguf-py/gguf/constants.py.
 """
 
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.config_checks import COUNT, COUNT_OR_NONE, NORM_EPS, Number, is_positive, shown
+from parallel.config_checks import COUNT, COUNT_OR_NONE, NORM_EPS, Number, is_positive, quote
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf_header import GgufHeader, TensorInfo
 from parallel.formats.gguf_tensors import check_end, check_tensor_offsets
 
-FIELDS = {  # behind the architecture's name: the field of a config.json
+FIELDS = {  # metadata key without the architecture: field of a config.json
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -30,14 +30,14 @@ FIELDS = {  # behind the architecture's name: the field of a config.json
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
-_NEEDED = (
+_REQUIRED = (
     "block_count",
     "embedding_length",
     "feed_forward_length",
     "attention.head_count",
     "context_length",
 )
-_ROPE = {  # likewise, the field of its rope_parameters
+_ROPE = {  # metadata key without the architecture: field of rope_parameters
     "rope.scaling.type": "rope_type",
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -46,21 +46,21 @@ _ROPE = {  # likewise, the field of its rope_parameters
 }
 _CHECKED = ("attention.value_length", "rope.dimension_count")
 _HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
-_TEXTS = ("rope.scaling.type", "tensor_data_layout")
-_REAL = Number(low=0, high=1e15, whole=False)
-_NUMBERS = {  # of what is known; others are whole numbers of at least 1
+_STRINGS = ("rope.scaling.type", "tensor_data_layout")
+_NON_NEGATIVE = Number(low=0, high=1e15, whole=False)
+_NUMBERS = {  # ranges of known fields; all others are whole numbers of at least 1
     "attention.layer_norm_rms_epsilon": NORM_EPS,
     "attention.sliding_window": COUNT_OR_NONE,
-    "rope.freq_base": _REAL,
-    "rope.scaling.factor": _REAL,
-    "rope.scaling.yarn_beta_fast": _REAL,
-    "rope.scaling.yarn_beta_slow": _REAL,
+    "rope.freq_base": _NON_NEGATIVE,
+    "rope.scaling.factor": _NON_NEGATIVE,
+    "rope.scaling.yarn_beta_fast": _NON_NEGATIVE,
+    "rope.scaling.yarn_beta_slow": _NON_NEGATIVE,
 }
-_STOPS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
+_STOP_TOKENS = ("eos", "eot", "eom")  # end of sequence, of turn, of message
 TOKENS = "tokenizer.ggml.tokens"
-ROPE_FACTORS = "rope_freqs.weight"  # what each frequency is divided by, as Llama 3.1 has it
+ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies, as in Llama 3.1
 
-_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NON_LAYER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -76,18 +76,18 @@ _LAYER = {
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """What a GGUF file of one architecture holds."""
+    """The properties of GGUF files of one architecture."""
 
     model_type: str
-    # llama.cpp's RoPE turns neighbours where Hugging Face's turns the halves of a head: the
-    # converter has put the rows of Q and K in that order
-    neighbours: bool = False
+    # llama.cpp's RoPE rotates adjacent dimensions, Hugging Face's the halves of a head: the
+    # converter has permuted the rows of Q and K accordingly
+    interleaved_rope: bool = False
 
     def tensor_name(self, name: str) -> str | None:
-        """Return what Hugging Face calls a tensor; None for what the family does not have."""
+        """Return a tensor's Hugging Face name; None for a tensor the family does not have."""
         stem, _, kind = name.rpartition(".")
-        if stem in _OUTER:
-            return f"{_OUTER[stem]}.{kind}"
+        if stem in _NON_LAYER:
+            return f"{_NON_LAYER[stem]}.{kind}"
         head, _, rest = stem.partition(".")
         index, _, part = rest.partition(".")
         if head != "blk" or not index.isdecimal() or part not in _LAYER:
@@ -95,43 +95,46 @@ class GgufFamily:
         return f"model.layers.{index}.{_LAYER[part]}.{kind}"
 
 
-FAMILIES = {  # by general.architecture; files of Mistral say llama
-    "llama": GgufFamily("llama", neighbours=True),
+FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral
+    "llama": GgufFamily("llama", interleaved_rope=True),
     "qwen2": GgufFamily("qwen2"),
 }
 
 
 def family_of(header: GgufHeader) -> GgufFamily:
-    """Return the row of a file's architecture. Raises ConfigError where there is none."""
+    """Return the family of a file's architecture. Raises ConfigError if it is not supported."""
     name = header.metadata.get("general.architecture")
     if header.metadata.get("general.type", "model") != "model":
         raise ConfigError(
-            f"{header.path} holds no model but a {shown(header.metadata['general.type'])} file."
+            f"{header.path} is not a model: its general.type is "
+            f"{quote(header.metadata['general.type'])}."
         )
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
-            f"{header.path}: architecture {shown(name)} is not supported in GGUF files; supported "
-            f"are {', '.join(FAMILIES)}."
+            f"{header.path}: architecture {quote(name)} is not supported in GGUF files; "
+            f"supported are {', '.join(FAMILIES)}."
         )
     return FAMILIES[name]
 
 
 def config_fields(header: GgufHeader) -> dict[str, Any]:
-    """Return what a config.json would say of a file's model.
+    """Return the fields of the config.json equivalent to a file's metadata.
 
-    Raises ConfigError for a model that is not supported or not described, and CheckpointError where
-    the tensors are not those of the model described.
+    Raises ConfigError for a model that is not supported or not described completely, and
+    CheckpointError if the tensors do not match the description.
     """
     family = family_of(header)
     check_tensor_offsets(header)
-    said = _read_fields(header)
-    fields = {ours: said[theirs] for theirs, ours in FIELDS.items() if theirs in said}
+    values = _read_fields(header)
+    fields = {
+        field: values[gguf_name] for gguf_name, field in FIELDS.items() if gguf_name in values
+    }
     metadata, tensors = header.metadata, header.tensors
     fields["model_type"] = family.model_type
     fields["use_sliding_window"] = "sliding_window" in fields
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     if "head_dim" not in fields:
-        fields["head_dim"] = _head_dim(header, said)
+        fields["head_dim"] = _head_dim(header, values)
     tokens = len(_tokens(header))
     fields.setdefault("vocab_size", tokens or _rows(header, "token_embd.weight"))
     if tokens > fields["vocab_size"]:
@@ -142,60 +145,60 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     fields["tie_word_embeddings"] = "output.weight" not in tensors
     fields["attention_bias"] = "blk.0.attn_output.bias" in tensors or None
     fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
-    stops = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOPS]
+    stops = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_TOKENS]
     fields["eos_token_id"] = [token for token in stops if token is not None]
-    fields["rope_parameters"] = _rope(header, said, fields["head_dim"])
+    fields["rope_parameters"] = _rope(header, values, fields["head_dim"])
     _check_tensors(header, fields)
     return fields
 
 
 def _read_fields(header: GgufHeader) -> dict[str, Any]:
-    """Return what the metadata says of the architecture, all of it known here.
+    """Return the architecture's metadata, keyed without the architecture.
 
-    Raises ConfigError.
+    Raises ConfigError for missing, unknown and invalid fields.
     """
     prefix = header.metadata["general.architecture"] + "."
     known = {*FIELDS, *_ROPE, *_CHECKED, *_HARMLESS}
-    said = {}
-    if missing := [prefix + name for name in _NEEDED if not header.metadata.get(prefix + name)]:
+    values = {}
+    if missing := [prefix + name for name in _REQUIRED if not header.metadata.get(prefix + name)]:
         raise ConfigError(
             f"{header.path}: its metadata lacks {', '.join(missing)}: it does not say what the "
             "model is."
         )
-    foreign = []
+    unknown = []
     for key, value in header.metadata.items():
         name = key.removeprefix(prefix)
-        if name == key or not (value or name in known):  # nothing, as `expert_count` 0
+        if name == key or not (value or name in known):  # no effect, such as `expert_count` 0
             continue
         if name not in known:
-            foreign.append(f"{key} = {str(value)[:40]!r}")
+            unknown.append(f"{key} = {str(value)[:40]!r}")
             continue
         if reason := _field_error(name, value):
             raise ConfigError(
-                f"{header.path}: its metadata has {key} = {shown(value)}; it must be {reason}."
+                f"{header.path}: its metadata has {key} = {quote(value)}; it must be {reason}."
             )
-        said[name] = value
-    if foreign:
+        values[name] = value
+    if unknown:
         raise ConfigError(
-            f"{header.path}: its metadata has {', '.join(foreign[:8])}, which means parts that are "
-            "not supported."
+            f"{header.path}: its metadata has {', '.join(unknown[:8])}, which indicates parts that "
+            "are not supported."
         )
-    return said
+    return values
 
 
 def _field_error(name: str, value: Any) -> str | None:
-    """Return what a known field must be where it is not; None where it is."""
-    if name in _TEXTS:
-        return None if isinstance(value, str) else "a text"
+    """Return what a known field must be; None if its value is valid."""
+    if name in _STRINGS:
+        return None if isinstance(value, str) else "a string"
     if name == "rope.scaling.finetuned":
         return None if isinstance(value, bool) else "true or false"
     number = _NUMBERS.get(name, COUNT)
     return None if number.allows(value) else str(number)
 
 
-def _head_dim(header: GgufHeader, said: Mapping[str, Any]) -> int:
-    """Return the dimensions of a head where the file does not say them. Raises ConfigError."""
-    hidden, heads = said["embedding_length"], said["attention.head_count"]
+def _head_dim(header: GgufHeader, values: Mapping[str, Any]) -> int:
+    """Return the default dimensions of a head. Raises ConfigError if they are not whole."""
+    hidden, heads = values["embedding_length"], values["attention.head_count"]
     if hidden % heads:
         raise ConfigError(
             f"{header.path}: its metadata has embedding_length = {hidden}, which does not divide "
@@ -205,44 +208,44 @@ def _head_dim(header: GgufHeader, said: Mapping[str, Any]) -> int:
 
 
 def _tokens(header: GgufHeader) -> list[str]:
-    """Return the vocabulary, none where there is none. Raises ConfigError."""
+    """Return the vocabulary, empty if the file has none. Raises ConfigError if it is invalid."""
     tokens = header.metadata.get(TOKENS, [])
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise ConfigError(
-            f"{header.path}: its metadata has {TOKENS} = {shown(tokens)}; it must be a list of "
-            "texts."
+            f"{header.path}: its metadata has {TOKENS} = {quote(tokens)}; it must be a "
+            "list of strings."
         )
     return tokens
 
 
-def _rope(header: GgufHeader, said: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return rope_parameters. Raises ConfigError, CheckpointError."""
-    rope = {ours: said[theirs] for theirs, ours in _ROPE.items() if theirs in said}
+def _rope(header: GgufHeader, values: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return rope_parameters. Raises ConfigError or CheckpointError if they are invalid."""
+    rope = {field: values[gguf_name] for gguf_name, field in _ROPE.items() if gguf_name in values}
     if rope.get("rope_type", "none") == "none":
         rope = {"rope_type": "default"}
-    if "rope.freq_base" in said:
-        rope["rope_theta"] = said["rope.freq_base"]
-    turned = said.get("rope.dimension_count", head_dim)
-    if turned != head_dim:
-        rope["partial_rotary_factor"] = turned / head_dim
-    if said.get("attention.value_length", head_dim) != head_dim:
+    if "rope.freq_base" in values:
+        rope["rope_theta"] = values["rope.freq_base"]
+    rotary_dim = values.get("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        rope["partial_rotary_factor"] = rotary_dim / head_dim
+    if values.get("attention.value_length", head_dim) != head_dim:
         raise ConfigError(
-            f"{header.path}: values of another size than keys are not supported (head dimensions "
-            f"{said['attention.value_length']} and {head_dim})."
+            f"{header.path}: keys and values of different sizes are not supported (head dimensions "
+            f"{head_dim} and {values['attention.value_length']})."
         )
     if ROPE_FACTORS in header.tensors:
-        rope["frequency_factors"] = _floats(header, header.tensors[ROPE_FACTORS], turned // 2)
+        rope["frequency_factors"] = _floats(header, header.tensors[ROPE_FACTORS], rotary_dim // 2)
     return rope
 
 
 def _floats(header: GgufHeader, tensor: TensorInfo, count: int) -> list[float]:
-    """Return the numbers of a short tensor. Raises CheckpointError."""
+    """Return the elements of a short F32 tensor. Raises CheckpointError."""
     if tensor.shape != (count,) or tensor.kind:  # 0 is F32
         raise CheckpointError(
-            f"{header.path}: tensor {tensor.name} has shape {tensor.shape}; {count} numbers in "
-            "F32 are expected."
+            f"{header.path}: tensor {tensor.name} has shape {tensor.shape}; expected {count} "
+            "numbers in F32."
         )
-    check_end(header, tensor)  # before memory is taken for it
+    check_end(header, tensor)  # before memory is allocated for it
     try:
         with header.path.open("rb") as file:
             file.seek(tensor.start)
@@ -253,8 +256,8 @@ def _floats(header: GgufHeader, tensor: TensorInfo, count: int) -> list[float]:
         ) from error
     if not all(map(is_positive, numbers)):
         raise CheckpointError(
-            f"{header.path}: tensor {tensor.name} has numbers that are not above 0, or beyond "
-            "bounds. Fetch the file again."
+            f"{header.path}: tensor {tensor.name} has numbers that are not positive, or are "
+            "out of bounds. Fetch the file again."
         )
     return numbers
 
@@ -265,15 +268,12 @@ def _rows(header: GgufHeader, name: str) -> int:
 
 
 def _check_tensors(header: GgufHeader, fields: Mapping[str, Any]) -> None:
-    """Refuse sizes that the tensors contradict, before anyone takes memory for them.
-
-    Raises CheckpointError.
-    """
+    """Raise CheckpointError if sizes contradict the tensors, before memory is allocated."""
     layers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     if len(layers) != fields["num_hidden_layers"]:
         raise CheckpointError(
             f"{header.path} has tensors of {len(layers)} layers, but its metadata says "
-            f"{fields['num_hidden_layers']}. Was the file made whole? Fetch it again."
+            f"{fields['num_hidden_layers']}. Was the file converted completely? Fetch it again."
         )
     hidden, head_dim = fields["hidden_size"], fields["head_dim"]
     queries, keys = (fields[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))

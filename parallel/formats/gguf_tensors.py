@@ -1,6 +1,6 @@
-"""The tensors of a GGUF file: which types are read, and whether the header places them sensibly.
+"""The tensors of a GGUF file: supported types, and validation of their offsets in the file.
 
-Needs nothing but Python, since a plan has to answer at once.
+Imports only the standard library, since a plan has to be fast.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from parallel.formats.gguf_header import GgufHeader, TensorInfo
 
 @dataclass(frozen=True)
 class TensorType:
-    """How ggml stores numbers: in blocks of so many, of so many bytes."""
+    """A ggml tensor type: a block of `nbytes` bytes holds `numbers` elements."""
 
     name: str
     numbers: int
     nbytes: int
 
 
-TYPES = {  # that are read, by ggml's number
+TYPES = {  # supported types, keyed by ggml's type number
     0: TensorType("F32", 1, 4),
     1: TensorType("F16", 1, 2),
     30: TensorType("BF16", 1, 2),
@@ -40,27 +40,27 @@ TYPES = {  # that are read, by ggml's number
 
 
 def tensor_end(info: TensorInfo) -> int:
-    """Return the first byte of the file behind a tensor of a type that is read."""
+    """Return the offset in bytes after the end of a tensor of a supported type."""
     kind = TYPES[info.kind]
     return info.start + math.prod(info.shape) // kind.numbers * kind.nbytes
 
 
 def check_tensor_offsets(header: GgufHeader) -> None:
-    """Refuse tensors that are not read, or that overlap, whether or not the file is whole.
+    """Raise CheckpointError if tensors overlap or have unsupported types.
 
-    Raises CheckpointError.
+    The file may be incomplete.
     """
     for info in header.tensors.values():
         if info.kind not in TYPES:
             raise CheckpointError(
-                f"{header.path}: tensor {info.name} is of {_type_name(info.kind)}; read are "
+                f"{header.path}: tensor {info.name} is of {_type_name(info.kind)}; supported are "
                 f"{', '.join(kind.name for kind in TYPES.values())}."
             )
         numbers = TYPES[info.kind].numbers
         if not info.shape or info.shape[-1] % numbers:
             raise CheckpointError(
-                f"{header.path}: tensor {info.name} of shape {info.shape} is not made of whole "
-                f"blocks of {numbers} numbers: the file is broken. Fetch it again."
+                f"{header.path}: tensor {info.name} of shape {info.shape} does not consist of "
+                f"whole blocks of {numbers} numbers: the file is broken. Fetch it again."
             )
     placed = sorted(header.tensors.values(), key=lambda info: (info.start, tensor_end(info)))
     for before, info in pairwise(placed):
@@ -72,7 +72,7 @@ def check_tensor_offsets(header: GgufHeader) -> None:
 
 
 def check_end(header: GgufHeader, info: TensorInfo) -> None:
-    """Raise CheckpointError for a tensor that is not all there."""
+    """Raise CheckpointError for a tensor that extends past the end of the file."""
     if tensor_end(info) > header.size:
         raise CheckpointError(
             f"{header.path} ends before tensor {info.name} does. Was the download interrupted? "
@@ -81,7 +81,7 @@ def check_end(header: GgufHeader, info: TensorInfo) -> None:
 
 
 def _type_name(kind: int) -> str:
-    from gguf.constants import GGMLQuantizationType  # which takes half a second
+    from gguf.constants import GGMLQuantizationType  # slow import: half a second
 
-    known = {each.value: each.name for each in GGMLQuantizationType}
+    known = {member.value: member.name for member in GGMLQuantizationType}
     return f"type {known[kind]}" if kind in known else f"an unknown type ({kind})"

@@ -1,6 +1,6 @@
-"""The Hugging Face hub, asked so that a silent network is not waited for.
+"""Downloads from the Hugging Face hub, with a short timeout for an unresponsive network.
 
-Its client is imported where a name is looked up: a local folder needs none of it.
+Its client is imported only when a name is looked up: local folders do not need it.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from typing import Any
 
 from offload.errors import one_line
 
-_TIMEOUT_S = 10.0  # seconds for the hub to answer
+_TIMEOUT_S = 10.0  # time limit for a response of the hub in seconds
 
 
 class NotFound(Exception):
-    """Neither the hub nor the local cache gives it; the text says why."""
+    """A model is neither on the hub nor in the local cache; the message says why."""
 
 
 def fetch_config(name: str) -> Path:
-    """Return the config.json of model `name`, and fetch nothing else. Raises NotFound."""
+    """Return the path of model `name`'s config.json, fetching nothing else. Raises NotFound."""
     from huggingface_hub import hf_hub_download
 
     return _fetch(hf_hub_download, name, filename="config.json")
 
 
 def fetch_model(name: str, patterns: Sequence[str]) -> Path:
-    """Return the folder of model `name` with the files that match. Raises NotFound."""
+    """Return the folder of model `name` with the files matching `patterns`. Raises NotFound."""
     from huggingface_hub import snapshot_download
 
     return _fetch(snapshot_download, name, allow_patterns=list(patterns))
 
 
-def _fetch(download: Callable[..., str], name: str, **what: Any) -> Path:
-    """Return what a download function gives, from the local cache where the hub is silent."""
+def _fetch(download: Callable[..., str], name: str, **options: Any) -> Path:
+    """Return the result of a download function, from the local cache if the hub fails."""
     from huggingface_hub import HfApi
 
-    silence = None
+    hub_error = None
     try:
-        # a download would ask a silent network again and again
+        # a download would retry an unresponsive network many times
         HfApi().model_info(name, timeout=_TIMEOUT_S)
     except Exception as error:  # the hub client's errors share no base class
-        silence = error
+        hub_error = error
     try:
-        return Path(download(name, **what, local_files_only=silence is not None))
+        return Path(download(name, **options, local_files_only=hub_error is not None))
     except Exception as error:
-        raise NotFound(one_line(silence or error)) from error
+        raise NotFound(one_line(hub_error or error)) from error

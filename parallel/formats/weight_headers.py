@@ -1,4 +1,4 @@
-"""What safetensors files say of their tensors: types, shapes and places, read without torch."""
+"""Headers of safetensors files: types, shapes and offsets of the tensors, read without torch."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from pathlib import Path
 from offload.regular_files import MIB, read_json
 from parallel.errors import CheckpointError
 
-# that are read, and in which models are run, with their names in torch
+# supported dtypes of weights, in which models also run: name in safetensors, name in torch
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-# files that say that a folder's weights are compressed where its config.json does not: NVIDIA's
-# (FP8, NVFP4), and those of GPTQ and AWQ before transformers knew them
+# Files that indicate quantised weights even if config.json does not: NVIDIA's (FP8, NVFP4), and
+# those of GPTQ and AWQ before transformers supported them.
 QUANTISED_BY = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-_MAX_HEADER = 32 * MIB  # bytes; of real files it is a few MB
-_AT_ONCE = 16 * MIB  # bytes of two tensors that are compared
+_MAX_HEADER = 32 * MIB  # maximum bytes of a header; real ones have a few MB
+_COMPARE_BYTES = 16 * MIB  # bytes per step of a comparison of two tensors
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class _Incomplete(Exception):
-    """A file that is no whole safetensors file."""
+    """The file is not a complete safetensors file."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's place in a file."""
+    """The location of a tensor in a file."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int  # bytes from the file's beginning
+    start: int  # offset in the file in bytes
     nbytes: int
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder's safetensors files, by name.
+    """Return the tensors of a folder's safetensors files, keyed by name.
 
-    There are none where files are missing or not complete: a plan needs no weights, and loading
-    says what is wrong with them.
+    The result is empty if files are missing or incomplete: a plan needs no weights, and loading
+    reports what is wrong with them.
     """
     tensors: dict[str, StoredTensor] = {}
     try:
@@ -52,9 +52,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def has_own_head(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Return whether the files hold a head that is not a copy of the embedding.
+    """Return whether the files hold an output head that is not a copy of the embedding.
 
-    Raises OSError where they cannot be read.
+    Raises OSError if they cannot be read.
     """
     if HEAD not in tensors:
         return False
@@ -63,48 +63,48 @@ def has_own_head(tensors: Mapping[str, StoredTensor]) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that hold a folder's weights. Raises CheckpointError."""
-    listed, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if listed.is_file():
-        files = _indexed(folder, listed)
+    """Return the safetensors files of a folder's weights. Raises CheckpointError without any."""
+    index_path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index_path.is_file():
+        files = _indexed(folder, index_path)
         if single.is_file() and single not in files:
             raise CheckpointError(
-                f"{folder} has {single.name}, and {listed.name} names other files: only one of the "
-                "two can be meant. Remove the one that is not, or fetch the model again."
+                f"{folder} has {single.name}, but {index_path.name} names other files. Remove the "
+                "one that does not belong to the model, or fetch the model again."
             )
         return files
     if single.is_file():
         return [single]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise CheckpointError(
-            f"{folder} has pickle weights only, which can run code and are not loaded."
+            f"{folder} has only pickle weights, which can run code and are not loaded."
             ' Convert them once: python -c "from transformers import AutoModelForCausalLM as'
             f" M; M.from_pretrained('{folder}', "
             f"dtype='auto').save_pretrained('{folder}')\""
         )
     if (folder / "adapter_model.safetensors").is_file():
         raise CheckpointError(
-            f"{folder} holds the weights of an adapter (LoRA) alone: merge it into its model once, "
+            f"{folder} holds only the weights of an adapter (LoRA): merge it into its model once, "
             "with PEFT's merge_and_unload, and save the whole."
         )
     raise CheckpointError(f"{folder} has no weights: model.safetensors (or its index) is missing.")
 
 
-def _indexed(folder: Path, listed: Path) -> list[Path]:
-    """Return the files that an index names. Raises CheckpointError."""
+def _indexed(folder: Path, index_path: Path) -> list[Path]:
+    """Return the files listed in an index. Raises CheckpointError if it is invalid."""
     try:
-        names = set(read_json(listed, 64 * MIB)["weight_map"].values())
+        names = set(read_json(index_path, 64 * MIB)["weight_map"].values())
         files = sorted(folder / name for name in names)
         outside = sorted(
             name for name in names if Path(name).is_absolute() or ".." in Path(name).parts
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{listed} is not a readable weight index: {error}. Fetch it again."
+            f"{index_path} is not a readable weight index: {error}. Fetch it again."
         ) from error
     if outside:
         raise CheckpointError(
-            f"{listed} names {outside[0]}, which lies outside its folder: fetch it again."
+            f"{index_path} names {outside[0]}, which lies outside its folder: fetch it again."
         )
     missing = [path.name for path in files if not path.is_file()]
     if missing:
@@ -116,7 +116,7 @@ def _indexed(folder: Path, listed: Path) -> list[Path]:
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:
-    """Return a file's tensors. Raises _Incomplete, and OSError where it cannot be read."""
+    """Return a file's tensors. Raises _Incomplete, and OSError if it cannot be read."""
     size, tensors = path.stat().st_size, {}
     with path.open("rb") as file:
         start = file.read(8)
@@ -126,29 +126,29 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            for name, said in header.items():
-                first, last = (index(offset) for offset in said["data_offsets"])
-                place = StoredTensor(
-                    path, said["dtype"], tuple(said["shape"]), 8 + length + first, last - first
+            for name, entry in header.items():
+                first, last = (index(offset) for offset in entry["data_offsets"])
+                tensor = StoredTensor(
+                    path, entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first
                 )
                 if not 0 <= first <= last <= size - 8 - length:
                     raise _Incomplete
-                tensors[name] = place
+                tensors[name] = tensor
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _Incomplete from error
     return tensors
 
 
-def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+def _equal(first: StoredTensor, second: StoredTensor) -> bool:
     """Return whether two tensors have the same content."""
-    if (one.dtype, one.shape, one.nbytes) != (other.dtype, other.shape, other.nbytes):
+    if (first.dtype, first.shape, first.nbytes) != (second.dtype, second.shape, second.nbytes):
         return False
-    with one.path.open("rb") as left, other.path.open("rb") as right:
-        left.seek(one.start)
-        right.seek(other.start)
-        remaining = one.nbytes
+    with first.path.open("rb") as left, second.path.open("rb") as right:
+        left.seek(first.start)
+        right.seek(second.start)
+        remaining = first.nbytes
         while remaining:
-            count = min(remaining, _AT_ONCE)
+            count = min(remaining, _COMPARE_BYTES)
             part = left.read(count)
             if len(part) < count or part != right.read(count):
                 return False
@@ -156,11 +156,11 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     return True
 
 
-def unread_dtype(path: Path, name: str, dtype: str) -> CheckpointError:
-    """Return the error for a tensor of a safetensors file whose dtype is not read."""
-    found = [each for each in QUANTISED_BY if (path.parent / each).is_file()]
-    why = f", as {found[0]} beside it says" if found else ""
+def dtype_error(path: Path, name: str, dtype: str) -> CheckpointError:
+    """Return the error for a safetensors tensor with an unsupported dtype."""
+    quantised_by = [file for file in QUANTISED_BY if (path.parent / file).is_file()]
+    why = f", as {quantised_by[0]} beside it says" if quantised_by else ""
     return CheckpointError(
-        f"{path}: tensor {name} is {dtype}; only {', '.join(DTYPES)} weights are read. If it "
+        f"{path}: tensor {name} is {dtype}; only {', '.join(DTYPES)} weights are supported. If it "
         f"holds compressed weights{why}, use the model's 16-bit checkpoint."
     )

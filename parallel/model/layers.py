@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from parallel.batch_invariant import in_blocks
+from parallel.batch_invariant import map_blocks
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.matmul import linear, linear_fp32_out
 from parallel.ranks.partition import vocab_rows
@@ -34,7 +34,7 @@ class RMSNorm(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape[-1:]
-        return in_blocks(lambda rows: F.rms_norm(rows, shape, self.weight, self.eps), x)
+        return map_blocks(lambda rows: F.rms_norm(rows, shape, self.weight, self.eps), x)
 
 
 class HeadNorms(Module):
@@ -54,7 +54,7 @@ class HeadNorms(Module):
         """Normalize queries and keys (T, heads * head_dim), or those from `first` on."""
         normed = []
         for x, weight in zip(parts, self.weights[first:], strict=True):
-            normed.append(in_blocks(partial(self._norm, weight), x))
+            normed.append(map_blocks(partial(self._norm, weight), x))
         return normed
 
     def _norm(self, weight: Tensor, x: Tensor) -> Tensor:
@@ -89,14 +89,14 @@ class WidthNorms(Module):
     def forward(self, parts: Sequence[Tensor], first: int = 0) -> list[Tensor]:
         """Normalize queries and keys (T, width / ranks), or those from `first` on."""
         # (T, parts): tokens first, as all-reduce expects
-        squares = torch.stack([in_blocks(_square_sums, x) for x in parts], dim=1)
+        squares = torch.stack([map_blocks(_square_sums, x) for x in parts], dim=1)
         squares = self.group.all_reduce(squares).t()
         normed = []
         weights = self.weight.split(self.sizes)[first:]
         for x, weight, width, square in zip(
             parts, weights, self.widths[first:], squares, strict=True
         ):
-            scale = in_blocks(torch.rsqrt, square / width + self.eps)
+            scale = map_blocks(torch.rsqrt, square / width + self.eps)
             normed.append((x.float() * scale[:, None] * weight).to(x.dtype))
         return normed
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload.attention.shape_buckets import compiles_per_shape, has_native_bf16, pad_rows
 from offload.kernels.batch_invariant_shape import ROW_BLOCK
-from parallel.batch_invariant import in_blocks
+from parallel.batch_invariant import map_blocks
 
 _WIDENED_VALUES = 1 << 19  # weight values widened at once, few enough for the CPU's cache
 _WIDENED_ROWS = 7  # fewer rows are bound by reading the weights
@@ -24,7 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     On a CPU without bfloat16 instructions the weight is widened part by part, which is exact:
     products are summed in float32 either way, and rounded once.
     """
-    return in_blocks(lambda rows: _linear(rows, weight, bias), x)
+    return map_blocks(lambda rows: _linear(rows, weight, bias), x)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -62,7 +62,7 @@ def linear_fp32_out(x: Tensor, weight: Tensor) -> Tensor:
     """
     if x.dtype == torch.float32:
         return linear(x, weight)
-    return in_blocks(lambda rows: _linear_fp32_out(rows, weight), x)
+    return map_blocks(lambda rows: _linear_fp32_out(rows, weight), x)
 
 
 def _linear_fp32_out(x: Tensor, weight: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.batch_invariant import row_by_row
+from parallel.batch_invariant import map_rows
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.formats.checkpoint import Checkpoint
@@ -45,7 +45,7 @@ class SparseMoE(Branch):
     def forward(self, x: Tensor) -> AsyncSum:
         """Transform x (T, hidden); return a pending all-reduce (T, hidden)."""
         # Row by row if batch-invariant: an expert's number of rows depends on all tokens.
-        partial = row_by_row(self._expert_sum, self.pre(x))
+        partial = map_rows(self._expert_sum, self.pre(x))
         return self.post(self.group.start_all_reduce(partial))
 
     def _expert_sum(self, x: Tensor) -> Tensor:

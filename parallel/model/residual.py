@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
-from parallel.batch_invariant import in_blocks
+from parallel.batch_invariant import map_blocks
 from parallel.config.model_config import ModelConfig
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
@@ -59,7 +59,7 @@ class Mlp(Branch):
     def forward(self, x: Tensor) -> AsyncSum:
         """Transform x (T, hidden); return a pending all-reduce (T, hidden)."""
         gate, up = self.gate_up(self.pre(x))
-        return self.post(self.down(in_blocks(_gated, gate, up)))
+        return self.post(self.down(map_blocks(_gated, gate, up)))
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norm(checkpoint, prefix)

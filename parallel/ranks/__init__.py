@@ -1,1 +1,1 @@
-"""Processes, collectives, and who holds what; knows nothing of models."""
+"""Rank processes, collectives, and partitioning; independent of models."""

@@ -1,4 +1,4 @@
-"""Starting the ranks: torch's elastic launcher, on this machine, without torchrun's log."""
+"""Launch of the ranks on this machine with torch's elastic launcher, without torchrun's log."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from offload.errors import TierForceError
 
-_PASSED_ON = "SIGHUP,SIGQUIT"  # signals that torch's launcher sends to the ranks
-# files that a process opens at a time, seen on CPUs: 30 with two ranks
-_FILES, _RANK_FILES = 64, 8
-# names a file with the number of the process that answers signals itself, and those signals
-_ANSWERS = "TIERFORCE_ANSWERS_SIGNALS"
+_FORWARDED_SIGNALS = "SIGHUP,SIGQUIT"  # signals that torch's launcher forwards to the ranks
+# Simultaneously open files: of the launcher, and in addition per rank. Measured on CPUs: 30 with
+# two ranks.
+_LAUNCHER_FILES = 64
+_FILES_PER_RANK = 8
+# Environment variable with the path of a file, which holds the id of the process that handles
+# signals itself, and those signals.
+_HANDLER_FILE_VARIABLE = "TIERFORCE_ANSWERS_SIGNALS"
 
 
 def answer_signals(*signals: signal.Signals) -> None:
-    """Let a launcher of this process pass these on to it, and end nobody: SIGINT, SIGTERM."""
-    if path := os.environ.get(_ANSWERS):
+    """Have the launcher forward SIGINT or SIGTERM to this process instead of ending the ranks."""
+    if path := os.environ.get(_HANDLER_FILE_VARIABLE):
         Path(path).write_text(json.dumps([os.getpid(), *signals]))
 
 
 def require_open_files(count: int, what: str) -> None:
-    """Let this process and what it starts open so many files at a time.
+    """Raise the limit of open files of this process and its children to at least `count`.
 
-    Raises TierForceError, which names `what` needs them, where the hard limit is lower: torch's
-    sockets would fail with a stack of C++, or wait for each other.
+    Raises TierForceError, which says that `what` needs them, if the hard limit is lower: torch's
+    sockets would fail with a C++ stack trace, or wait for each other.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
@@ -51,34 +54,36 @@ def require_open_files(count: int, what: str) -> None:
 
 
 def launch(ranks: int, module: str, arguments: Sequence[str], advice: str) -> int:
-    """Run `python -m module arguments` as `ranks` ranks of one group; returns the exit code of the
-    first rank that failed, or 0.
+    """Run `python -m module arguments` as `ranks` ranks of one group, and return the exit code.
 
-    SIGINT and SIGTERM end them all, unless one of them answers these. When a rank dies the others
-    are ended. A rank that was killed by a signal could not say so itself, so it is said here, with
-    `advice` on what to do. Raises TierForceError where the system allows too few open files.
+    It is that of the first rank that failed, or 0. SIGINT and SIGTERM end all ranks, unless one of
+    them handles these signals. If a rank dies, the others are ended. A rank killed by a signal
+    cannot report it, so it is reported here, with `advice` on what to do. Raises TierForceError if
+    the system allows too few open files.
     """
 
     def interrupt(number: int, _: object) -> None:
         for rank in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
-                rank.send_signal(signal.SIGCONT)  # one that is stopped would hear nothing
+                rank.send_signal(signal.SIGCONT)  # a stopped process would not receive the signal
         with suppress(OSError, ValueError):
-            answering, *answered = json.loads(Path(os.environ.get(_ANSWERS, "")).read_text())
-            if number in answered:
-                os.kill(answering, number)
+            handler_pid, *handled_signals = json.loads(
+                Path(os.environ.get(_HANDLER_FILE_VARIABLE, "")).read_text()
+            )
+            if number in handled_signals:
+                os.kill(handler_pid, number)
                 return
         raise SignalException("interrupted", signal.Signals(number))
 
-    require_open_files(_FILES + _RANK_FILES * ranks, f"`gpus` {ranks}")
-    os.environ.pop(_ANSWERS, None)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _PASSED_ON
-    # this process has nothing to log but torch's account of what the ranks say themselves
+    require_open_files(_LAUNCHER_FILES + _FILES_PER_RANK * ranks, f"`gpus` {ranks}")
+    os.environ.pop(_HANDLER_FILE_VARIABLE, None)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _FORWARDED_SIGNALS
+    # torch's log would only repeat what the ranks print themselves
     logging.disable(logging.CRITICAL)
-    # else torch warns and takes 1
+    # without it torch would warn and use 1 thread
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     with tempfile.TemporaryDirectory(prefix="tierforce-") as logs:
-        os.environ[_ANSWERS] = str(Path(logs) / "answers-signals")
+        os.environ[_HANDLER_FILE_VARIABLE] = str(Path(logs) / "answers-signals")
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -90,8 +95,8 @@ def launch(ranks: int, module: str, arguments: Sequence[str], advice: str) -> in
             local_addr="localhost",
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
-        if hasattr(config, "signals_to_handle"):  # some releases of torch go by this alone
-            config.signals_to_handle = _PASSED_ON
+        if hasattr(config, "signals_to_handle"):  # some versions of torch use only this
+            config.signals_to_handle = _FORWARDED_SIGNALS
         try:
             signal.signal(signal.SIGINT, interrupt)
             signal.signal(signal.SIGTERM, interrupt)

@@ -1,4 +1,4 @@
-"""The process group: with the link, the only place that knows devices and backends."""
+"""The process group: besides the host link, the only module that knows devices and backends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
 from offload.memory.numa import gpu_address
-from parallel.batch_invariant import blocks_of
+from parallel.batch_invariant import row_blocks
 from parallel.ranks.driver import unseen_gpus
 from parallel.ranks.environment import RankInfo, RankLost, rank_from_env, warn_from_rank
 from parallel.ranks.graph_capture import GraphCapturer
@@ -26,10 +26,10 @@ from parallel.ranks.partition import share
 from parallel.ranks.watchdog import Watchdog
 
 T = TypeVar("T")
-AsyncSum = Callable[[], Tensor]  # waits for a sum over the ranks that is under way, and returns it
-_TESTED_SUM_SIZES = 1, 1 << 21  # numbers that are summed at the start
-COLLECTIVE_TIMEOUT = timedelta(hours=2)  # for a rank that computes, or waits for a person
-# how gloo, NCCL and torch's store say that a connection's other end is gone
+AsyncSum = Callable[[], Tensor]  # waits for an all-reduce in progress, and returns its result
+_TESTED_SUM_SIZES = 1, 1 << 21  # elements of the sums that test NCCL at startup
+COLLECTIVE_TIMEOUT = timedelta(hours=2)  # allows a rank to compute, or to wait for a user
+# parts of the messages of gloo, NCCL and torch's store when a peer closes the connection
 _CLOSED_CONNECTION_MESSAGES = (
     "closed by peer",
     "reset by peer",
@@ -38,14 +38,14 @@ _CLOSED_CONNECTION_MESSAGES = (
     "remote process exited",
     "ncclRemoteError",
 )
-RENDEZVOUS_TIMEOUT = timedelta(minutes=2)  # ranks that a launcher starts are there in seconds
-_WARN_AFTER_S = 5.0  # seconds after which a rank says that it waits for them
+RENDEZVOUS_TIMEOUT = timedelta(minutes=2)  # ranks started by a launcher arrive within seconds
+_WARN_AFTER_S = 5.0  # seconds of waiting for the other ranks before a warning
 
 
 class TensorParallelGroup:
     """The ranks of one tensor-parallel model.
 
-    With one rank every collective is a no-op, so callers never ask.
+    With one rank every collective is a no-op, so callers need no special case.
     """
 
     def __init__(
@@ -67,57 +67,57 @@ class TensorParallelGroup:
         device: str = "auto",
         warn: Callable[[str], None] | None = None,
     ) -> TensorParallelGroup:
-        """Join the group that torchrun, or our own launcher, describes in the environment.
+        """Join the group that torchrun or `launch` describes in the environment.
 
-        Where it describes none, this rank is alone.
+        Without one, return a group of one rank.
 
         Args:
             device: auto, cpu or cuda.
-            warn: called on rank 0 with a line where a GPU that the driver knows is not used,
-                because torch does not see it; by default a warning of Python.
+            warn: called on rank 0 with a line if the driver finds a GPU that torch does not see; by
+                default a Python warning is issued.
 
-        Raises TierForceError when CUDA is asked for and missing, or has too few GPUs for the ranks.
+        Raises TierForceError if CUDA is requested but missing, or has too few GPUs for the ranks.
         """
-        place = rank_from_env()
-        gpus = _usable_gpus(device, place.local_size)
+        info = rank_from_env()
+        gpus = _usable_gpus(device, info.local_size)
         if gpus:
-            # a launcher may show each rank a GPU of its own alone
-            where = torch.device("cuda", 0 if gpus == 1 else place.local_rank)
-            torch.cuda.set_device(where)
-            if place.size > 1 and "GeForce" in torch.cuda.get_device_name(where):
+            # a launcher may make only its own GPU visible to each rank
+            torch_device = torch.device("cuda", 0 if gpus == 1 else info.local_rank)
+            torch.cuda.set_device(torch_device)
+            if info.size > 1 and "GeForce" in torch.cuda.get_device_name(torch_device):
                 # no peer access; patched drivers return wrong data
                 os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         else:
-            if device == "auto" and place.rank == 0 and (line := unseen_gpus()):
+            if device == "auto" and info.rank == 0 and (line := unseen_gpus()):
                 line = f"the processor does all the work: {line}"
                 if warn is None:
                     warnings.warn(line, stacklevel=2)
                 else:
                     warn(line)
-            where = torch.device("cpu")
+            torch_device = torch.device("cpu")
         watchdog = None
-        starts = place.size > 1 and not dist.is_initialized()
-        if starts:
-            store = _rendezvous(place)
-            watchdog = Watchdog(place.rank, place.size, store)
+        creates_group = info.size > 1 and not dist.is_initialized()
+        if creates_group:
+            store = _rendezvous(info)
+            watchdog = Watchdog(info.rank, info.size, store)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if gpus else "gloo",
                 store=store,
-                rank=place.rank,
-                world_size=place.size,
+                rank=info.rank,
+                world_size=info.size,
                 timeout=COLLECTIVE_TIMEOUT,
             )
             watchdog.start()
-        group = cls(place.rank, place.size, where, watchdog)
-        if starts and gpus:
+        group = cls(info.rank, info.size, torch_device, watchdog)
+        if creates_group and gpus:
             _check_distinct_gpus(group)
             for count in _TESTED_SUM_SIZES:
-                with group.sync_errors():  # a sum may be wrong on one rank alone
+                with group.sync_errors():  # a sum may be wrong on a single rank
                     _test_nccl(group, count)
         return group
 
     def share(self, total: int, unit: int = 1) -> slice:
-        """Return this rank's part of `total` rows or columns, in whole units."""
+        """Return this rank's slice of `total` rows or columns, in whole units."""
         return share(total, self.rank, self.size, unit)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -125,18 +125,19 @@ class TensorParallelGroup:
         return self.start_all_reduce(x)()
 
     def start_all_reduce(self, x: Tensor) -> AsyncSum:
-        """Start to sum x over the ranks, in place; nobody may touch x before it is waited for."""
+        """Start to sum x over the ranks, in place; x must not be used before the wait returns."""
         if self.size == 1:
             return lambda: x
-        # the order in which several ranks sum up goes by size, and by the place in what is sent
-        parts = blocks_of(x) if self.size > 2 else (x,)
+        # With more than two ranks, the order of summation depends on the size of the message and on
+        # the position in it.
+        parts = row_blocks(x) if self.size > 2 else (x,)
         with self._guarded():
             work = [dist.all_reduce(part, async_op=True) for part in parts]
 
         def wait() -> Tensor:
             with self._guarded():
-                for each in work:
-                    each.wait()  # on a GPU the stream waits, not the host
+                for handle in work:
+                    handle.wait()  # on a GPU the stream waits, not the host
             return x
 
         return wait
@@ -144,7 +145,7 @@ class TensorParallelGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate the last dimension over the ranks: (T, N) -> (T, N * ranks).
 
-        Every rank holds the same number of columns.
+        All ranks must hold the same number of columns.
         """
         if self.size == 1:
             return x
@@ -157,13 +158,13 @@ class TensorParallelGroup:
         """Return rank 0's small Python value, on every rank."""
         if self.size == 1:
             return value
-        box: list[Any] = [value]
+        objects: list[Any] = [value]
         with self._guarded():
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
+            dist.broadcast_object_list(objects, src=0, device=torch.device("cpu"))
+        return objects[0]
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's small Python value, by rank, on every rank."""
+        """Return the small Python values of all ranks, in rank order, on every rank."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
             with self._guarded():
@@ -171,7 +172,7 @@ class TensorParallelGroup:
         return values
 
     def broadcast_ints(self, numbers: list[int], count: int) -> list[int]:
-        """Return rank 0's `count` whole numbers on every rank, in one message."""
+        """Return rank 0's `count` integers on every rank, in one message."""
         if self.size == 1:
             return numbers
         message = torch.tensor(numbers if self.rank == 0 else [0] * count, dtype=torch.int64)
@@ -181,29 +182,33 @@ class TensorParallelGroup:
 
     @contextmanager
     def sync_errors(self) -> Iterator[None]:
-        """Raise on all ranks what the block raised on any, so that none waits for one that left.
+        """Raise on all ranks an error raised on any, so that no rank waits for one that has left.
 
-        A TierForceError is shared; of several, the lowest rank's. Memory that runs out, a GPU's or
-        the host's, becomes a InsufficientMemoryError: no plan knows what others take, or how memory is cut up.
+        A TierForceError is shared; if there are several, that of the lowest rank. Running out of
+        GPU or host memory becomes an InsufficientMemoryError: it can happen despite a plan, which
+        knows neither other processes' use nor fragmentation.
         """
-        own: TierForceError | None = None
+        own_error: TierForceError | None = None
         try:
             yield
         except TierForceError as error:
-            own = error
+            own_error = error
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
-            own = InsufficientMemoryError(f"rank {self.rank}: out of memory: {one_line(error)}")
-        shared = self._first_error(own)
+            own_error = InsufficientMemoryError(
+                f"rank {self.rank}: out of memory: {one_line(error)}"
+            )
+        first_error = self._first_error(own_error)
         try:
-            if shared:
-                raise shared
+            if first_error:
+                raise first_error
         finally:
-            del own, shared  # which its traceback would hold, and with it what the block had
+            # the traceback refers to this frame: a cycle that would keep the block's objects alive
+            del own_error, first_error
 
     def close(self) -> None:
-        """Leave the group; no collective can follow."""
+        """Leave the group; no collective may follow."""
         if self.watchdog:
             self.watchdog.stop()
         if self.size > 1 and dist.is_initialized():
@@ -212,7 +217,7 @@ class TensorParallelGroup:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Raise RankLost for what every backend raises when a peer's connection closes."""
+        """Raise RankLost in place of the errors of any backend when a peer's connection closes."""
         if self.watchdog:
             self.watchdog.arrive()
         try:
@@ -225,79 +230,79 @@ class TensorParallelGroup:
             if self.watchdog:
                 self.watchdog.leave()
 
-    def _first_error(self, own: TierForceError | None) -> TierForceError | None:
-        """Return the error of the lowest rank that has one; where that is this rank's, `own`."""
+    def _first_error(self, own_error: TierForceError | None) -> TierForceError | None:
+        """Return the error of the lowest rank that has one; this rank's own is `own_error`."""
         if self.size == 1:
-            return own
-        errors = self.gather(own and (type(own), str(own)))
+            return own_error
+        errors = self.gather(own_error and (type(own_error), str(own_error)))
         first = next((error for error in errors if error), None)
         if first is None or first == errors[self.rank]:
-            return own
-        kind, text = first
-        return kind(text)
+            return own_error
+        kind, message = first
+        return kind(message)
 
 
 def _rank_lost(reason: str) -> RankLost:
-    """Return what a collective that failed for this reason is to raise.
+    """Return the error for a collective that failed for `reason`.
 
-    On a GPU it may be a fault of this rank's own, such as a setting that NCCL does not like.
+    On a GPU this rank may be at fault itself, for instance by an invalid setting of NCCL.
     """
-    if any(words in reason for words in _CLOSED_CONNECTION_MESSAGES):
+    if any(phrase in reason for phrase in _CLOSED_CONNECTION_MESSAGES):
         return RankLost("another rank ended unexpectedly (killed, or out of memory).")
     return RankLost(f"the ranks cannot exchange data any more ({reason}).")
 
 
 def ints_to_device_async(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return whole numbers (N,) in the device's memory, without waiting for the device's work."""
-    # by way of numpy: torch reads a list number by number
+    """Return integers (N,) on the device, without waiting for the device."""
+    # numpy is faster: torch converts a list element by element
     return copy_to_device_async(torch.from_numpy(np.array(numbers, dtype=np.int64)), device)
 
 
-def copy_to_device_async(on_host: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host in the device's memory, without waiting for the device's work."""
+def copy_to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a host tensor on the device, without waiting for the device."""
     if device.type == "cpu":
-        return on_host
-    return on_host.pin_memory().to(device, non_blocking=True)  # unpinned, the host would wait
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)  # without pinning, the host would wait
 
 
-def _rendezvous(place: RankInfo) -> dist.Store:
-    """Return the store through which the ranks find each other. Raises TierForceError."""
-    waiting = Timer(_WARN_AFTER_S, _warn_of_waiting, (place,))
-    waiting.daemon = True
-    waiting.start()
+def _rendezvous(info: RankInfo) -> dist.Store:
+    """Return the store shared by the ranks. Raises TierForceError if they do not all arrive."""
+    timer = Timer(_WARN_AFTER_S, _warn_of_waiting, (info,))
+    timer.daemon = True
+    timer.start()
     try:
         store, _, _ = next(
-            dist.rendezvous("env://", place.rank, place.size, timeout=RENDEZVOUS_TIMEOUT)
+            dist.rendezvous("env://", info.rank, info.size, timeout=RENDEZVOUS_TIMEOUT)
         )
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise TierForceError(
-            f"rank {place.rank} of {place.size} does not find the others at {address} "
-            f"({one_line(error)}): start all of them, or unset RANK and WORLD_SIZE to work alone."
+            f"rank {info.rank} of {info.size} does not find the others at {address} "
+            f"({one_line(error)}): start all of them, or unset RANK and WORLD_SIZE to run alone."
         ) from error
     finally:
-        waiting.cancel()
+        timer.cancel()
     store.set_timeout(COLLECTIVE_TIMEOUT)
     return store
 
 
-def _warn_of_waiting(place: RankInfo) -> None:
-    """Warn on standard error that the environment makes this process wait for others."""
+def _warn_of_waiting(info: RankInfo) -> None:
+    """Warn that this process waits for other ranks because of its environment."""
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         names.append("TORCHELASTIC_RUN_ID")
     warn_from_rank(
-        place.rank,
-        f"waiting for the other ranks at {address}, for {RENDEZVOUS_TIMEOUT.seconds} s at most: "
-        f"RANK={place.rank} and WORLD_SIZE={place.size} in the environment say that this is one of "
-        f"{place.size} processes. If no others are to come, stop it and unset "
+        info.rank,
+        f"waiting for the other ranks at {address}, for up to {RENDEZVOUS_TIMEOUT.seconds} s: "
+        f"RANK={info.rank} and WORLD_SIZE={info.size} in the environment say that this is one of "
+        f"{info.size} processes. If there are no others, stop it and unset "
         f"{', '.join(names[:-1])} and {names[-1]}.",
     )
 
 
 def _usable_gpus(device: str, ranks: int) -> int:
-    """Return the number of GPUs to run on, 0 for a CPU. Raises TierForceError."""
+    """Return the number of GPUs, 0 to run on a CPU. Raises TierForceError for too few."""
     if device not in ("auto", "cpu", "cuda"):
         raise TierForceError(f"`device` {device} is not known: use auto, cpu or cuda.")
     if device == "cpu":
@@ -306,8 +311,8 @@ def _usable_gpus(device: str, ranks: int) -> int:
     if device == "cuda" and gpus == 0:
         hint = "Use `device` cpu, or install a CUDA build of torch."
         raise TierForceError(f"`device` cuda, but torch sees no GPU here. {unseen_gpus() or hint}")
-    has_own = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
-    if 0 < gpus < ranks and not has_own:
+    has_private_gpu = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if 0 < gpus < ranks and not has_private_gpu:
         raise TierForceError(
             f"{ranks} ranks, but only {gpus} GPUs: use `gpus` {gpus}, or `device` cpu."
         )
@@ -315,9 +320,9 @@ def _usable_gpus(device: str, ranks: int) -> int:
 
 
 def _check_distinct_gpus(group: TensorParallelGroup) -> None:
-    """Raise TierForceError, on all ranks, where two of them have the same GPU: NCCL would hang.
+    """Raise TierForceError on all ranks if two of them use the same GPU: NCCL would hang.
 
-    GPUs of two machines may have the same address.
+    GPUs of different machines may have the same address.
     """
     gpus = group.gather((socket.gethostname(), gpu_address(group.device)))
     for rank, gpu in enumerate(gpus):
@@ -326,28 +331,29 @@ def _check_distinct_gpus(group: TensorParallelGroup) -> None:
             host, address = gpu
             raise TierForceError(
                 f"ranks {first} and {rank} have the same GPU ({address} of {host}): use `gpus` "
-                f"{sum(other == host for other, _ in set(gpus))}, or let CUDA_VISIBLE_DEVICES "
-                "name another for each rank."
+                f"{sum(name == host for name, _ in set(gpus))}, or let CUDA_VISIBLE_DEVICES "
+                "name a different one for each rank."
             )
 
 
 def _test_nccl(group: TensorParallelGroup, count: int) -> None:
-    """Start NCCL now, which takes memory that is not planned yet, and see that it sums right.
+    """Start NCCL and check that it sums `count` elements correctly.
 
-    It goes other ways for large sums than for small ones. Raises TierForceError.
+    Starting it before the plan lets the plan account for its memory. Large and small sums use
+    different algorithms. Raises TierForceError.
     """
     numbers = torch.arange(count, device=group.device, dtype=torch.float32) % 1024
-    wanted = group.size * numbers + group.size * (group.size - 1) // 2
+    expected = group.size * numbers + group.size * (group.size - 1) // 2
     numbers += group.rank
     try:
         dist.all_reduce(numbers)
-        is_right = torch.equal(numbers, wanted)  # where NCCL's faults show that came meanwhile
+        is_correct = torch.equal(numbers, expected)  # raises pending errors of NCCL
     except RuntimeError as error:
         raise TierForceError(
             f"NCCL does not start on these GPUs ({one_line(error)}); NCCL_DEBUG=INFO shows more."
         ) from error
-    if not is_right:
+    if not is_correct:
         raise TierForceError(
-            f"NCCL sums {count} numbers wrongly on these GPUs, as it does with drivers that "
+            f"NCCL sums {count} numbers wrongly on these GPUs, as happens with drivers that "
             "are patched for peer access: set NCCL_P2P_DISABLE=1, or use one GPU."
         )

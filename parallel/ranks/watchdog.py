@@ -1,7 +1,7 @@
-"""A watch over the ranks: each of them shows now and then that it runs, and who does not is named.
+"""A watchdog over the ranks: each sends heartbeats, and a rank that stops sending them is named.
 
-A rank that was killed is noticed at once, by its connections. One that was stopped, or hangs in a
-driver, keeps them, and the others would wait for it in silence.
+A killed rank is noticed immediately, because its connections close. A rank that is stopped, or
+hangs in a driver, keeps them open, and the others would wait for it silently.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.distributed import DistStoreError, PrefixStore, Store
 
 from parallel.ranks.environment import warn_from_rank
 
-SILENT_S = 60.0  # seconds after which a rank is named
-_BEATS = 12  # in that time
-_BYE = "bye"  # what a rank that leaves has written last
+SILENT_S = 60.0  # seconds without a heartbeat before a rank is named
+_BEATS_PER_SILENCE = 12  # heartbeats per SILENT_S
+_FAREWELL = "bye"  # last heartbeat of a rank that leaves
 
 
 class Watchdog:
-    """What this rank knows of how the others are, and the thread that looks after them.
+    """This rank's view of the state of its peers, and the thread that monitors them.
 
-    Every rank writes to the store how often its thread has looked, and how many collectives it has
-    come to. Two things are told, by the lowest rank that is not itself concerned: that a rank's
-    thread no longer looks (it is stopped, or hangs and holds the interpreter), and that a rank
-    which looks has not come to the collective in which this one waits. Rank 0 may keep the others
-    waiting as long as it likes: for a person's next question, or a slow disk. It is a warning:
-    nothing is ended, since what was stopped may go on.
+    Each rank's heartbeat in the store has the number of checks its thread has made, and the number
+    of collectives the rank has entered. The lowest healthy rank reports two problems of others: a
+    rank whose thread no longer checks (it is stopped, or hangs and holds the interpreter), and a
+    rank that is running but has not reached the collective in which this one waits. Rank 0 may keep
+    the others waiting indefinitely, for instance for a user's next question or a slow disk. The
+    report is a warning: nothing is ended, since a stopped rank may resume.
     """
 
     def __init__(
@@ -38,123 +38,124 @@ class Watchdog:
         rank: int,
         size: int,
         store: Store,
-        say: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] | None = None,
         silent_s: float | None = None,
     ):
         self.rank = rank
-        self._say = say or partial(warn_from_rank, rank)
+        self._warn = warn or partial(warn_from_rank, rank)
         self._silent_s = silent_s or SILENT_S
-        # a connection of its own: the group may wait on the other one
+        # a separate connection: the group may be waiting on the other one
         self._store = PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=self._silent_s))
-        self._come_to = 0  # collectives
-        self._waits = False  # in the last of them
+        self._collectives = 0  # number entered so far
+        self._in_collective = False  # whether the last one is in progress
         now = time.monotonic()
-        self._others = {other: _Other(now) for other in range(size) if other != rank}
-        self._arrived_at = (0, now)  # the collective in which this rank waits, and since when
-        self._over = threading.Event()
+        self._peers = {peer: _Peer(now) for peer in range(size) if peer != rank}
+        # collective in which this rank waits, and the time it started
+        self._waiting_since = (0, now)
+        self._stopped = threading.Event()
         self._beat(0)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Look after the others from now on; all of them have made their watchdog."""
+        """Start monitoring the peers, all of which have created their watchdogs."""
         self._thread.start()
 
     def arrive(self) -> None:
-        """Note that this rank has come to a collective."""
-        self._come_to += 1
-        self._waits = True
+        """Record that this rank enters a collective."""
+        self._collectives += 1
+        self._in_collective = True
 
     def leave(self) -> None:
-        """Note that the collective is over."""
-        self._waits = False
+        """Record that the collective has finished."""
+        self._in_collective = False
 
     def stop(self) -> None:
-        """Take leave: this rank's silence means nothing from now on."""
-        self._over.set()
+        """Stop monitoring, and tell the peers not to expect heartbeats."""
+        self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(1)
 
     def _watch(self) -> None:
-        every = self._silent_s / _BEATS
+        interval = self._silent_s / _BEATS_PER_SILENCE
         last = time.monotonic()
-        looks = 0
-        while not self._over.wait(every):
-            looks += 1
+        checks = 0
+        while not self._stopped.wait(interval):
+            checks += 1
             try:
-                self._beat(looks)
-                beats = self._store.multi_get([str(other) for other in self._others])
-            except DistStoreError:  # who holds the store is stopped: rank 0, where no launcher does
-                self._say("whoever brought the ranks together does not answer any more.")
+                self._beat(checks)
+                beats = self._store.multi_get([str(peer) for peer in self._peers])
+            except DistStoreError:  # the store's process is stopped: the launcher, or else rank 0
+                self._warn("the process that holds the ranks' rendezvous store does not respond.")
                 return
-            except RuntimeError:  # or is gone
+            except RuntimeError:  # the store's process has ended
                 return
             now = time.monotonic()
-            # this process was itself stopped, and knows nothing of the time between
-            blind = now - last > self._silent_s / 2
+            # this process was stopped itself, so it missed heartbeats of its peers
+            was_stopped = now - last > self._silent_s / 2
             last = now
-            self._look(dict(zip(self._others, beats, strict=True)), now, blind)
+            self._check(dict(zip(self._peers, beats, strict=True)), now, was_stopped)
         with suppress(RuntimeError):
-            self._store.set(str(self.rank), _BYE)
+            self._store.set(str(self.rank), _FAREWELL)
 
-    def _beat(self, looks: int) -> None:
-        self._store.set(str(self.rank), f"{looks} {self._come_to}")
+    def _beat(self, checks: int) -> None:
+        self._store.set(str(self.rank), f"{checks} {self._collectives}")
 
-    def _look(self, beats: dict[int, bytes], now: float, blind: bool) -> None:
-        """Compare what the others wrote with what they wrote before, and tell what has changed."""
-        come_to = self._come_to if self._waits else 0
-        if blind or come_to != self._arrived_at[0]:
-            self._arrived_at = (come_to, now)
-        for number, beat in beats.items():
-            other = self._others[number]
-            if beat != other.beat or blind:
-                other.beat, other.changed = beat, now
+    def _check(self, beats: dict[int, bytes], now: float, was_stopped: bool) -> None:
+        """Compare the peers' heartbeats with the previous ones, and report what has changed."""
+        collectives = self._collectives if self._in_collective else 0
+        if was_stopped or collectives != self._waiting_since[0]:
+            self._waiting_since = (collectives, now)
+        for rank, beat in beats.items():
+            peer = self._peers[rank]
+            if beat != peer.beat or was_stopped:
+                peer.beat, peer.last_beat_at = beat, now
         silent = {
-            number
-            for number, other in self._others.items()
-            if other.beat != _BYE.encode() and now - other.changed >= self._silent_s
+            rank
+            for rank, peer in self._peers.items()
+            if peer.beat != _FAREWELL.encode() and now - peer.last_beat_at >= self._silent_s
         }
-        waited = come_to and now - self._arrived_at[1] >= self._silent_s
-        deferred = {
-            number
-            for number, other in self._others.items()
-            if waited
-            and number not in silent | {0}
-            and other.beat != _BYE.encode()
-            and other.come_to < come_to
+        is_overdue = collectives and now - self._waiting_since[1] >= self._silent_s
+        lagging = {
+            rank
+            for rank, peer in self._peers.items()
+            if is_overdue
+            and rank not in silent | {0}
+            and peer.beat != _FAREWELL.encode()
+            and peer.collectives < collectives
         }
-        # of those who can speak, the lowest does
-        speaks = all(other in silent or other in deferred for other in range(self.rank))
-        for number, other in self._others.items():
-            concern = "silent" if number in silent else "deferred" if number in deferred else ""
-            if concern and concern != other.warned and speaks:
-                self._say(self._words(number, concern))
-                other.warned = concern
-            elif other.warned and not concern:
-                self._say(f"rank {number} goes on.")
-                other.warned = ""
+        # only the lowest healthy rank reports
+        is_reporter = all(lower in silent or lower in lagging for lower in range(self.rank))
+        for rank, peer in self._peers.items():
+            problem = "silent" if rank in silent else "lagging" if rank in lagging else ""
+            if problem and problem != peer.reported and is_reporter:
+                self._warn(self._message(rank, problem))
+                peer.reported = problem
+            elif peer.reported and not problem:
+                self._warn(f"rank {rank} has resumed.")
+                peer.reported = ""
 
-    def _words(self, number: int, concern: str) -> str:
-        found = (
-            f"rank {number} has not answered for {self._silent_s:.0f} s: its process is stopped, "
-            "or gets no time or memory"
-            if concern == "silent"
-            else f"rank {number} runs, but for {self._silent_s:.0f} s has not come to where rank "
-            f"{self.rank} waits for it"
+    def _message(self, rank: int, problem: str) -> str:
+        description = (
+            f"rank {rank} has not answered for {self._silent_s:.0f} s: its process is stopped, "
+            "or starved of CPU time or memory"
+            if problem == "silent"
+            else f"rank {rank} is running, but for {self._silent_s:.0f} s has not reached the "
+            f"collective in which rank {self.rank} waits"
         )
-        return f"{found}. The job waits for it. Ctrl-C ends it."
+        return f"{description}. The job waits for it; Ctrl-C ends the job."
 
 
-class _Other:
-    """What is known of another rank."""
+class _Peer:
+    """The known state of another rank."""
 
     def __init__(self, now: float):
         self.beat = b""
-        self.changed = now  # when the beat last did
-        self.warned = ""  # the concern that this rank has told of
+        self.last_beat_at = now  # time of the last new heartbeat
+        self.reported = ""  # problem that this rank has reported, empty without one
 
     @property
-    def come_to(self) -> int:
-        """The collectives it has come to."""
-        words = self.beat.split()
-        return int(words[1]) if len(words) > 1 else 0
+    def collectives(self) -> int:
+        """The number of collectives it has entered."""
+        fields = self.beat.split()
+        return int(fields[1]) if len(fields) > 1 else 0

@@ -47,7 +47,7 @@ def test_captured_graphs_match_the_cpu(
 ) -> None:
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     folder = checkpoint(**OTHERS[name])
-    expected = Pair(folder, folder).text("plain", PROMPT, NEW)
+    expected = Pair(folder, folder).generate("plain", PROMPT, NEW)
     pair = Pair(folder, folder, TensorParallelGroup(device=torch.device("cuda", 0)))
     with pair.engine("hierarchical", num_inner_draft_tokens=2, graphs=True, **CHOICES) as engine:
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected

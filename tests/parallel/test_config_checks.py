@@ -1,4 +1,4 @@
-"""Whatever a config.json says, it is a model or one line that names the field and what is right."""
+"""Any config.json is either valid or fails with one line naming the field and a valid value."""
 
 from __future__ import annotations
 
@@ -68,22 +68,30 @@ ANYTHING: tuple[Any, ...] = (
     *(0.0, 0.5, 64.0, -2.5, 1e-300, 1e300, math.nan, math.inf, -math.inf),
     *("", "8", "a" * 5000, [], [1], [None], [[]], [HUGE], ["a", "b"], {}, {"a": 1}),
 )
-INSIDE = ("rope_type", "type", "factor", "rope_theta", "original_max_position_embeddings")
-INSIDE_YARN = (*INSIDE, "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+ROPE_PARAMETERS = ("rope_type", "type", "factor", "rope_theta", "original_max_position_embeddings")
+YARN_PARAMETERS = (
+    *ROPE_PARAMETERS,
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "beta_fast",
+    "beta_slow",
+)
 
 
-def refusal(folder: Path, fields: dict[str, Any]) -> str | None:
-    """Return why a plan refuses a config, None where it takes it.
+def config_error(folder: Path, fields: dict[str, Any]) -> str | None:
+    """Return a plan's error message for a config, None if the config is valid.
 
-    Then an engine may still refuse it, by what transformers checks.
+    An engine may still reject a valid config, because of checks in transformers.
     """
     path = folder / "config.json"
     path.write_text(json.dumps(fields))
     try:
         config = ModelConfig.from_name(str(path))
     except ConfigError as error:
-        text = str(error)
-        return text if text.isprintable() and len(text) < 600 else f"Error: {text!r}"
+        message = str(error)
+        is_clean = message.isprintable() and len(message) < 600
+        return message if is_clean else f"Error: {message!r}"
     assert config.context_limit >= 1
     config.context_notes()
     with suppress(ConfigError):
@@ -91,28 +99,28 @@ def refusal(folder: Path, fields: dict[str, Any]) -> str | None:
     return None
 
 
-def is_internal(text: str) -> bool:
-    """Return whether these are an interpreter's words, of a value that it trips over."""
+def is_internal(message: str) -> bool:
+    """Return whether a message is one of Python's own, about an operation on a bad value."""
     words = ("' object", "Error", "operand", "not supported between", "unhashable", "by zero")
-    return any(each in text for each in (*words, "index out of"))
+    return any(word in message for word in (*words, "index out of"))
 
 
 @pytest.mark.parametrize(
     "family", slow_except(["llama", "phi3", "smollm3", "qwen3_moe", "granite"], 3)
 )
-def test_any_value_of_any_field(family: str, tmp_path: Path) -> None:
+def test_no_value_of_a_field_causes_internal_errors(family: str, tmp_path: Path) -> None:
     for name in FIELDS:
         for value in ANYTHING:
-            said = refusal(tmp_path, {"model_type": family, **NEEDED, name: value})
-            assert said is None or not is_internal(said), (name, value, said)
+            error = config_error(tmp_path, {"model_type": family, **NEEDED, name: value})
+            assert error is None or not is_internal(error), (name, value, error)
 
 
 @pytest.mark.parametrize(
     "kind", slow_except(["linear", "dynamic", "yarn", "llama3", "longrope"], 2, 4)
 )
-def test_any_value_of_any_parameter_of_rope(kind: str, tmp_path: Path) -> None:
+def test_no_value_of_a_rope_parameter_causes_internal_errors(kind: str, tmp_path: Path) -> None:
     parameters: dict[str, Any] = {"rope_type": kind, "factor": 4.0}
-    names = INSIDE_YARN if kind == "yarn" else INSIDE
+    names = YARN_PARAMETERS if kind == "yarn" else ROPE_PARAMETERS
     if kind == "llama3":
         parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     elif kind == "longrope":
@@ -120,12 +128,13 @@ def test_any_value_of_any_parameter_of_rope(kind: str, tmp_path: Path) -> None:
     for name in {*names, *parameters}:
         for value in ANYTHING:
             rope = {**parameters, name: value}
-            said = refusal(tmp_path, {"model_type": "llama", **NEEDED, "rope_scaling": rope})
-            if said is not None:
-                assert not is_internal(said), (name, value, said)
+            fields = {"model_type": "llama", **NEEDED, "rope_scaling": rope}
+            error = config_error(tmp_path, fields)
+            if error is not None:
+                assert not is_internal(error), (name, value, error)
                 continue
             config = ModelConfig.from_name(str(tmp_path / "config.json"))
-            for tokens in (1, config.context_limit):  # nothing is divided by 0, or overflows
+            for tokens in (1, config.context_limit):  # no overflow, no division by 0
                 frequencies, factor = config.inverse_frequencies(tokens)
                 assert frequencies.isfinite().all()
                 assert math.isfinite(factor)
@@ -144,12 +153,12 @@ def test_any_value_of_any_parameter_of_rope(kind: str, tmp_path: Path) -> None:
         ),
         ({"num_attention_heads": 7, "num_key_value_heads": 7}, "num_attention_heads = 7, and no"),
         ({"head_dim": 0}, "head_dim = 0; it must be a whole number of at least 1"),
-        ({"head_dim": 15}, "RoPE turns pairs of dimensions, and the model's heads have 15"),
+        ({"head_dim": 15}, "RoPE rotates pairs of dimensions, and the model's heads have 15"),
         (
             {"layer_types": ["full_attention"]},
             "layer_types for 1 layers, and num_hidden_layers = 2",
         ),
-        ({"dtype": 16}, "dtype = 16; it must be the name of a number format"),
+        ({"dtype": 16}, "dtype = 16; it must be the name of a dtype"),
         (
             {"model_type": "qwen3_moe", "num_experts_per_tok": None},
             "num_experts_per_tok = None; it must be a whole number of at least 1",
@@ -169,13 +178,13 @@ def test_any_value_of_any_parameter_of_rope(kind: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_named(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
-    said = refusal(tmp_path, {"model_type": "llama", **NEEDED, **fields})
-    assert said is not None
-    assert words in said
+def test_error_names_the_field(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    error = config_error(tmp_path, {"model_type": "llama", **NEEDED, **fields})
+    assert error is not None
+    assert words in error
     with pytest.raises(ConfigError) as caught:
         ModelConfig.from_pretrained(tmp_path)
-    assert str(caught.value) == said
+    assert str(caught.value) == error
 
 
 @pytest.mark.parametrize(
@@ -201,10 +210,10 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], words: str, tmp_path: Pa
     ],
     ids=str,
 )
-def test_what_a_family_does_not_read_is_no_reason(fields: dict[str, Any], tmp_path: Path) -> None:
-    assert refusal(tmp_path, {"model_type": "llama", **NEEDED}) is None
+def test_fields_a_family_does_not_use_are_ignored(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert config_error(tmp_path, {"model_type": "llama", **NEEDED}) is None
     plain = ModelConfig.from_pretrained(tmp_path)
-    assert refusal(tmp_path, {"model_type": "llama", **NEEDED, **fields}) is None
+    assert config_error(tmp_path, {"model_type": "llama", **NEEDED, **fields}) is None
     assert ModelConfig.from_pretrained(tmp_path) == plain
 
 
@@ -218,14 +227,14 @@ def test_what_a_family_does_not_read_is_no_reason(fields: dict[str, Any], tmp_pa
     ],
     ids=str,
 )
-def test_what_says_nothing_is_as_good_as_absent(fields: dict[str, Any], tmp_path: Path) -> None:
-    assert refusal(tmp_path, {**NEEDED, **fields}) is None
+def test_empty_fields_count_as_absent(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert config_error(tmp_path, {**NEEDED, **fields}) is None
     ModelConfig.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["auto", "bf16", "int8", "a" * 5000])
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
-def test_a_dtype_that_is_not_known_may_be_chosen(
+def test_unknown_dtype_requires_the_dtype_option(
     checkpoint: Callable[..., Path], tmp_path: Path, field: str, name: str
 ) -> None:
     folder = tmp_path / "model"
@@ -238,10 +247,10 @@ def test_a_dtype_that_is_not_known_may_be_chosen(
     assert load_model(folder, TensorParallelGroup(), "float32").norm.weight.dtype == torch.float32
 
 
-def test_sizes_whose_product_no_integer_holds(
+def test_sizes_with_overflowing_products_are_rejected(
     checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """torch would print a C++ stack for them."""
+    """torch would print a C++ stack trace for them."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoint(), folder)
     config = json.loads((folder / "config.json").read_text())
@@ -268,7 +277,7 @@ def test_sizes_whose_product_no_integer_holds(
     ],
     ids=["lists", "objects", "long", "digits", "bytes"],
 )
-def test_a_file_beyond_bounds(content: str, words: str, tmp_path: Path) -> None:
+def test_malformed_files_are_rejected(content: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises((OSError, ValueError), match=words):

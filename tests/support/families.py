@@ -1,4 +1,4 @@
-"""One tiny model of every family whose architecture differs from Llama's."""
+"""One tiny model of every family that differs from Llama in more than its sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "head_dim": 12},
     "qwen3": {"family": "qwen3"},
     "smollm3": {"family": "smollm3"},
-    # half of the head dimension is rotated; the long factors apply from token 32 on
+    # half of a head's dimensions rotate, and the long factors apply after 32 tokens
     "phi3": {
         "family": "phi3",
         "rope_parameters": long_rope(4, partial_rotary_factor=0.5),

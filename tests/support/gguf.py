@@ -1,4 +1,4 @@
-"""Convert Hugging Face checkpoints to GGUF files of any type, as llama.cpp's converter does."""
+"""Conversion of Hugging Face checkpoints to GGUF files of any type, as by llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-# byte offsets of a block's scales: random bytes would give arbitrary scales
-SCALE_OFFSETS = {Kind.Q2_K: 80, Kind.Q3_K: 108, Kind.Q4_K: 0, Kind.Q5_K: 0, Kind.Q6_K: 208}
-RANDOM = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)  # not quantised by gguf
+# offset of the scales in a block, which must not be random bytes
+SCALES = {Kind.Q2_K: 80, Kind.Q3_K: 108, Kind.Q4_K: 0, Kind.Q5_K: 0, Kind.Q6_K: 208}
+# types that gguf cannot quantise to
+RANDOM = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 
 
 def blocks(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
-    """Return a matrix as bytes (rows, bytes); a random one for types that gguf cannot quantise."""
+    """Return the quantised bytes (rows, bytes) of a matrix; of a random one for RANDOM types."""
     if kind not in RANDOM:
         return quantize(weight, kind).view(np.uint8).reshape(len(weight), -1)
     size, nbytes = GGML_QUANT_SIZES[kind]
-    draw = np.random.default_rng(seed)
-    raw = draw.integers(0, 256, (len(weight), weight.shape[1] // size, nbytes), dtype=np.uint8)
-    signs = draw.choice([-1, 1], (*raw.shape[:2], 1))
-    halves = 2 if kind in (Kind.Q2_K, Kind.Q4_K, Kind.Q5_K) else 1
+    generator = np.random.default_rng(seed)
+    raw = generator.integers(0, 256, (len(weight), weight.shape[1] // size, nbytes), dtype=np.uint8)
+    signs = generator.choice([-1, 1], (*raw.shape[:2], 1))
+    scale_count = 2 if kind in (Kind.Q2_K, Kind.Q4_K, Kind.Q5_K) else 1
     largest = {Kind.Q2_K: 15 * 3, Kind.Q3_K: 32 * 4, Kind.Q6_K: 128 * 32}.get(kind, 63 * 31)
-    scale = (signs * 0.3 / largest * np.ones(halves)).astype(np.float16)
-    start = SCALE_OFFSETS[kind]
-    raw[..., start : start + 2 * halves] = scale.view(np.uint8)
+    scale = (signs * 0.3 / largest * np.ones(scale_count)).astype(np.float16)
+    raw[..., SCALES[kind] : SCALES[kind] + 2 * scale_count] = scale.view(np.uint8)
     return raw.reshape(len(weight), -1)
 
 
-def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return the rows of Q or K in the order of llama.cpp's RoPE, as its converter does."""
+def interleave_heads(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of Q or K permuted for llama.cpp's RoPE, as its converter does."""
     split = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(weight.shape))
 
 
-def undo_permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return the rows of Q or K in the order of transformers: the inverse of `permute`."""
+def deinterleave_heads(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of Q or K in Hugging Face's order; the inverse of `interleave_heads`."""
     pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
 
@@ -73,9 +73,9 @@ def convert(
     without: str = "",
     **metadata: Any,
 ) -> Path:
-    """Write the checkpoint in `folder` to `path`, its matrices in `kind`.
+    """Write the checkpoint in `folder` to `path`, with matrices of type `kind`.
 
-    `metadata` adds fields, two underscores for each dot; `without` names a tensor to leave out.
+    `metadata` adds fields, with two underscores for a dot; `without` names a tensor to leave out.
     """
     hf = AutoConfig.from_pretrained(folder)
     writer = GGUFWriter(path, architecture or hf.model_type.replace("mistral", "llama"))
@@ -88,17 +88,17 @@ def convert(
         add[type(value)](name.replace("__", "."), value)
     heads = {"attn_q": hf.num_attention_heads, "attn_k": hf.num_key_value_heads}
     for seed, (name, tensor) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
-        known = gguf_name(name)
-        if known == without:
+        tensor_name = gguf_name(name)
+        if tensor_name == without:
             continue
         weight = tensor.float().numpy()
-        part = known.split(".")[-2]
+        part = tensor_name.split(".")[-2]
         if part in heads and writer.arch == "llama":
-            weight = permute(weight, heads[part])
+            weight = interleave_heads(weight, heads[part])
         if weight.ndim == 1 or kind == Kind.F32:
-            writer.add_tensor(known, weight)
+            writer.add_tensor(tensor_name, weight)
         else:
-            writer.add_tensor(known, blocks(weight, kind, seed), raw_dtype=kind)
+            writer.add_tensor(tensor_name, blocks(weight, kind, seed), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -132,7 +132,7 @@ def _describe(writer: GGUFWriter, hf: Any) -> None:
 
 
 def _add_rope(writer: GGUFWriter, hf: Any) -> None:
-    """Write the RoPE parameters as the converter does: for llama3, a tensor of factors."""
+    """Add the RoPE parameters as the converter does: a tensor of factors for llama3."""
     rope = hf.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "llama3":
@@ -151,7 +151,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
     """Write the byte-level BPE of a tokenizer.json."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
-    control = {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
+    control = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     tokens = sorted({**vocab, **control}, key={**vocab, **control}.__getitem__)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

@@ -1,4 +1,4 @@
-"""GGUF files written byte by byte: metadata of any type, tensors at any offset."""
+"""GGUF headers written byte by byte: metadata of any type, tensors at any offset."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel.formats.gguf_header import read_header
 
-ABSENT = type("ABSENT", (), {})  # as a value: the key is left out
+ABSENT = type("ABSENT", (), {})  # value of a metadata key to leave out
 
 
 def rewrite_header(
@@ -19,9 +19,9 @@ def rewrite_header(
     offsets: Mapping[str, int] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Path:
-    """Copy a file with other metadata, tensor offsets or tensor names.
+    """Write a copy of a file with changed metadata, tensor offsets or tensor names.
 
-    `offsets` count from the first tensor.
+    `offsets` are relative to the first tensor.
     """
     header = read_header(path)
     values = {**header.metadata, **(metadata or {})}
@@ -38,8 +38,8 @@ def rewrite_header(
     return target
 
 
-def _string(value: str) -> bytes:
-    encoded = value.encode()
+def _string(string: str) -> bytes:
+    encoded = string.encode()
     return struct.pack("<Q", len(encoded)) + encoded
 
 
@@ -49,9 +49,9 @@ def _typed(value: Any) -> bytes:
 
 
 def _value(value: Any) -> tuple[int, bytes]:
-    """Return GGUF's number for a value's type, and the value's bytes."""
+    """Return GGUF's type number of a value, and its bytes."""
     if isinstance(value, list):
-        parts = [_value(each) for each in value]
+        parts = [_value(element) for element in value]
         kind = parts[0][0] if parts else 4
         return 9, struct.pack("<IQ", kind, len(parts)) + b"".join(part for _, part in parts)
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Measuring briefly, where the matter is what becomes of the numbers."""
+"""Brief measurements, for tests of how the numbers are used."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from decoding.probe import kernels, rates, split_rates
 
 
 def measure_briefly() -> None:
-    """Make a probe of this process take few and small runs. For processes that end with a test."""
-    typical = rates.median_seconds
+    """Reduce the runs of probes in this process, which must end with the test."""
+    median_seconds = rates.median_seconds
 
-    def brief(
+    def brief_median(
         work: Callable[[], Tensor],
         repeats: int = 0,
         before: Callable[[], Tensor] | None = None,
-        of: Callable[[list[float]], float] = statistics.median,
+        statistic: Callable[[list[float]], float] = statistics.median,
     ) -> float:
-        return typical(work, 2, before, of)
+        return median_seconds(work, 2, before, statistic)
 
     sizes = {
         "_PREFILL_ROWS": 512,
@@ -30,8 +30,8 @@ def measure_briefly() -> None:
     }
     for module, name, value in (
         *((kernels, name, value) for name, value in sizes.items()),
-        *((module, "median_seconds", brief) for module in (kernels, split_rates)),
+        *((module, "median_seconds", brief_median) for module in (kernels, split_rates)),
         *((kernels, "_PREFILL_S", 0.05), (rates, "_REPEATS", 1), (split_rates, "_TOKENS", 1024)),
     ):
-        getattr(module, name)  # a name that is gone would be set, and change nothing
+        getattr(module, name)  # raises for names that no longer exist
         setattr(module, name, value)

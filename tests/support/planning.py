@@ -1,4 +1,4 @@
-"""Drawn cases of planning: models, a machine, a text and settings."""
+"""Random planning cases: models, a machine, a request and settings."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MODES = tuple(LEVELS)
 
 @dataclass(frozen=True)
 class Case:
-    """Models, a machine, a text and settings."""
+    """Models, a machine, a request and settings."""
 
     target: ModelConfig
     draft: ModelConfig
     hardware: HardwareProfile
     settings: Settings
     prompt: int
-    new: int
+    max_new_tokens: int
     acceptance: Acceptance
 
 
@@ -52,7 +52,7 @@ def dimensions(draw: random.Random, tiny: bool) -> ModelConfig:
     )
 
 
-def settings_of(draw: random.Random, layers: int, context: int) -> Settings:
+def random_settings(draw: random.Random, layers: int, context: int) -> Settings:
     chunk = draw.choice((1, 4, 8))
     mode = draw.choice(MODES)
     split = "split" in LEVELS[mode]
@@ -76,12 +76,12 @@ def settings_of(draw: random.Random, layers: int, context: int) -> Settings:
 
 
 def case_of(seed: int, tiny: bool = False) -> Case:
-    """Return a case in which layers have to be shared out between device and host, mostly."""
+    """Return a case in which layers usually have to be split between device and host."""
     draw = random.Random(seed)
     target, draft = dimensions(draw, tiny), replace(dimensions(draw, True), layers=2)
     context = draw.randint(80, 500) if tiny else int(10 ** draw.uniform(2.5, 6))
-    new = draw.randint(1, context // 3)
-    settings = settings_of(draw, target.layers, context)
+    max_new_tokens = draw.randint(1, context // 3)
+    settings = random_settings(draw, target.layers, context)
     item = dtype_spec(settings.dtype)
     kv = target.kv_layout(1, item).bytes(context)
     weights = decoding.planning.memory_requirements.weight_bytes(target, 1, item)
@@ -99,16 +99,22 @@ def case_of(seed: int, tiny: bool = False) -> Case:
         layer_s=draw.choice((0.0, 6e-5)),
         runs_ahead=draw.random() < 0.7,
     )
-    rates = Acceptance(draw.uniform(0.3, 0.99), draw.uniform(0.2, 0.9))
-    return Case(target, draft, hardware, settings, context - new, new, rates)
+    acceptance = Acceptance(draw.uniform(0.3, 0.99), draw.uniform(0.2, 0.9))
+    return Case(
+        target, draft, hardware, settings, context - max_new_tokens, max_new_tokens, acceptance
+    )
 
 
-def with_budget(needs: Requirements, budget: int | None) -> Requirements:
-    """Return the same needs with this retrieval budget; None: as the settings have it."""
-    return needs if budget is None else needs.with_strategy(Strategy(needs.mode, budget))
+def with_budget(requirements: Requirements, budget: int | None) -> Requirements:
+    """Return the requirements with this retrieval budget; None: the budget of the settings."""
+    return (
+        requirements
+        if budget is None
+        else requirements.with_strategy(Strategy(requirements.mode, budget))
+    )
 
 
-def needs_of(case: Case) -> Requirements:
-    """Return the needs as `tierforce plan` has them: no models, and no torch."""
+def requirements_of(case: Case) -> Requirements:
+    """Return the requirements as `tierforce plan` computes them, without models or torch."""
     mode, item = case.settings.resolved_mode(True), dtype_spec(case.settings.dtype)
     return Requirements(case.target, case.draft, mode, case.settings, item, 1, 1, True)

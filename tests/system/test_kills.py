@@ -23,7 +23,7 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from support.commands import MODELS, STEADY, TARGET, Fork, forked, records, wait_for
+from support.commands import GREEDY_FP32, MODELS, TARGET, Fork, forked, records, wait_for
 from support.prompts import passages
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -155,7 +155,7 @@ def test_every_document_has_one_record_after_any_kill(
         (folder / f"{number}.txt").write_text(passage, encoding="utf-8")
     batch = Batch.run(
         [
-            *("summarize", *MODELS, *STEADY, "--gpus", "2"),
+            *("summarize", *MODELS, *GREEDY_FP32, "--gpus", "2"),
             *("--max-new-tokens", str(max_new_tokens), "--input", str(folder)),
         ],
         tmp_path,

@@ -1,1 +1,1 @@
-"""`tierforce plan` and `tierforce probe`, and their tables."""
+"""The commands `tierforce plan` and `tierforce probe`, and their tables."""

@@ -1,9 +1,9 @@
-"""`tierforce plan`: whether a model and a text fit a machine, and how long it would take.
+"""`tierforce plan`: whether a model and a prompt fit a machine, and the predicted times.
 
-It needs no weights and no GPU: everything follows from configs and hardware numbers.
+It needs neither weights nor a GPU: everything follows from configs and hardware numbers.
 """
 
-# no `from __future__ import annotations`: typer reads these annotations as objects
+# No `from __future__ import annotations`: typer reads these annotations as objects.
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -44,8 +44,8 @@ from offload.errors import InsufficientMemoryError, TierForceError
 from parallel.config.model_config import ModelConfig
 from parallel.formats.locate import find_local
 
-PREDICTED = "what is predicted to pay"
-MAX_PADDING = 1024  # tokens by which vocabularies of one tokenizer may differ
+PREDICTED = "predicted best"
+MAX_PADDING = 1024  # maximum difference of vocabulary sizes with one tokenizer
 FORMATS = {"help": "Number format of weights and KV cache.", "choices": DTYPES}
 
 
@@ -53,18 +53,22 @@ def plan(
     model: Annotated[
         str,
         typer.Option(
-            help="Target: a folder, a GGUF file, a hub name, or a config.json.", show_default=False
+            help="Target model: a folder, a GGUF file, a hub name, or a config.json.",
+            show_default=False,
         ),
     ],
-    draft: Annotated[str | None, typer.Option(help="Draft model, named likewise.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model, in the same forms.")] = None,
     context: Annotated[int | None, option_parameter(Settings, "context")] = None,
     rope: Annotated[str | None, option_parameter(Settings, "rope")] = None,
     max_new_tokens: Annotated[int, option_parameter(JobOptions, "max_new_tokens")] = NEW_TOKENS,
     hardware: Annotated[
-        str, typer.Option(help="2x4090, 1x4090, 2x3090, 1x5090, 1xA100-80, or a JSON file.")
+        str,
+        typer.Option(
+            help="2x4090, 1x4090, 2x3090, 1x5090, 1xA100-80, or a JSON file written by probe."
+        ),
     ] = "2x4090",
     host_memory: Annotated[
-        float | None, typer.Option(help="Host memory for KV, in GB, in place of the profile's.")
+        float | None, typer.Option(help="Host memory for KV in GB, instead of the profile's.")
     ] = None,
     mode: Annotated[str, option_parameter(Settings, "mode")] = "auto",
     retrieval_budget: Annotated[
@@ -82,9 +86,9 @@ def plan(
         float,
         typer.Option(
             help=(
-                f"How often tokens of a retrieval cache of {DEFAULT_RETRIEVAL_BUDGET}, or of prompt lookup, "
-                "stand before the target: assumed; finished records tell it, those of texts "
-                "without --deterministic."
+                "Acceptance rate at the target of tokens drafted on a retrieval cache of "
+                f"{DEFAULT_RETRIEVAL_BUDGET} or by prompt lookup. The default is an assumption; "
+                "records of finished requests without --deterministic contain measured rates."
             )
         ),
     ] = ACCEPTANCE,
@@ -92,26 +96,26 @@ def plan(
         float,
         typer.Option(
             help=(
-                f"Of what the draft model proposes: to a retrieval cache, {INNER_DRAFT} at a time, "
-                "or in mode speculative to the target."
+                "Acceptance rate of the draft model's tokens: at the retrieval cache, "
+                f"{INNER_DRAFT} at a time, or in mode speculative at the target."
             )
         ),
     ] = INNER_ACCEPTANCE,
     concurrency: Concurrency = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Picture to draw: memory by tier, and one round of decoding."),
+        typer.Option(help="Image file to write: memory by tier, and one decoding round."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document instead of tables.")
+        bool, typer.Option("--json", help="Print one JSON document instead of tables.")
     ] = False,
 ) -> None:
-    """Say what lives where, whether it fits, and how long it would take.
+    """Predict whether a model and a prompt fit a machine, where memory goes, and how fast it is.
 
-    All of it is predicted, from configs and hardware numbers alone. With --deterministic drafts are
-    taken to be rejected as often as they may be, up to twice as often: greedy ones are not.
+    Everything is predicted from configs and hardware numbers alone. With --deterministic, the
+    rejection rate is taken at its upper bound, up to twice as high; greedy decoding stays below it.
     """
-    JobOptions(model, draft, max_new_tokens=max_new_tokens)  # which checks them
+    JobOptions(model, draft, max_new_tokens=max_new_tokens)  # validates the options
     if plot is not None:
         check_writable("--plot", plot)
     machine = _machine(hardware, host_memory)
@@ -129,31 +133,35 @@ def plan(
         rope=rope,
         dtype=dtype,
         deterministic=deterministic,
-        # an engine decides by the size of its GPU's cache (`Link.l2_bytes`)
+        # An engine decides by the size of its GPU's L2 cache (`Link.l2_bytes`).
         int8_retrieval=machine.int8_retrieval,
     )
-    needs = _needs(model, draft, settings, int(machine.gpus))
-    _refuse_other_tokens(model, draft, needs)
-    notes = needs.target.context_notes()
-    prompt = _prompt_tokens(needs.target, context, max_new_tokens)
-    rates = Acceptance(acceptance, inner_acceptance, is_coupled=deterministic)
+    requirements = _requirements(model, draft, settings, int(machine.gpus))
+    _check_draft_vocabulary(model, draft, requirements)
+    notes = requirements.target.context_notes()
+    prompt = _prompt_tokens(requirements.target, context, max_new_tokens)
+    acceptance_rates = Acceptance(acceptance, inner_acceptance, is_coupled=deterministic)
     if deterministic:
         check_concurrency(concurrency)
         concurrency = 1
     try:
-        ahead = plan_request(needs, machine, prompt, max_new_tokens, rates)
-        # an engine that has seen no text yet
+        report = plan_request(requirements, machine, prompt, max_new_tokens, acceptance_rates)
+        # selection by an engine without measured requests
         prior = HardwarePrior(machine, is_measured=not HardwareProfile.is_shipped(hardware))
-        new_to_it = StrategySelector(MeasuredCosts(None), prior)
-        first = plan_request(needs, machine, prompt, max_new_tokens, rates, new_to_it)
-        shared = _one_of_several(needs, ahead, concurrency)
+        first_selector = StrategySelector(MeasuredCosts(None), prior)
+        first = plan_request(
+            requirements, machine, prompt, max_new_tokens, acceptance_rates, first_selector
+        )
+        shared = _plan_shared(requirements, report, concurrency)
     except InsufficientMemoryError as error:
         raise InsufficientMemoryError(f"it does not fit {machine.name}: {error}") from error
     others = [
-        each for each in (plan_plain(ahead), plan_alternative(needs, ahead)) if each is not None
+        other
+        for other in (plan_plain(report), plan_alternative(requirements, report))
+        if other is not None
     ]
     if plot is not None:
-        plan_picture(plot, model, ahead)
+        plan_picture(plot, model, report)
     if as_json:
         job = {
             "model": model,
@@ -162,18 +170,18 @@ def plan(
             "rope": rope,
             "deterministic": deterministic,
         }
-        document = _document(job, ahead, others, shared, first) | {"notes": notes}
+        document = _document(job, report, others, shared, first) | {"notes": notes}
         typer.echo(json.dumps(document, indent=2))
         return
     console = Console()
-    console.print(times_table(ahead, others, shared, first))
-    console.print(memory_table(ahead))
+    console.print(times_table(report, others, shared, first))
+    console.print(memory_table(report))
     for note in notes:
         console.print(f"Note: {printable(note)}", markup=False, soft_wrap=True)
 
 
 def _machine(hardware: str, host_memory: float | None) -> HardwareProfile:
-    """Return a machine's numbers, maybe with so many GB of host memory. Raises TierForceError."""
+    """Return a hardware profile, with `host_memory` GB if given. Raises TierForceError."""
     machine = HardwareProfile.from_name(hardware)
     if host_memory is None:
         return machine
@@ -182,15 +190,15 @@ def _machine(hardware: str, host_memory: float | None) -> HardwareProfile:
     return replace(machine, host_memory=host_memory * 1e9)
 
 
-def _needs(model: str, draft: str | None, settings: Settings, ranks: int) -> Requirements:
-    """Return what texts need of one of `ranks` ranks, by the named models' configs.
+def _requirements(model: str, draft: str | None, settings: Settings, ranks: int) -> Requirements:
+    """Return the requirements on one of `ranks` ranks, from the configs of the named models.
 
-    Raises TierForceError for models or settings that do not go together.
+    Raises TierForceError for incompatible models or settings.
     """
     target = ModelConfig.from_name(model).with_rope_scaling(settings.rope)
     small = ModelConfig.from_name(draft) if draft is not None else None
     kind = dtype_spec(settings.dtype)
-    target.kv_layout(ranks, kind)  # which refuses heads that cannot be split
+    target.kv_layout(ranks, kind)  # raises if the heads cannot be split over ranks
     settings.check_layers(target.layers)
     return Requirements(
         target=target,
@@ -204,84 +212,92 @@ def _needs(model: str, draft: str | None, settings: Settings, ranks: int) -> Req
     )
 
 
-def _refuse_other_tokens(model: str, draft: str | None, needs: Requirements) -> None:
-    """Refuse a draft whose tokens are not the target's: where both tokenizers are here by them,
-    else by the sizes of the vocabularies.
+def _check_draft_vocabulary(model: str, draft: str | None, requirements: Requirements) -> None:
+    """Raise TierForceError if the draft model's vocabulary differs from the target's.
 
-    Raises TierForceError.
+    Compares the tokenizers if both are available locally, otherwise the vocabulary sizes.
     """
-    small, target = needs.draft, needs.target
-    if draft is None or small is None or not needs.has_draft:
+    small, target = requirements.draft, requirements.target
+    if draft is None or small is None or not requirements.has_draft:
         return
     folders = [Path(find_local(name) or name) for name in (model, draft)]
-    theirs, ours = (names_in(folder) for folder in folders)
-    if theirs is not None and ours is not None:
-        check_same_vocabulary(folders[1], theirs, ours, min(small.vocab, target.vocab))
+    target_tokens, draft_tokens = (names_in(folder) for folder in folders)
+    if target_tokens is not None and draft_tokens is not None:
+        check_same_vocabulary(
+            folders[1], target_tokens, draft_tokens, min(small.vocab, target.vocab)
+        )
     elif abs(small.vocab - target.vocab) > MAX_PADDING:
         raise TierForceError(
             f"{draft} has a vocabulary of {small.vocab:,} tokens, {model} one of "
             f"{target.vocab:,}: a draft must share the target's tokenizer. If it does, give both "
-            "as folders or GGUF files with their tokenizers, so that these can be compared."
+            "as folders or GGUF files that contain their tokenizers."
         )
 
 
-def _one_of_several(needs: Requirements, ahead: PlanReport, concurrency: int | None) -> PlanReport:
-    """Return the same text as one of several: of so many, or of as many as pay.
+def _plan_shared(
+    requirements: Requirements, report: PlanReport, concurrency: int | None
+) -> PlanReport:
+    """Return the plan with `concurrency` requests, or with as many as pay if it is None.
 
     Raises InsufficientMemoryError.
     """
     if concurrency is None:
-        return plan_concurrent(needs, ahead, MAX_CONCURRENCY)
+        return plan_concurrent(requirements, report, MAX_CONCURRENCY)
     return plan_request(
-        needs, ahead.hardware, ahead.prompt, ahead.new, ahead.acceptance, concurrency=concurrency
+        requirements,
+        report.hardware,
+        report.prompt,
+        report.max_new_tokens,
+        report.acceptance,
+        concurrency=concurrency,
     )
 
 
-def _prompt_tokens(target: ModelConfig, context: int | None, new: int) -> int:
-    """Return the tokens of the longest prompt in this context.
+def _prompt_tokens(target: ModelConfig, context: int | None, max_new_tokens: int) -> int:
+    """Return the maximum prompt tokens in this context.
 
-    Raises TierForceError where there is no room for one.
+    Raises TierForceError if none are left.
     """
     tokens = context or target.context_limit
     target.check_context(tokens)
-    if tokens <= new:
+    if tokens <= max_new_tokens:
         raise TierForceError(
-            f"--context {tokens} leaves no room for a prompt before {new} new tokens."
+            f"--context {tokens} leaves no room for a prompt and {max_new_tokens} new tokens."
         )
-    return tokens - new
+    return tokens - max_new_tokens
 
 
 def _document(
     job: dict[str, Any],
-    ahead: PlanReport,
+    report: PlanReport,
     others: list[PlanReport],
     shared: PlanReport,
     first: PlanReport,
 ) -> dict[str, Any]:
-    """Return all that was found, for machines; other modes by name."""
-    needs = ahead.needs
+    """Return the JSON document of the report, with the forecasts of other modes by name."""
+    requirements = report.requirements
     return {
         "job": {
             **job,
-            "hardware": ahead.hardware.name,
-            "ranks": needs.ranks,
-            "mode": needs.mode,
-            "prompt": ahead.prompt,
-            "new": ahead.new,
-            "retrieval_budget": needs.budget,
-            "strategy_reason": ahead.choice.why,
-            "acceptance": ahead.acceptance.of(needs, ahead.plan),
-            "inner_acceptance": ahead.acceptance.inner,
+            "hardware": report.hardware.name,
+            "ranks": requirements.ranks,
+            "mode": requirements.mode,
+            "prompt": report.prompt,
+            "new": report.max_new_tokens,
+            "retrieval_budget": requirements.budget,
+            "strategy_reason": report.choice.why,
+            "acceptance": report.acceptance.rate(requirements, report.plan),
+            "inner_acceptance": report.acceptance.inner,
         },
         "memory": {
-            "device in prefill": ahead.prefill_memory,
-            "device when decoding": ahead.decode_memory,
-            "host": ahead.plan.host_bytes,
+            "device in prefill": report.prefill_memory,
+            "device when decoding": report.decode_memory,
+            "host": report.plan.host_bytes,
         },
-        "plan": vars(ahead.plan),
-        "forecast": ahead.forecast.as_dict(),
+        "plan": vars(report.plan),
+        "forecast": report.forecast.as_dict(),
         "first document": first.forecast.as_dict(),
         "concurrent": {"plan": vars(shared.plan), "forecast": shared.forecast.as_dict()},
         "plain": None,
-        **{each.needs.mode: each.forecast.as_dict() for each in others},
+        **{other.requirements.mode: other.forecast.as_dict() for other in others},
     }

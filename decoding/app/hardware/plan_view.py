@@ -1,4 +1,4 @@
-"""A plan for people, as tables and as a picture: how long a text takes, and where memory goes."""
+"""A plan report as tables and as an image: predicted times and memory by tier."""
 
 from __future__ import annotations
 
@@ -13,97 +13,96 @@ from decoding.app.terminal.streams import printable
 from decoding.planning.what_if import PlanReport
 from offload.errors import TierForceError
 
-# what device memory is for, in words
+# labels of memory tiers
 _TIERS = {
     "weights": "weights",
-    "resident layers": "KV that stays here",
-    "ring, in prefill one layer": "KV on its way",
-    "recent tokens": "KV of recent tokens",
+    "resident layers": "KV of on-device layers",
+    "ring, in prefill one layer": "transfer ring",
+    "device tail": "device tail (recent tokens)",
     "high_bytes": "high bytes of split KV",
-    "joining slices": "joining codes and the rest",
-    "cutting slices": "cutting KV in slices",
+    "reconstruction buffers": "reconstruction buffer",
+    "splitting buffers": "split buffer",
     "retrieval cache": "retrieval cache",
-    "draft cache": "KV of the draft model",
-    "rotary tables": "tables of positions",
-    "hidden states": "the prompt's hidden states",
-    "a pass": "working memory",
+    "draft cache": "draft cache",
+    "rotary tables": "rotary tables",
+    "hidden states": "hidden states of the prompt",
+    "forward": "activations",
 }
 _BOUNDS = {
-    "link": "the link to host memory",
-    "compute": "the GPU",
-    "arithmetic": "the GPU",
-    "sums over ranks": "sums between GPUs",
-    "write-back": "the link to host memory",
+    "link": "host link",
+    "compute": "compute",
+    "arithmetic": "compute",
+    "all-reduce": "all-reduce",
+    "write-back": "host link",
 }
 
 
 def times_table(
-    ahead: PlanReport, others: Sequence[PlanReport], shared: PlanReport, first: PlanReport
+    report: PlanReport, others: Sequence[PlanReport], shared: PlanReport, first: PlanReport
 ) -> Table:
-    """Return how long the text takes, beside other modes, each in a plan of its own.
+    """Return the predicted times of a request, compared with other modes in plans of their own.
 
-    `shared` is the same text as one of several, `first` as the first one of a run.
+    `shared` is the plan with concurrent requests, `first` that of the first request of a run.
     """
-    seen, mode = ahead.forecast, ahead.needs.mode
-    title = f"Fits {escape(printable(ahead.hardware.name))}. Predicted, not measured:"
+    forecast, mode = report.forecast, report.requirements.mode
+    title = f"Fits {escape(printable(report.hardware.name))}. Predicted, not measured:"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("")
     table.add_column("", justify="right")
-    table.add_column("waits for")
-    table.add_row(f"a document of {ahead.prompt:,} tokens", duration(seen.document_s))
-    table.add_row("  reading it", duration(seen.prefill_s), _BOUNDS[seen.prefill_bound])
+    table.add_column("bound by")
+    table.add_row(f"document of {report.prompt:,} tokens", duration(forecast.document_s))
+    table.add_row("  prefill", duration(forecast.prefill_s), _BOUNDS[forecast.prefill_bound])
     table.add_row(
-        f"  writing {ahead.new:,} tokens", duration(seen.decode_s), _BOUNDS[seen.verification_bound]
+        f"  decoding {report.max_new_tokens:,} tokens",
+        duration(forecast.decode_s),
+        _BOUNDS[forecast.verification_bound],
     )
-    if first.choice.strategy != ahead.choice.strategy:
-        table.add_row("the first document of a run", duration(first.forecast.document_s))
-    texts = shared.forecast.concurrency
-    concurrency = f", {texts} at once" if texts > 1 else ""
-    an_hour = float(f"{shared.forecast.documents_per_hour:.3g}")
-    table.add_row(f"documents an hour{concurrency}", f"{an_hour:,.10g}")
-    table.add_row(f"a token, {mode}", f"{1e3 * seen.token_s:,.0f} ms")
+    if first.choice.strategy != report.choice.strategy:
+        table.add_row("first document of a run", duration(first.forecast.document_s))
+    concurrency = shared.forecast.concurrency
+    suffix = f", {concurrency} concurrent" if concurrency > 1 else ""
+    per_hour = float(f"{shared.forecast.documents_per_hour:.3g}")
+    table.add_row(f"documents per hour{suffix}", f"{per_hour:,.10g}")
+    table.add_row(f"decoding, {mode}", _per_token(report))
     if mode != "plain":
-        times = {each.needs.mode: f"{1e3 * each.forecast.token_s:,.0f} ms" for each in others}
-        for other, time in {"plain": "does not fit", **times}.items():
-            table.add_row(f"a token, {other}", time)
-        table.add_row(
-            "tokens drafted and gained, a round",
-            f"{seen.num_draft_tokens}, {seen.tokens_per_verification:.1f}",
-        )
-    plan = ahead.plan
-    if ahead.needs.retrieval_layers(ahead.needs.planned_spec(plan, ahead.prompt)):
-        table.add_row("retrieval budget", f"{ahead.needs.budget:,} tokens")
-    table.add_row(
-        "layers with KV on the GPU, on the host", f"{plan.resident_layers}, {ahead.layers_on_host}"
-    )
+        times = {other.requirements.mode: _per_token(other) for other in others}
+        for name, time in {"plain": "does not fit", **times}.items():
+            table.add_row(f"decoding, {name}", time)
+        table.add_row("draft tokens per round", f"{forecast.num_draft_tokens}")
+        table.add_row("generated tokens per round", f"{forecast.tokens_per_verification:.1f}")
+    plan = report.plan
+    if report.requirements.retrieval_layers(report.requirements.planned_spec(plan, report.prompt)):
+        table.add_row("retrieval budget", f"{report.requirements.budget:,} tokens per head")
+    table.add_row("on-device layers", f"{plan.resident_layers}")
+    table.add_row("offloaded layers", f"{report.layers_on_host}")
     if plan.split_layers:
-        table.add_row("  of these with codes on the GPU", f"{plan.split_layers}")
+        table.add_row("  with high bytes on the GPU", f"{plan.split_layers}")
     return table
 
 
-def memory_table(ahead: PlanReport) -> Table:
-    """Return where memory goes, in GB, while the prompt is read and while tokens are written."""
-    machine, ranks = ahead.hardware, ahead.needs.ranks
-    each = "each GPU" if ranks > 1 else "the GPU"
-    table = Table(title=f"GB of {each}, while", title_justify="left", box=None)
+def memory_table(report: PlanReport) -> Table:
+    """Return the memory by tier in GB, during prefill and during decoding."""
+    machine, ranks = report.hardware, report.requirements.ranks
+    title = "GPU memory in GB, per GPU:" if ranks > 1 else "GPU memory in GB:"
+    table = Table(title=title, title_justify="left", box=None)
     table.add_column("")
-    table.add_column("reading", justify="right")
-    table.add_column("writing", justify="right")
-    phases = (ahead.prefill_memory, ahead.decode_memory)
-    for name in ahead.prefill_memory:
+    table.add_column("prefill", justify="right")
+    table.add_column("decoding", justify="right")
+    phases = (report.prefill_memory, report.decode_memory)
+    for name in report.prefill_memory:
         if any(phase[name] for phase in phases):
             table.add_row(_TIERS.get(name, name), *(_gb(phase[name]) for phase in phases))
     table.add_section()
     table.add_row(
-        f"in all, of {_gb(machine.device_memory)}", *(_gb(sum(phase.values())) for phase in phases)
+        f"total, of {_gb(machine.device_memory)}", *(_gb(sum(phase.values())) for phase in phases)
     )
-    host = _gb(ahead.plan.host_bytes * ranks)
+    host = _gb(report.plan.host_bytes * ranks)
     table.add_row(f"host memory, of {_gb(machine.host_memory)}", host, host)
     return table
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people write it: 0.41 s, 12 s, 1 min 52 s, 2 h 5 min."""
+    """Return a readable time: 0.41 s, 12 s, 1 min 52 s, 2 h 5 min."""
     if seconds < 9.95:
         return f"{seconds:.2g} s"
     whole = round(seconds)
@@ -114,10 +113,10 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def plan_picture(path: Path, model: str, ahead: PlanReport) -> None:
-    """Draw memory by tier, and one round of decoding on the link and on the device.
+def plan_picture(path: Path, model: str, report: PlanReport) -> None:
+    """Draw memory by tier, and one decoding round on the link and on the device.
 
-    Raises TierForceError where it cannot be drawn or written.
+    Raises TierForceError if the image cannot be drawn or written.
     """
     try:
         import matplotlib
@@ -127,11 +126,11 @@ def plan_picture(path: Path, model: str, ahead: PlanReport) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 6), width_ratios=(2, 3))
-    _draw_memory(left, ahead)
-    _draw_round(right, ahead)
+    _draw_memory(left, report)
+    _draw_round(right, report)
     figure.suptitle(
-        f"{model}, {ahead.prompt:,} + {ahead.new} tokens on {ahead.hardware.name}, "
-        f"{ahead.needs.mode}"
+        f"{model}, {report.prompt:,} + {report.max_new_tokens} tokens on {report.hardware.name}, "
+        f"{report.requirements.mode}"
     )
     figure.tight_layout()
     try:
@@ -141,15 +140,15 @@ def plan_picture(path: Path, model: str, ahead: PlanReport) -> None:
     pyplot.close(figure)
 
 
-def _draw_memory(axes: Any, ahead: PlanReport) -> None:
-    """Draw the bytes of a device in both phases, and of a rank's share of the host, as bars."""
-    phases = (ahead.prefill_memory, ahead.decode_memory)
+def _draw_memory(axes: Any, report: PlanReport) -> None:
+    """Draw bars of a GPU's memory in both phases, and of a rank's share of host memory."""
+    phases = (report.prefill_memory, report.decode_memory)
     bottoms = [0.0, 0.0]
-    shown = [name for name in ahead.prefill_memory if any(phase[name] for phase in phases)]
+    shown = [name for name in report.prefill_memory if any(phase[name] for phase in phases)]
     for number, name in enumerate(shown):
         heights = [phase[name] / 1e9 for phase in phases]
         axes.bar(
-            ["GPU, reading", "GPU, writing"],
+            ["GPU, prefill", "GPU, decoding"],
             heights,
             bottom=bottoms,
             color=f"C{number}",
@@ -157,20 +156,20 @@ def _draw_memory(axes: Any, ahead: PlanReport) -> None:
             width=0.6,
         )
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    host = ahead.plan.host_bytes / 1e9
-    axes.bar(["host"], [host], color="0.6", label="KV on the host", width=0.6)
-    _draw_limit(axes, (-0.4, 1.4), ahead.hardware.device_memory)
-    _draw_limit(axes, (1.6, 2.4), ahead.hardware.host_memory / ahead.needs.ranks)
-    axes.set(ylabel="GB of one rank", title="memory")
+    host = report.plan.host_bytes / 1e9
+    axes.bar(["host"], [host], color="0.6", label="offloaded KV", width=0.6)
+    _draw_limit(axes, (-0.4, 1.4), report.hardware.device_memory)
+    _draw_limit(axes, (1.6, 2.4), report.hardware.host_memory / report.requirements.ranks)
+    axes.set(ylabel="GB per rank", title="memory")
     axes.legend(fontsize=8, frameon=False)
 
 
 def _draw_limit(axes: Any, span: tuple[float, float], nbytes: float) -> None:
-    """Draw how much memory there is."""
+    """Draw the available memory as a line."""
     height = nbytes / 1e9
     axes.hlines(height, *span, color="black", linestyle="--", linewidth=1)
     axes.annotate(
-        f"there is {height:.3g}",
+        f"available: {height:.3g}",
         (span[0], height),
         xytext=(0, 3),
         textcoords="offset points",
@@ -178,24 +177,30 @@ def _draw_limit(axes: Any, span: tuple[float, float], nbytes: float) -> None:
     )
 
 
-def _draw_round(axes: Any, ahead: PlanReport) -> None:
-    """Draw the milliseconds of one round, on the link and on the GPU."""
-    seen = ahead.forecast
-    drafting = 1e3 * seen.drafting_s
+def _draw_round(axes: Any, report: PlanReport) -> None:
+    """Draw the milliseconds of one decoding round, on the link and on the GPU."""
+    forecast = report.forecast
+    drafting = 1e3 * forecast.drafting_s
     spans = [
-        ("GPU", 0.0, drafting, "C2", f"{seen.num_draft_tokens} drafted"),
-        ("GPU", drafting, 1e3 * seen.compute_s, "C0", "verification, compute"),
-        ("link", drafting, 1e3 * seen.link_s, "C1", "verification, link"),
+        ("GPU", 0.0, drafting, "C2", f"drafting {forecast.num_draft_tokens} tokens"),
+        ("GPU", drafting, 1e3 * forecast.compute_s, "C0", "verification, compute"),
+        ("link", drafting, 1e3 * forecast.link_s, "C1", "verification, transfer"),
     ]
     for lane, start, length, color, label in spans:
         if length:
-            said = f"{label}: {length:,.4g} ms"
-            axes.barh(lane, length, left=start, color=color, height=0.5, label=said)
-    tokens = f"{seen.tokens_per_verification:.1f} tokens, {1e3 * seen.token_s:,.4g} ms each"
-    title = f"one round, predicted: {tokens}; it waits for {_BOUNDS[seen.verification_bound]}"
+            legend = f"{label}: {length:,.4g} ms"
+            axes.barh(lane, length, left=start, color=color, height=0.5, label=legend)
+    title = (
+        f"predicted round: {forecast.tokens_per_verification:.1f} tokens, "
+        f"{1e3 * forecast.token_s:,.4g} ms/token, bound by {_BOUNDS[forecast.verification_bound]}"
+    )
     axes.set(xlabel="ms", title=title)
     axes.legend(fontsize=9, frameon=False, loc="upper right")
     axes.set_ylim(-0.6, 2.2)
+
+
+def _per_token(report: PlanReport) -> str:
+    return f"{1e3 * report.forecast.token_s:,.0f} ms/token"
 
 
 def _gb(nbytes: float) -> str:

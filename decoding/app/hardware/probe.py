@@ -1,4 +1,4 @@
-"""`tierforce probe`: measure on all ranks, show on the first, and write a hardware file."""
+"""`tierforce probe`: measure on all ranks, print on rank 0, and write a hardware file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from parallel.ranks.process_group import TensorParallelGroup
 
 
 def run(model: str | None, dtype: str, device: str, output: Path) -> None:
-    """Measure this machine with the dimensions of `model`; every rank calls it."""
+    """Measure this machine with the dimensions of `model`; all ranks call it."""
     silence_transformers()
     kind = dtype_of(dtype)
     group = TensorParallelGroup.from_environment(device, warn)
     with group.sync_errors():
         if group.rank == 0:
-            check_writable("--output", output)  # before what takes a minute or two
+            check_writable("--output", output)  # early, since measuring takes a minute or two
     measured = profile(group, model, kind)
     with group.sync_errors():
         if group.rank == 0:

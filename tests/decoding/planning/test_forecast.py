@@ -1,4 +1,4 @@
-"""Predictions: published rows from hardware numbers alone, and the arithmetic they are made of."""
+"""Forecasts: published results from hardware numbers alone, and the underlying formulas."""
 
 from __future__ import annotations
 
@@ -22,37 +22,35 @@ from decoding.speculation.draft_length import best_length, expected_tokens
 from parallel.config.model_config import ModelConfig
 
 PROMPT, NEW = 130_048, 512
-SEVEN, THIRTEEN, SMALL = (config_of(each) for each in (LLAMA_7B, LLAMA_13B, LLAMA_68M))
+SEVEN, THIRTEEN, SMALL = (config_of(sizes) for sizes in (LLAMA_7B, LLAMA_13B, LLAMA_68M))
 
 
-def needs_of(target: ModelConfig, mode: str, ranks: int, **choices: Any) -> Requirements:
+def requirements_of(target: ModelConfig, mode: str, ranks: int, **choices: Any) -> Requirements:
     settings = Settings(mode=mode, **{"retrieval_budget": DEFAULT_RETRIEVAL_BUDGET, **choices})
     draft = SMALL if mode == "hierarchical" else None
     return Requirements(target, draft, mode, settings, torch.float16, ranks, 1, True)
 
 
-def predicted(target: ModelConfig, hardware: str, mode: str, **choices: Any) -> PlanReport:
-    """The 13B's KV takes more host memory than a profile assumes; layers that are set are taken as
-    set.
-    """
+def plan_on(target: ModelConfig, hardware: str, mode: str, **choices: Any) -> PlanReport:
+    """Return the report with enough host memory for the 13B, and with any configured layers."""
     machine = replace(HardwareProfile.from_name(hardware), host_memory=256e9)
     if "gpu_kv_layers" in choices:
         machine = replace(machine, device_memory=48e9)
-    needs = needs_of(target, mode, int(machine.gpus), **choices)
-    return plan_request(needs, machine, PROMPT, NEW)
+    requirements = requirements_of(target, mode, int(machine.gpus), **choices)
+    return plan_request(requirements, machine, PROMPT, NEW)
 
 
 def test_published_plain_offload_of_the_7b() -> None:
-    """840 ms a token on two 4090s with 12 resident layers (TriForce, arXiv 2404.11912, table 2)."""
-    seen = predicted(SEVEN, "2x4090", "plain", gpu_kv_layers=12).forecast
-    assert seen.token_s == pytest.approx(0.840, rel=0.05)
-    assert seen.verification_bound == "link"
+    """840 ms/token on two 4090s with 12 resident layers (TriForce, arXiv 2404.11912, table 2)."""
+    result = plan_on(SEVEN, "2x4090", "plain", gpu_kv_layers=12).forecast
+    assert result.token_s == pytest.approx(0.840, rel=0.05)
+    assert result.verification_bound == "link"
 
 
 def test_published_plain_offload_of_the_13b_implies_its_resident_layers() -> None:
-    """1794 ms a token: of 0 to 10 resident layers, 6 come nearest."""
+    """1794 ms/token: of 0 to 10 resident layers, 6 come closest."""
     times = {
-        count: predicted(THIRTEEN, "2x4090", "plain", gpu_kv_layers=count).forecast.token_s
+        count: plan_on(THIRTEEN, "2x4090", "plain", gpu_kv_layers=count).forecast.token_s
         for count in range(11)
     }
     assert min(times, key=lambda count: abs(times[count] - 1.794)) == 6
@@ -64,116 +62,132 @@ def test_published_plain_offload_of_the_13b_implies_its_resident_layers() -> Non
     [(SEVEN, "2x4090", 0.108), (THIRTEEN, "2x4090", 0.226), (SEVEN, "1x4090", 0.312)],
 )
 def test_published_hierarchical_rows(target: ModelConfig, hardware: str, published: float) -> None:
-    """With one acceptance rate for all three, the one that the first row implies."""
-    seen = predicted(target, hardware, "hierarchical").forecast
-    assert seen.token_s == pytest.approx(published, rel=0.25)
-    assert seen.verification_bound == "link"
+    """All three use the acceptance rate implied by the first row."""
+    result = plan_on(target, hardware, "hierarchical").forecast
+    assert result.token_s == pytest.approx(published, rel=0.25)
+    assert result.verification_bound == "link"
 
 
-def test_texts_at_once_share_weights_and_launches_and_nothing_else() -> None:
+def test_concurrent_requests_share_only_weights_and_launches() -> None:
     machine = replace(HardwareProfile.from_name("1xA100-80"), host_memory=256e9)
-    plan, needs = predicted(SEVEN, "1xA100-80", "plain").plan, needs_of(SEVEN, "plain", 1)
+    plan, requirements = (
+        plan_on(SEVEN, "1xA100-80", "plain").plan,
+        requirements_of(SEVEN, "plain", 1),
+    )
 
-    def of(texts: int, prompt: int = PROMPT) -> Forecast:
-        return forecast(needs, plan, machine, prompt, NEW, Acceptance(), texts)
+    def forecast_of(concurrency: int, prompt: int = PROMPT) -> Forecast:
+        return forecast(requirements, plan, machine, prompt, NEW, Acceptance(), concurrency)
 
-    for texts in (2, 6):
-        assert of(texts).link_s == pytest.approx(texts * of(1).link_s)
-        assert of(1).compute_s < of(texts).compute_s < texts * of(1).compute_s
-        assert of(texts).prefill_s == of(1).prefill_s
-        share = of(texts).decode_s / texts
-        assert of(texts).documents_per_hour == 3600 / (of(1).prefill_s + share)
-    # where keys are few, reading the weights is all there is to share
-    assert of(6, 100).compute_s < 1.5 * of(1, 100).compute_s
+    for concurrency in (2, 6):
+        assert forecast_of(concurrency).link_s == pytest.approx(concurrency * forecast_of(1).link_s)
+        assert (
+            forecast_of(1).compute_s
+            < forecast_of(concurrency).compute_s
+            < concurrency * forecast_of(1).compute_s
+        )
+        assert forecast_of(concurrency).prefill_s == forecast_of(1).prefill_s
+        share = forecast_of(concurrency).decode_s / concurrency
+        assert forecast_of(concurrency).documents_per_hour == 3600 / (
+            forecast_of(1).prefill_s + share
+        )
+    # With few keys, reading the weights dominates and is shared.
+    assert forecast_of(6, 100).compute_s < 1.5 * forecast_of(1, 100).compute_s
 
 
-def test_published_gain_of_six_texts_at_once() -> None:
-    """1.9 times plain decoding of the same six texts of 19K tokens, on one A100 (the paper,
-    greedy); here with the acceptance that the first row of the table of offloading implies.
+def test_published_gain_with_six_concurrent_requests() -> None:
+    """1.9 times plain decoding of the same six prompts of 19K tokens on one A100 (the paper,
+    greedy), here with the acceptance implied by the first row of the offloading table.
     """
     machine = replace(HardwareProfile.from_name("1xA100-80"), device_memory=128e9)
     seconds = {}
     for mode in ("plain", "hierarchical"):
-        needs = needs_of(SEVEN, mode, 1, retrieval_budget=768, num_draft_tokens=6)
-        seconds[mode] = plan_request(needs, machine, 19_200, 256, concurrency=6).forecast.token_s
+        requirements = requirements_of(SEVEN, mode, 1, retrieval_budget=768, num_draft_tokens=6)
+        seconds[mode] = plan_request(
+            requirements, machine, 19_200, 256, concurrency=6
+        ).forecast.token_s
     assert seconds["plain"] / seconds["hierarchical"] == pytest.approx(1.9, rel=0.2)
 
 
-def test_as_many_go_together_as_keep_what_each_would_keep_alone() -> None:
+def test_concurrency_is_limited_by_the_placement_of_a_single_request() -> None:
     machine = HardwareProfile.from_name("1xA100-80")
-    needs = needs_of(SEVEN, "plain", 1)
+    requirements = requirements_of(SEVEN, "plain", 1)
     for prompt in (2_000, 30_000, 100_000):
-        alone = plan_request(needs, machine, prompt, NEW)
-        shared = plan_concurrent(needs, alone, 8)
+        alone = plan_request(requirements, machine, prompt, NEW)
+        shared = plan_concurrent(requirements, alone, 8)
         count = shared.forecast.concurrency
         assert shared.plan == alone.plan
-        assert shared.needs == alone.needs
+        assert shared.requirements == alone.requirements
         if count < 8:
-            more = plan_request(needs, machine, prompt, NEW, concurrency=count + 1)
+            more = plan_request(requirements, machine, prompt, NEW, concurrency=count + 1)
             assert more.plan != alone.plan
         assert (count == 8, count == 1) == (prompt == 2_000, prompt == 100_000)
         better = shared.forecast.documents_per_hour > alone.forecast.documents_per_hour
         assert better == (count > 1)
 
 
-def test_where_short_passes_are_recorded_large_layers_alone_are_worth_sharing() -> None:
+def test_with_cuda_graphs_only_large_layers_are_worth_sharing() -> None:
     gpu = HardwareProfile.from_name("1xA100-80")
-    cpu = replace(gpu, runs_ahead=False)  # where nothing is recorded
+    cpu = replace(gpu, runs_ahead=False)  # without CUDA graphs
     small = replace(SEVEN, hidden=1024, intermediate=2048)
 
     def count(target: ModelConfig, mode: str, machine: HardwareProfile) -> int:
-        needs = needs_of(target, mode, 1, retrieval_budget=512)
-        alone = plan_request(needs, machine, 2_000, 256)
-        return plan_concurrent(needs, alone, 4).forecast.concurrency
+        requirements = requirements_of(target, mode, 1, retrieval_budget=512)
+        alone = plan_request(requirements, machine, 2_000, 256)
+        return plan_concurrent(requirements, alone, 4).forecast.concurrency
 
     assert count(SEVEN, "retrieval", gpu) == count(SEVEN, "hierarchical", gpu) == 4
     assert count(small, "retrieval", gpu) == 1
     assert count(small, "retrieval", cpu) == count(small, "plain", gpu) == 4
 
 
-def test_more_acceptance_longer_drafts_fewer_seconds() -> None:
-    ahead = predicted(SEVEN, "1x4090", "hierarchical")
+def test_higher_acceptance_gives_longer_drafts_and_fewer_seconds() -> None:
+    report = plan_on(SEVEN, "1x4090", "hierarchical")
 
     def with_rate(target: float, inner: float = 0.7) -> Forecast:
         acceptance = Acceptance(target, inner)
-        return forecast(ahead.needs, ahead.plan, ahead.hardware, PROMPT, NEW, acceptance)
+        return forecast(report.requirements, report.plan, report.hardware, PROMPT, NEW, acceptance)
 
-    found = [with_rate(rate) for rate in (0.5, 0.8, 0.95)]
-    lengths, times = [each.num_draft_tokens for each in found], [each.token_s for each in found]
+    forecasts = [with_rate(rate) for rate in (0.5, 0.8, 0.95)]
+    lengths = [result.num_draft_tokens for result in forecasts]
+    times = [result.token_s for result in forecasts]
     assert lengths == sorted(set(lengths))
     assert times == sorted(times, reverse=True)
     assert with_rate(0.0, 0.0).tokens_per_verification == 1
 
 
-def test_what_a_draft_model_puts_before_the_target_stands_as_often_as_before_any_level() -> None:
-    """The target's rate is that of a retrieval cache, which there is none of."""
-    ahead = predicted(SEVEN, "1x4090", "speculative")
+def test_draft_model_acceptance_is_the_same_at_every_level() -> None:
+    """`Acceptance.target` refers to a retrieval cache, which mode speculative does not have."""
+    report = plan_on(SEVEN, "1x4090", "speculative")
     rates = [Acceptance(target, inner) for target, inner in ((0.9, 0.6), (0.5, 0.6), (0.9, 0.8))]
-    found = [rate.of(ahead.needs, ahead.plan) for rate in rates]
-    assert found == pytest.approx([0.6, 0.6, 0.8])
+    target_rates = [acceptance.rate(report.requirements, report.plan) for acceptance in rates]
+    assert target_rates == pytest.approx([0.6, 0.6, 0.8])
 
 
-def test_a_text_that_fits_the_device_waits_for_no_link() -> None:
-    needs, machine = needs_of(SEVEN, "hierarchical", 1), HardwareProfile.from_name("1xA100-80")
-    ahead = plan_request(needs, machine, 16_384, NEW)
-    assert ahead.plan.resident_layers == SEVEN.layers
-    assert ahead.plan.host_bytes == 0
-    without = plan_plain(ahead)
-    assert without is not None
-    bounds = (ahead.forecast.verification_bound, without.forecast.verification_bound)
+def test_a_request_that_fits_the_device_is_compute_bound() -> None:
+    requirements, machine = (
+        requirements_of(SEVEN, "hierarchical", 1),
+        HardwareProfile.from_name("1xA100-80"),
+    )
+    report = plan_request(requirements, machine, 16_384, NEW)
+    assert report.plan.resident_layers == SEVEN.layers
+    assert report.plan.host_bytes == 0
+    plain = plan_plain(report)
+    assert plain is not None
+    bounds = (report.forecast.verification_bound, plain.forecast.verification_bound)
     assert bounds == ("compute", "compute")
 
 
-def test_plain_decoding_is_told_with_a_plan_of_its_own() -> None:
-    """Memory that a retrieval cache takes is not missing in what it is compared with."""
-    ahead = predicted(SEVEN, "2x4090", "hierarchical", retrieval_budget=32_768)
-    without, alone = plan_plain(ahead), predicted(SEVEN, "2x4090", "plain")
-    assert without is not None
-    assert without.forecast == alone.forecast
-    assert without.plan.resident_layers > ahead.plan.resident_layers
+def test_plain_decoding_has_its_own_plan() -> None:
+    """It uses the memory that the other mode needs for a retrieval cache."""
+    report = plan_on(SEVEN, "2x4090", "hierarchical", retrieval_budget=32_768)
+    plain = plan_plain(report)
+    alone = plan_on(SEVEN, "2x4090", "plain")
+    assert plain is not None
+    assert plain.forecast == alone.forecast
+    assert plain.plan.resident_layers > report.plan.resident_layers
 
 
-def test_the_best_length_is_the_shortest_of_the_best() -> None:
+def test_best_length_is_the_shortest_of_equal_ones() -> None:
     assert best_length(range(1, 65), 0.9, lambda n: 1.0)[0] == 64
     assert best_length(range(1, 65), 0.0, lambda n: 1.0) == (1, 1.0)
     assert best_length(range(7, 8), 0.5, lambda n: 1.0 + n)[0] == 7
@@ -185,112 +199,114 @@ def test_expected_tokens() -> None:
     assert expected_tokens(0.5, 2) == pytest.approx(1 + 0.5 + 0.25)
 
 
-def test_arithmetic_of_a_prefill() -> None:
+def test_prefill_flops() -> None:
     config = ModelConfig.from_pretrained(Path(__file__).parents[3] / "demo" / "target")
-    # of the last layer keys and values alone
+    # only keys and values in the last layer
     weights = 5 * (4 * 256 * 256 + 3 * 256 * 768) + 2 * 256 * 256
     pairs = 5 * 4 * 64 * (1 + 2 + 3)
     assert prefill_flops(config, 3) == pytest.approx((2 * weights * 3, 4 * pairs))
 
 
-def test_a_pass_over_a_retrieval_cache_takes_what_was_measured_of_its_8_bits() -> None:
-    """By default a byte of it takes as long as an element of 16 bits."""
+def test_forward_over_an_8_bit_retrieval_cache_uses_its_measured_rate() -> None:
+    """By default an 8-bit element takes as long as a 16-bit one."""
     machine = replace(HardwareProfile.from_name("2x4090"), host_memory=256e9, kv_rate=5e11)
-    needs = needs_of(SEVEN, "retrieval", int(machine.gpus))
-    kv = needs.layout.bytes(needs.budget)
+    requirements = requirements_of(SEVEN, "retrieval", int(machine.gpus))
+    kv = requirements.layout.bytes(requirements.budget)
 
-    def pass_s(hardware: HardwareProfile, **chosen: Any) -> float:
-        settings = replace(needs.settings, **chosen)
+    def forward_s(hardware: HardwareProfile, **options: Any) -> float:
+        settings = replace(requirements.settings, **options)
         costs = PredictedCosts(hardware, Acceptance())
-        return costs.retrieval_s(replace(needs, settings=settings), PROMPT)
+        return costs.retrieval_s(replace(requirements, settings=settings), PROMPT)
 
-    assert pass_s(replace(machine, int8_rate=5e11)) == pass_s(machine)
-    slower = pass_s(replace(machine, int8_rate=2.5e11)) - pass_s(machine)
+    assert forward_s(replace(machine, int8_rate=5e11)) == forward_s(machine)
+    slower = forward_s(replace(machine, int8_rate=2.5e11)) - forward_s(machine)
     assert slower == pytest.approx(kv / 5e11, rel=0.01)
     slow = replace(machine, int8_rate=1e11)
-    assert pass_s(slow, int8_retrieval=False) == pass_s(machine)
-    # arithmetic is what it is in 16 bits
+    assert forward_s(slow, int8_retrieval=False) == forward_s(machine)
+    # Arithmetic is the same as in 16 bits.
     serial = replace(machine, runs_ahead=False)
     costs = [PredictedCosts(replace(serial, int8_rate=rate), Acceptance()) for rate in (1e11, 5e11)]
     one, three = (
-        [each.retrieval_s(replace(needs, draft=draft, mode=mode), PROMPT) for each in costs]
+        [each.retrieval_s(replace(requirements, draft=draft, mode=mode), PROMPT) for each in costs]
         for draft, mode in ((None, "retrieval"), (SMALL, "hierarchical"))
     )
     assert one[0] - one[1] == pytest.approx(three[0] - three[1])
 
 
-def test_a_retrieval_cache_in_8_bits_takes_about_half_of_the_memory() -> None:
-    needs = needs_of(SEVEN, "retrieval", 2)
-    whole = replace(needs, settings=replace(needs.settings, int8_retrieval=False))
-    half, all_of_it = (
-        each.retrieval_spec(PROMPT, NEW).layer_bytes(each.layout) for each in (needs, whole)
+def test_an_8_bit_retrieval_cache_needs_about_half_the_memory() -> None:
+    requirements = requirements_of(SEVEN, "retrieval", 2)
+    whole = replace(requirements, settings=replace(requirements.settings, int8_retrieval=False))
+    half, full = (
+        each.retrieval_spec(PROMPT, NEW).layer_bytes(each.layout) for each in (requirements, whole)
     )
-    assert 0.5 < half / all_of_it < 0.57
-    in_host_memory = replace(needs, copies=False)  # where nothing has to leave the device
+    assert 0.5 < half / full < 0.57
+    in_host_memory = replace(requirements, copies=False)  # nothing is offloaded
     assert not in_host_memory.retrieval_spec(PROMPT, NEW).quantised
-    in_float32 = replace(needs, dtype=torch.float32)
+    in_float32 = replace(requirements, dtype=torch.float32)
     assert not in_float32.retrieval_spec(PROMPT, NEW).quantised
-    asked_for = replace(in_float32, settings=replace(needs.settings, int8_retrieval=True))
-    assert asked_for.retrieval_spec(PROMPT, NEW).quantised
+    explicit = replace(in_float32, settings=replace(requirements.settings, int8_retrieval=True))
+    assert explicit.retrieval_spec(PROMPT, NEW).quantised
 
 
-def test_identical_texts_verify_in_blocks_and_draft_as_others_do() -> None:
+def test_deterministic_requests_verify_in_blocks_and_draft_as_usual() -> None:
     machine = replace(HardwareProfile.from_name("2x4090"), host_memory=256e9)
-    needs = needs_of(SEVEN, "retrieval", int(machine.gpus))
-    plan = plan_request(needs, machine, PROMPT, NEW).plan
-    deterministic = replace(needs, settings=replace(needs.settings, deterministic=True))
+    requirements = requirements_of(SEVEN, "retrieval", int(machine.gpus))
+    plan = plan_request(requirements, machine, PROMPT, NEW).plan
+    deterministic = replace(
+        requirements, settings=replace(requirements.settings, deterministic=True)
+    )
     costs = PredictedCosts(machine, Acceptance())
-    one, other = (costs.round_cost(each, plan, PROMPT) for each in (needs, deterministic))
-    steady = target_cost(machine, needs).batch_invariant_seconds(17, PROMPT)
-    selecting = one.compute_s(16) - target_cost(machine, needs).seconds(17, PROMPT)
-    assert other.compute_s(16) - selecting == pytest.approx(steady)
-    assert steady > 1.5 * target_cost(machine, needs).seconds(17, PROMPT)  # three blocks of rows
+    one, other = (costs.round_cost(each, plan, PROMPT) for each in (requirements, deterministic))
+    block_s = target_cost(machine, requirements).batch_invariant_seconds(17, PROMPT)
+    selection_s = one.compute_s(16) - target_cost(machine, requirements).seconds(17, PROMPT)
+    assert other.compute_s(16) - selection_s == pytest.approx(block_s)
+    assert block_s > 1.5 * target_cost(machine, requirements).seconds(
+        17, PROMPT
+    )  # three blocks of rows
     assert (other.link_s, other.drafted_s) == (one.link_s, one.drafted_s)
 
 
-def test_where_noise_is_shared_a_token_is_rejected_twice_as_often_at_most() -> None:
-    """Whatever the budget: as often as it would be rejected with it, and what that comes to."""
+def test_coupled_noise_is_predicted_to_reject_at_its_bound() -> None:
+    """The bound applies to the rejection rate of each budget."""
     for budget in (1024, DEFAULT_RETRIEVAL_BUDGET, 32_768):
-        needs = needs_of(SEVEN, "retrieval", 2, retrieval_budget=budget)
-        plan = plan_request(needs, HardwareProfile.from_name("2x4090"), 30_000, NEW).plan
-        for seen, coupled in (
-            (each.of(needs, plan), other.of(needs, plan))
-            for each, other in (
+        requirements = requirements_of(SEVEN, "retrieval", 2, retrieval_budget=budget)
+        plan = plan_request(requirements, HardwareProfile.from_name("2x4090"), 30_000, NEW).plan
+        for independent, coupled in (
+            (acceptance.rate(requirements, plan), other.rate(requirements, plan))
+            for acceptance, other in (
                 (Acceptance(0.9), Acceptance(0.9, is_coupled=True)),
                 (Acceptance(1.0), Acceptance(1.0, is_coupled=True)),
             )
         ):
-            assert 1 - coupled == pytest.approx(2 * (1 - seen) / (2 - seen))
-    assert Acceptance(0.9, 0.5, is_coupled=True).drafted == pytest.approx(0.5 / 1.5)
+            assert 1 - coupled == pytest.approx(2 * (1 - independent) / (2 - independent))
+    assert Acceptance(0.9, 0.5, is_coupled=True).draft_rate == pytest.approx(0.5 / 1.5)
 
 
-def test_a_pass_over_codes_takes_what_was_measured_of_them() -> None:
-    """By default a code, half of an element, takes half of its time."""
+def test_forward_over_high_bytes_uses_their_measured_rate() -> None:
+    """By default a high byte, half of an element, takes half of its time."""
     machine = replace(HardwareProfile.from_name("2x4090"), host_memory=256e9, kv_rate=5e11)
-    needs = needs_of(SEVEN, "split", int(machine.gpus))
-    plan = plan_request(needs, machine, PROMPT, NEW).plan
-    kv = needs.layout.bytes(PROMPT, plan.split_layers)
+    requirements = requirements_of(SEVEN, "split", int(machine.gpus))
+    plan = plan_request(requirements, machine, PROMPT, NEW).plan
+    kv = requirements.layout.bytes(PROMPT, plan.split_layers)
     assert kv > 0
 
-    def near_s(hardware: HardwareProfile) -> float:
-        return PredictedCosts(hardware, Acceptance()).on_device_s(needs, plan, PROMPT, 1)
+    def on_device_s(hardware: HardwareProfile) -> float:
+        return PredictedCosts(hardware, Acceptance()).on_device_s(requirements, plan, PROMPT, 1)
 
-    assert near_s(replace(machine, high_bits_rate=1e12)) == near_s(machine)
-    slower = near_s(replace(machine, high_bits_rate=2.5e11)) - near_s(machine)
+    assert on_device_s(replace(machine, high_bits_rate=1e12)) == on_device_s(machine)
+    slower = on_device_s(replace(machine, high_bits_rate=2.5e11)) - on_device_s(machine)
     assert slower == pytest.approx(1.5 * kv / 5e11, rel=0.01)
-    joined = [
+    compute_s = [
         PredictedCosts(replace(machine, reconstruct_rate=rate), Acceptance())
-        .round_cost(needs, plan, PROMPT)
+        .round_cost(requirements, plan, PROMPT)
         .compute_s(8)
         for rate in (1e11, 5e10)
     ]
-    assert joined[1] - joined[0] == pytest.approx(kv / 1e11, rel=0.01)
+    assert compute_s[1] - compute_s[0] == pytest.approx(kv / 1e11, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("machine", "wanted"), [("2x4090", None), ("1x5090", None), ("2x3090", False)]
+    ("machine", "expected"), [("2x4090", None), ("1x5090", None), ("2x3090", False)]
 )
-def test_a_machine_without_room_for_what_is_written_out_keeps_16_bits(
-    machine: str, wanted: bool | None
-) -> None:
-    assert HardwareProfile.from_name(machine).int8_retrieval is wanted
+def test_a_machine_with_a_small_l2_cache_keeps_16_bits(machine: str, expected: bool | None) -> None:
+    assert HardwareProfile.from_name(machine).int8_retrieval is expected

@@ -1,4 +1,4 @@
-"""What `auto` stands for, text by text: codes on the device where that is found to pay."""
+"""Mode `auto` per request: split layers where measurements show that they pay."""
 
 from __future__ import annotations
 
@@ -26,92 +26,94 @@ from support.prompts import prompt
 from support.ranks import run_ranks
 
 PROMPT, NEW = 20_000, 200
-OWN, SPLIT = "retrieval", "split-retrieval"
+WHOLE, SPLIT = "retrieval", "split-retrieval"
 
 
-def needs_of(mode: str = "auto", dtype: str = "bfloat16", **choices: Any) -> Requirements:
+def requirements_of(mode: str = "auto", dtype: str = "bfloat16", **choices: Any) -> Requirements:
     settings = Settings(mode=mode, dtype=dtype, prefill_chunk=256, **choices)
     model = replace(case_of(1).target, layers=24, kv_heads=4)
     resolved = settings.resolved_mode(has_draft=False)
     return Requirements(model, None, resolved, settings, dtype_spec(dtype), 1, 1, copies=True)
 
 
-def memory_of(needs: Requirements, device: float, host: float = 2.0) -> Memory:
-    """Memory for such shares of the KV, beside what there is only once."""
-    kv = needs.layout.bytes(PROMPT + NEW)
-    fixed = needs.memory(PROMPT, NEW)
+def memory_of(requirements: Requirements, device: float, host: float = 2.0) -> Memory:
+    """Return memory for these shares of the KV, beside buffers of fixed size."""
+    kv = requirements.layout.bytes(PROMPT + NEW)
+    fixed = requirements.memory(PROMPT, NEW)
     return Memory(int(device * kv) + fixed.hidden + fixed.forwards + fixed.tables, int(host * kv))
 
 
-def modes(needs: Requirements, memory: Memory, prompt: int = PROMPT) -> set[str]:
-    return {way.mode for way in feasible_plans(needs, memory, prompt, NEW)}
+def modes(requirements: Requirements, memory: Memory, prompt: int = PROMPT) -> set[str]:
+    return {strategy.mode for strategy in feasible_plans(requirements, memory, prompt, NEW)}
 
 
-def seconds(needs: Requirements, rate: float) -> float:
-    """Of all KV over a link."""
-    return needs.layout.bytes(PROMPT) / rate
+def transfer_s(requirements: Requirements, rate: float) -> float:
+    """Return the seconds to transfer all KV at `rate` bytes/s."""
+    return requirements.layout.bytes(PROMPT) / rate
 
 
 def rounds(drafted: int, accepted: int, draft_s: float, verify_s: float) -> list[RoundStats]:
     return [RoundStats(drafted, accepted, drafted + 1, draft_s * drafted, verify_s)] * 40
 
 
-def test_slices_are_an_option_where_nothing_is_set_and_layers_wait_on_the_host() -> None:
-    needs = needs_of()
-    assert modes(needs, memory_of(needs, 0.6)) == {OWN, SPLIT}
-    assert modes(needs_of(OWN), memory_of(needs, 0.6)) == {OWN}
-    assert modes(needs_of(dtype="float32"), memory_of(needs, 3)) == {OWN}
-    # all KV fits the device
-    assert modes(needs, memory_of(needs, 4)) == {OWN}
-    assert modes(needs, memory_of(needs, 0.6), prompt=1000) == {OWN}
+def test_auto_considers_split_modes_if_layers_are_offloaded() -> None:
+    requirements = requirements_of()
+    assert modes(requirements, memory_of(requirements, 0.6)) == {WHOLE, SPLIT}
+    assert modes(requirements_of(WHOLE), memory_of(requirements, 0.6)) == {WHOLE}
+    assert modes(requirements_of(dtype="float32"), memory_of(requirements, 3)) == {WHOLE}
+    # All KV fits the device.
+    assert modes(requirements, memory_of(requirements, 4)) == {WHOLE}
+    assert modes(requirements, memory_of(requirements, 0.6), prompt=1000) == {WHOLE}
 
 
-def test_a_host_too_small_for_whole_elements_takes_slices() -> None:
-    needs = needs_of()
-    small = memory_of(needs, 0.45, host=0.6)
-    assert modes(needs, small) == {SPLIT}
-    plans = feasible_plans(needs, small, PROMPT, NEW)
-    choice = StrategySelector(MeasuredCosts(1e9)).select(needs, plans, PROMPT)
+def test_a_host_too_small_for_whole_elements_gets_a_split_mode() -> None:
+    requirements = requirements_of()
+    small = memory_of(requirements, 0.45, host=0.6)
+    assert modes(requirements, small) == {SPLIT}
+    plans = feasible_plans(requirements, small, PROMPT, NEW)
+    choice = StrategySelector(MeasuredCosts(1e9)).select(requirements, plans, PROMPT)
     assert choice.strategy.mode == SPLIT
-    assert f"{OWN} does not fit" in choice.why
+    assert f"{WHOLE} does not fit" in choice.why
     with pytest.raises(InsufficientMemoryError, match="host memory"):
-        feasible_plans(needs_of(OWN), small, PROMPT, NEW)
-    # where neither does, what is said to be needed is the least
-    with pytest.raises(InsufficientMemoryError, match="host memory") as least:
-        feasible_plans(needs, memory_of(needs, 0.45, host=0.1), PROMPT, NEW)
-    for mode in (OWN, SPLIT):
-        way = needs.with_strategy(Strategy(mode, 4096))
-        with pytest.raises(InsufficientMemoryError) as more:
-            feasible_plans(way, memory_of(needs, 0.45, host=0.1), PROMPT, NEW)
-        assert more.value.host_bytes >= least.value.host_bytes > 0
-    # and a text as long is what is said to fit
-    fits = max_prompt(needs, small, 2 * PROMPT, NEW)
-    assert fits > max(PROMPT, max_prompt(needs_of(OWN), small, 2 * PROMPT, NEW))
+        feasible_plans(requirements_of(WHOLE), small, PROMPT, NEW)
+    # If neither fits, the error states the smaller requirement.
+    with pytest.raises(InsufficientMemoryError, match="host memory") as smallest:
+        feasible_plans(requirements, memory_of(requirements, 0.45, host=0.1), PROMPT, NEW)
+    for mode in (WHOLE, SPLIT):
+        fixed = requirements.with_strategy(Strategy(mode, 4096))
+        with pytest.raises(InsufficientMemoryError) as other:
+            feasible_plans(fixed, memory_of(requirements, 0.45, host=0.1), PROMPT, NEW)
+        assert other.value.host_bytes >= smallest.value.host_bytes > 0
+    # The longest prompt is that of the split mode.
+    longest = max_prompt(requirements, small, 2 * PROMPT, NEW)
+    assert longest > max(PROMPT, max_prompt(requirements_of(WHOLE), small, 2 * PROMPT, NEW))
 
 
 @pytest.mark.parametrize(
     ("accepted", "rate", "draft_s", "mode"),
     [
-        (6, 1e8, 1e-4, SPLIT),  # little stands behind a slow link
-        (6, 1e8, 1.0, OWN),  # drafting is the cost, and codes are read for it
+        (6, 1e8, 1e-4, SPLIT),  # low acceptance over a slow link
+        (6, 1e8, 1.0, WHOLE),  # drafting dominates, and it reads the high bytes
     ],
 )
-def test_the_first_text_goes_without_and_its_rounds_decide(
+def test_the_first_request_is_unsplit_and_its_rounds_decide(
     accepted: int, rate: float, draft_s: float, mode: str
 ) -> None:
-    needs = needs_of()
-    chooser = StrategySelector(MeasuredCosts(rate))
-    plans = feasible_plans(needs, memory_of(needs, 0.6), PROMPT, NEW)
-    first = chooser.select(needs, plans, PROMPT)
-    assert first.strategy == Strategy(OWN, DEFAULT_RETRIEVAL_BUDGET)
-    assert "nothing is known" in first.why
+    requirements = requirements_of()
+    selector = StrategySelector(MeasuredCosts(rate))
+    plans = feasible_plans(requirements, memory_of(requirements, 0.6), PROMPT, NEW)
+    first = selector.select(requirements, plans, PROMPT)
+    assert first.strategy == Strategy(WHOLE, DEFAULT_RETRIEVAL_BUDGET)
+    assert "no measurements" in first.why
     plan = plans[first.strategy]
-    link_s = seconds(needs, rate) * (1 - plan.resident_layers / needs.target.layers)
+    link_s = transfer_s(requirements, rate) * (
+        1 - plan.resident_layers / requirements.target.layers
+    )
     past = rounds(24, accepted, draft_s, max(link_s, 0.01))
-    chooser.record(needs.with_strategy(first.strategy), plan, PROMPT, past)
-    second = chooser.select(needs, plans, PROMPT)
+    selector.record(requirements.with_strategy(first.strategy), plan, PROMPT, past)
+    second = selector.select(requirements, plans, PROMPT)
     assert second.strategy.mode == mode
-    assert f"with mode {OWN if mode == SPLIT else SPLIT}, budget" in second.why
+    assert f"with mode {WHOLE if mode == SPLIT else SPLIT}, budget" in second.why
 
 
 @pytest.mark.parametrize(
@@ -119,32 +121,36 @@ def test_the_first_text_goes_without_and_its_rounds_decide(
     [(0.5, 1.0), (1e-3, 6.0)],
     ids=["drafting", "verifying"],
 )
-def test_slices_that_disappoint_are_given_up(draft_s: float, times_link: float) -> None:
-    needs, rate = needs_of(), 1e8
-    chooser = StrategySelector(MeasuredCosts(rate))
-    plans = feasible_plans(needs, memory_of(needs, 0.6), PROMPT, NEW)
-    link_s = seconds(needs, rate)
-    usual = Strategy(OWN, DEFAULT_RETRIEVAL_BUDGET)
-    chooser.record(needs.with_strategy(usual), plans[usual], PROMPT, rounds(24, 6, 1e-3, link_s))
-    tried = chooser.select(needs, plans, PROMPT).strategy
+def test_a_slow_split_mode_is_abandoned(draft_s: float, times_link: float) -> None:
+    requirements, rate = requirements_of(), 1e8
+    selector = StrategySelector(MeasuredCosts(rate))
+    plans = feasible_plans(requirements, memory_of(requirements, 0.6), PROMPT, NEW)
+    link_s = transfer_s(requirements, rate)
+    default = Strategy(WHOLE, DEFAULT_RETRIEVAL_BUDGET)
+    selector.record(
+        requirements.with_strategy(default), plans[default], PROMPT, rounds(24, 6, 1e-3, link_s)
+    )
+    tried = selector.select(requirements, plans, PROMPT).strategy
     assert tried.mode == SPLIT
-    # as many stand as before, and they take longer than it was thought
+    # Acceptance is unchanged, and the rounds take longer than predicted.
     for _ in range(3):
         past = rounds(24, 6, draft_s, times_link * link_s)
-        chooser.record(needs.with_strategy(tried), plans[tried], PROMPT, past)
-    assert chooser.select(needs, plans, PROMPT).strategy.mode == OWN
+        selector.record(requirements.with_strategy(tried), plans[tried], PROMPT, past)
+    assert selector.select(requirements, plans, PROMPT).strategy.mode == WHOLE
 
 
-def test_a_length_below_that_is_set_is_reckoned_with() -> None:
-    """A draft of 64 before every pass over codes costs more than the best one."""
+def test_a_configured_inner_draft_length_is_considered() -> None:
+    """64 draft tokens per forward over high bytes cost more than the best number."""
     costs = []
     for inner in (None, 64):
-        needs = needs_of(num_inner_draft_tokens=inner)
-        plans = feasible_plans(needs, memory_of(needs, 0.6), PROMPT, NEW)
-        observed, way = MeasuredCosts(1e8), Strategy(OWN, DEFAULT_RETRIEVAL_BUDGET)
-        observed.record(needs.with_strategy(way), plans[way], PROMPT, rounds(24, 6, 1e-2, 1.0))
+        requirements = requirements_of(num_inner_draft_tokens=inner)
+        plans = feasible_plans(requirements, memory_of(requirements, 0.6), PROMPT, NEW)
+        measured, strategy = MeasuredCosts(1e8), Strategy(WHOLE, DEFAULT_RETRIEVAL_BUDGET)
+        measured.record(
+            requirements.with_strategy(strategy), plans[strategy], PROMPT, rounds(24, 6, 1e-2, 1.0)
+        )
         split = Strategy(SPLIT, DEFAULT_RETRIEVAL_BUDGET)
-        cost = observed.round_cost(needs.with_strategy(split), plans[split], PROMPT)
+        cost = measured.round_cost(requirements.with_strategy(split), plans[split], PROMPT)
         assert cost is not None
         costs.append(cost.drafted_s)
     assert costs[1] > 2 * costs[0]
@@ -155,7 +161,7 @@ def pair() -> Pair:
     return Pair(DEMO / "target", DEMO / "draft", dtype="bfloat16")
 
 
-# settings with which the link is the cost: what crosses it decides
+# link-bound settings
 SLOW: dict[str, Any] = {
     "link": "emulated:0.03",
     "gpu_kv_layers": 1,
@@ -165,20 +171,18 @@ SLOW: dict[str, Any] = {
 DOCUMENT = (3 * prompt("argparse"))[:1200]
 
 
-def test_an_engine_goes_over_to_slices(pair: Pair) -> None:
-    seen = []
+def test_engine_switches_to_a_split_mode(pair: Pair) -> None:
+    stats = []
     with pair.engine("auto", **SLOW) as engine:
-        place = engine.plan(len(DOCUMENT), 48)
-        assert ", hierarchical or split-hierarchical, " in startup_line(
-            engine, len(DOCUMENT), place
-        )
+        plan = engine.plan(len(DOCUMENT), 48)
+        assert ", hierarchical or split-hierarchical, " in startup_line(engine, len(DOCUMENT), plan)
         for _ in range(2):
             assert len(list(engine.generate(DOCUMENT, 48, GREEDY))) == 48
-            seen.append(engine.stats.as_dict())
-    assert [each["mode"] for each in seen] == ["hierarchical", "split-hierarchical"]
-    assert [each["split_kv_layers"] for each in seen] == [0, 5]
-    assert "with mode hierarchical, budget 512" in seen[1]["strategy_reason"]
-    assert 4 * seen[1]["traffic"]["target"]["link_in"] < seen[0]["traffic"]["target"]["link_in"]
+            stats.append(engine.stats.as_dict())
+    assert [record["mode"] for record in stats] == ["hierarchical", "split-hierarchical"]
+    assert [record["split_kv_layers"] for record in stats] == [0, 5]
+    assert "with mode hierarchical, budget 512" in stats[1]["strategy_reason"]
+    assert 4 * stats[1]["traffic"]["target"]["link_in"] < stats[0]["traffic"]["target"]["link_in"]
 
 
 def auto_on_two_ranks(folder: Path) -> None:
@@ -197,6 +201,6 @@ def auto_on_two_ranks(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_go_over_together(tmp_path: Path) -> None:
+def test_two_ranks_switch_mode_together(tmp_path: Path) -> None:
     run_ranks(2, auto_on_two_ranks, tmp_path)
     assert (tmp_path / "done").exists()

@@ -1,4 +1,4 @@
-"""A mixture of experts is planned by what its passes read, compute and hold."""
+"""Planning of MoE models: weights read, FLOPs and scratch memory per forward."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from parallel.model.moe import SparseMoE
 from parallel.ranks.process_group import TensorParallelGroup
 from support.models import tiny_config
 
-MIXTURE = ModelConfig.from_hf(tiny_config("qwen3_moe"))  # 2 of 6 experts, in one of three layers
+MIXTURE = ModelConfig.from_hf(tiny_config("qwen3_moe"))  # 2 of 6 experts in one of three layers
 PLAIN = ModelConfig.from_hf(tiny_config("qwen3"))
 
 
 def expert_numel() -> int:
-    """Return the parameters of all experts of the model, as they are allocated."""
+    """Return the allocated parameters of all experts of the model."""
     model = random_model(MIXTURE, TensorParallelGroup(), torch.float32)
     layers = [module for module in model.modules() if isinstance(module, SparseMoE)]
     return sum(layer.gate_up.numel() + layer.down.numel() for layer in layers)
 
 
-def test_a_token_reads_the_experts_it_is_given_to_and_a_long_pass_reads_all() -> None:
+def test_a_token_reads_its_own_experts_and_a_long_forward_reads_all() -> None:
     whole = read_bytes(MIXTURE, 1, torch.float32, 10_000)
     one = read_bytes(MIXTURE, 1, torch.float32, 1)
     assert whole - one == pytest.approx(4 * expert_numel() * 4 / 6, abs=4)
@@ -37,24 +37,29 @@ def test_a_token_reads_the_experts_it_is_given_to_and_a_long_pass_reads_all() ->
 
 def test_a_token_is_computed_by_its_own_experts() -> None:
     model = random_model(MIXTURE, TensorParallelGroup(), torch.float32)
-    products = [
+    dense = [
         module.weight.numel()
         for module in model.modules()
         if isinstance(module, ColumnParallelLinear | RowParallelLinear)
     ]
-    assert matmul_flops(MIXTURE) == 2 * (sum(products) + expert_numel() * 2 / 6)
+    assert matmul_flops(MIXTURE) == 2 * (sum(dense) + expert_numel() * 2 / 6)
 
 
-def test_wide_heads_and_mixing_are_given_memory() -> None:
-    def needs(config: ModelConfig) -> Requirements:
+def test_wide_heads_and_experts_need_more_memory() -> None:
+    def requirements_of(config: ModelConfig) -> Requirements:
         return Requirements(config, None, "plain", Settings(), torch.float32, 1, 1, False)
 
-    usual = needs(PLAIN)
-    wide = needs(replace(PLAIN, head_dim=8 * PLAIN.head_dim, rotary_dim=8 * PLAIN.rotary_dim))
-    assert wide.activation_elements > usual.activation_elements
-    assert wide.prefill_chunk <= usual.prefill_chunk
-    assert usual.moe_scratch_bytes == 0
-    tokens, experts = needs(MIXTURE).max_forward_tokens, 6
-    outputs = 4 * tokens * experts * MIXTURE.hidden  # float32, at least
-    assert needs(MIXTURE).moe_scratch_bytes > outputs
-    assert needs(MIXTURE).memory(100, 10).forwards > needs(PLAIN).memory(100, 10).forwards
+    default = requirements_of(PLAIN)
+    wide = requirements_of(
+        replace(PLAIN, head_dim=8 * PLAIN.head_dim, rotary_dim=8 * PLAIN.rotary_dim)
+    )
+    assert wide.activation_elements > default.activation_elements
+    assert wide.prefill_chunk <= default.prefill_chunk
+    assert default.moe_scratch_bytes == 0
+    tokens, experts = requirements_of(MIXTURE).max_forward_tokens, 6
+    outputs = 4 * tokens * experts * MIXTURE.hidden  # lower bound with float32
+    assert requirements_of(MIXTURE).moe_scratch_bytes > outputs
+    assert (
+        requirements_of(MIXTURE).memory(100, 10).forwards
+        > requirements_of(PLAIN).memory(100, 10).forwards
+    )

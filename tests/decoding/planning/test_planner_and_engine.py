@@ -1,4 +1,4 @@
-"""`tierforce plan` and the engine are one planner: given the same numbers they decide the same."""
+"""`tierforce plan` and the engine use one planner: the same numbers give the same decisions."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from offload.errors import InsufficientMemoryError
 from offload.memory.cpu_link import ZeroCopyLink
 from offload.memory.host_arena import HostArena
 from parallel.ranks.process_group import TensorParallelGroup
-from support.planning import Case, case_of, needs_of
+from support.planning import Case, case_of, requirements_of
 from support.slow import slow_except
 
 CPU = torch.device("cpu")
 Decision = tuple[Strategy, int, int, int, int, int, int]
 
 
-class GivenLink(ZeroCopyLink):
-    """A link of a machine that is not there: it copies nothing, and says what memory is free."""
+class FakeLink(ZeroCopyLink):
+    """The link of a simulated machine: copies nothing and reports a given free memory."""
 
     copies = True
 
@@ -49,8 +49,8 @@ class GivenLink(ZeroCopyLink):
         return self.device_bytes
 
 
-def drawn_case(seed: int) -> Case:
-    """Return a case of any mode, of `auto` every third."""
+def random_case(seed: int) -> Case:
+    """Return a case of any mode; every third one has mode `auto`."""
     case = case_of(seed)
     if seed % 3:
         return case
@@ -58,9 +58,9 @@ def drawn_case(seed: int) -> Case:
 
 
 def engine_on(case: Case, costs: CostSource, patch: pytest.MonkeyPatch) -> Engine:
-    """Return an engine that finds the memory of the case's machine, and knows `costs`."""
-    needs, dtype = needs_of(case), dtype_of(case.settings.dtype)
-    link = GivenLink(int(case.hardware.device_memory) - needs.weight_bytes)
+    """Return an engine with the memory of the case's machine and these costs."""
+    requirements, dtype = requirements_of(case), dtype_of(case.settings.dtype)
+    link = FakeLink(int(case.hardware.device_memory) - requirements.weight_bytes)
     patch.setattr(decoding.models.runtime, "host_available", lambda: int(case.hardware.host_memory))
     patch.setattr(Runtime, "link_rate", lambda self: None)
     group = TensorParallelGroup()
@@ -70,129 +70,137 @@ def engine_on(case: Case, costs: CostSource, patch: pytest.MonkeyPatch) -> Engin
     )
     target.embed.weight = torch.empty(0, dtype=dtype)
     arena = HostArena(link, dtype)
-    models: Any = (target, draft if needs.has_draft else None)
-    engine = Engine(Runtime(*models, needs.mode, case.settings, link, arena), None, frozenset())
+    models: Any = (target, draft if requirements.has_draft else None)
+    engine = Engine(
+        Runtime(*models, requirements.mode, case.settings, link, arena), None, frozenset()
+    )
     engine.sessions.selector = StrategySelector(costs)
     return engine
 
 
-def costs_of(case: Case, observed: bool) -> CostSource:
-    """Return the machine's own costs, or those of past texts in ways that would fit."""
-    if not observed:
+def costs_of(case: Case, measured: bool) -> CostSource:
+    """Return costs predicted from the machine, or measured on past requests."""
+    if not measured:
         return PredictedCosts(case.hardware, case.acceptance)
-    draw, needs = random.Random(case.prompt), needs_of(case)
-    costs, memory = MeasuredCosts(case.hardware.link_in), memory_of(case.hardware, needs)
-    for _ in range(3 if needs.may_retrieve else 0):
-        way = Strategy(draw.choice(needs.candidate_modes), draw.choice((64, 512, 2048)))
-        spent = needs.with_strategy(way)
+    draw, requirements = random.Random(case.prompt), requirements_of(case)
+    costs, memory = MeasuredCosts(case.hardware.link_in), memory_of(case.hardware, requirements)
+    for _ in range(3 if requirements.may_retrieve else 0):
+        strategy = Strategy(draw.choice(requirements.candidate_modes), draw.choice((64, 512, 2048)))
+        fixed = requirements.with_strategy(strategy)
         try:
-            plan = fit(spent, memory, case.prompt, case.new)
+            plan = fit(fixed, memory, case.prompt, case.max_new_tokens)
         except InsufficientMemoryError:
             continue
         past = [
             RoundStats(16, draw.randint(0, 16), 17, draw.uniform(1e-4, 1e-1), draw.uniform(0.01, 1))
             for _ in range(20)
         ]
-        costs.record(spent, plan, case.prompt, past)
+        costs.record(fixed, plan, case.prompt, past)
     return costs
 
 
-def decision(plan: MemoryPlan, costs: CostSource, needs: Requirements, prompt: int) -> Decision:
-    """Return mode and budget, resident, late and split layers, ring, and draft length."""
-    cost = costs.round_cost(needs, plan, prompt)
-    length = 0 if cost is None else cost.best_length(needs.draft_lengths)[0]
+def decision(
+    plan: MemoryPlan, costs: CostSource, requirements: Requirements, prompt: int
+) -> Decision:
+    """Return strategy, resident, deferred and split layers, ring, and draft length."""
+    cost = costs.round_cost(requirements, plan, prompt)
+    length = 0 if cost is None else cost.best_length(requirements.draft_lengths)[0]
     ring = (plan.slots, plan.slot_heads)
     layers = (plan.resident_layers, plan.deferred_layers, plan.split_layers)
-    return needs.strategy, *layers, *ring, length
+    return requirements.strategy, *layers, *ring, length
 
 
-def by_plan(case: Case, costs: CostSource) -> Decision | None:
-    """Return what `tierforce plan` decides; None where nothing fits."""
-    needs = needs_of(case)
+def plan_decision(case: Case, costs: CostSource) -> Decision | None:
+    """Return the decision of `tierforce plan`; None if nothing fits."""
+    requirements = requirements_of(case)
     try:
-        chooser = StrategySelector(costs)
-        ahead = plan_request(needs, case.hardware, case.prompt, case.new, case.acceptance, chooser)
+        selector = StrategySelector(costs)
+        report = plan_request(
+            requirements, case.hardware, case.prompt, case.max_new_tokens, case.acceptance, selector
+        )
     except InsufficientMemoryError:
         return None
-    found = decision(ahead.plan, costs, ahead.needs, case.prompt)
-    if isinstance(costs, PredictedCosts) and ahead.needs.mode != "plain":
-        assert found[-1] == ahead.forecast.num_draft_tokens
-    return found
+    planned = decision(report.plan, costs, report.requirements, case.prompt)
+    if isinstance(costs, PredictedCosts) and report.requirements.mode != "plain":
+        assert planned[-1] == report.forecast.num_draft_tokens
+    return planned
 
 
-def by_engine(case: Case, costs: CostSource) -> Decision | None:
-    """Return what an engine decides; None where it refuses."""
+def engine_decision(case: Case, costs: CostSource) -> Decision | None:
+    """Return the decision of an engine; None if nothing fits."""
     with pytest.MonkeyPatch.context() as patch:
         engine = engine_on(case, costs, patch)
         try:
-            plan = engine.plan(case.prompt, case.new)
+            plan = engine.plan(case.prompt, case.max_new_tokens)
         except InsufficientMemoryError:
             return None
-        choice = engine.sessions.select_strategy(case.prompt, case.new)
-        needs = engine.runtime.with_strategy(choice.strategy).requirements
-        return decision(plan, costs, needs, case.prompt)
+        choice = engine.sessions.select_strategy(case.prompt, case.max_new_tokens)
+        requirements = engine.runtime.with_strategy(choice.strategy).requirements
+        return decision(plan, costs, requirements, case.prompt)
 
 
-@pytest.mark.parametrize("observed", slow_except([False, True], 1), ids=["predicted", "observed"])
-def test_both_decide_the_same(observed: bool) -> None:
-    """On 80 machines, with models, texts and settings as they come."""
-    decided: list[Decision] = []
-    left_open: Counter[str] = Counter()
+@pytest.mark.parametrize("measured", slow_except([False, True], 1), ids=["predicted", "measured"])
+def test_planner_and_engine_decide_the_same(measured: bool) -> None:
+    """80 random machines with random models, prompts and settings."""
+    decisions: list[Decision] = []
+    auto_modes: Counter[str] = Counter()
     for seed in range(80):
-        case = drawn_case(seed)
-        costs = costs_of(case, observed)
-        found = by_plan(case, costs)
-        assert found == by_engine(case, deepcopy(costs)), f"case {seed}"
-        if found is not None:
-            decided.append(found)
-            left_open[found[0].mode] += case.settings.mode == "auto"
-    # and there was something to decide
-    assert len(decided) > 40
-    for choices in zip(*decided, strict=True):
+        case = random_case(seed)
+        costs = costs_of(case, measured)
+        planned = plan_decision(case, costs)
+        assert planned == engine_decision(case, deepcopy(costs)), f"case {seed}"
+        if planned is not None:
+            decisions.append(planned)
+            auto_modes[planned[0].mode] += case.settings.mode == "auto"
+    # The cases differ in every part of the decision.
+    assert len(decisions) > 40
+    for choices in zip(*decisions, strict=True):
         assert len(set(choices)) > 1
-    assert min(left_open["hierarchical"], left_open["split-hierarchical"]) > 2, left_open
+    assert min(auto_modes["hierarchical"], auto_modes["split-hierarchical"]) > 2, auto_modes
 
 
-def test_the_comparison_sees_a_difference() -> None:
-    """Of a machine with a little less memory the engine decides something else, sometimes."""
-    differs = 0
+def test_comparison_detects_a_difference() -> None:
+    """With slightly less memory the engine sometimes decides differently."""
+    differences = 0
     for seed in range(60):
         case = case_of(seed)
         less = replace(case.hardware, device_memory=int(0.94 * case.hardware.device_memory))
-        costs = costs_of(case, observed=False)
-        found = by_plan(case, costs)
-        differs += found is not None and found != by_engine(replace(case, hardware=less), costs)
-    assert differs > 5
+        costs = costs_of(case, measured=False)
+        planned = plan_decision(case, costs)
+        differences += planned is not None and planned != engine_decision(
+            replace(case, hardware=less), costs
+        )
+    assert differences > 5
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_length_that_adapts_is_near_the_one_that_is_planned(seed: int) -> None:
-    """Fed with rounds that take and yield what is predicted, without noise."""
-    drawn = case_of(seed)
-    drawn_settings = replace(drawn.settings, split_kv_layers=None)
+def test_adaptive_length_is_close_to_the_planned_one(seed: int) -> None:
+    """The rounds have exactly the predicted times and yields."""
+    original = case_of(seed)
+    original_settings = replace(original.settings, split_kv_layers=None)
     case = replace(
-        drawn, settings=replace(drawn_settings, mode="hierarchical", retrieval_budget=64)
+        original, settings=replace(original_settings, mode="hierarchical", retrieval_budget=64)
     )
     settings = replace(case.settings, num_draft_tokens=None, gpu_kv_layers=None)
     case = replace(case, settings=settings)
-    needs, costs = needs_of(case), costs_of(case, observed=False)
-    rich = replace(case.hardware, device_memory=1e12, host_memory=1e13)
-    plan = fit(needs, memory_of(rich, needs), case.prompt, case.new)
-    cost = costs.round_cost(needs, plan, case.prompt)
+    requirements, costs = requirements_of(case), costs_of(case, measured=False)
+    machine = replace(case.hardware, device_memory=1e12, host_memory=1e13)
+    plan = fit(requirements, memory_of(machine, requirements), case.prompt, case.max_new_tokens)
+    cost = costs.round_cost(requirements, plan, case.prompt)
     assert cost is not None
-    best, seconds = cost.best_length(needs.draft_lengths)
-    adaptive, rate = Adaptive(needs.draft_lengths[-1]), cost.acceptance
+    best, seconds = cost.best_length(requirements.draft_lengths)
+    adaptive, rate = Adaptive(requirements.draft_lengths[-1]), cost.acceptance
     adaptive.reset(6)
     for number in range(400):
         drafted = max(1, min(64, adaptive.next() + (-2, 0, 2)[number % 3]))
-        # one rejection in so many tokens that were tested: the rate exactly
-        stood: Any = rate / (1 - rate)
+        # accepted tokens per rejection at exactly this rate
+        accepted: Any = rate / (1 - rate)
         adaptive.record(
             RoundStats(
-                drafted=max(drafted, int(stood) + 1),
-                accepted=stood,
+                drafted=max(drafted, int(accepted) + 1),
+                accepted=accepted,
                 rows=drafted + 1,
-                draft_s=max(drafted, int(stood) + 1) * cost.drafted_s,
+                draft_s=max(drafted, int(accepted) + 1) * cost.drafted_s,
                 verify_s=cost.verification_s(drafted),
             )
         )

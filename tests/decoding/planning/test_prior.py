@@ -1,4 +1,4 @@
-"""The first text goes by what is known of the machine; later ones by what past texts showed."""
+"""The first request uses the hardware prior; later ones use measurements of past requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.planning import case_of
 from support.prompts import prompt
 
 PROMPT, NEW = 20_000, 200
-OWN, SPLIT = "retrieval", "split-retrieval"
+WHOLE, SPLIT = "retrieval", "split-retrieval"
 MACHINE = HardwareProfile(
     "mine",
     1,
@@ -46,36 +46,36 @@ MACHINE = HardwareProfile(
 )
 
 
-def needs_of() -> Requirements:
+def requirements_of() -> Requirements:
     settings = Settings(mode="auto", dtype="bfloat16", prefill_chunk=256)
     model = replace(case_of(1).target, layers=24, kv_heads=4)
-    return Requirements(model, None, OWN, settings, dtype_spec("bfloat16"), 1, 1, copies=True)
+    return Requirements(model, None, WHOLE, settings, dtype_spec("bfloat16"), 1, 1, copies=True)
 
 
-def plans_of(needs: Requirements, host: float = 2.0) -> dict[Strategy, MemoryPlan]:
-    """In memory for six tenths of the KV, beside what there is only once."""
-    kv, fixed = needs.layout.bytes(PROMPT + NEW), needs.memory(PROMPT, NEW)
+def plans_of(requirements: Requirements, host: float = 2.0) -> dict[Strategy, MemoryPlan]:
+    """Return plans with device memory for 60% of the KV, beside buffers of fixed size."""
+    kv, fixed = requirements.layout.bytes(PROMPT + NEW), requirements.memory(PROMPT, NEW)
     device = int(0.6 * kv) + fixed.hidden + fixed.forwards + fixed.tables
-    return feasible_plans(needs, Memory(device, int(host * kv)), PROMPT, NEW)
+    return feasible_plans(requirements, Memory(device, int(host * kv)), PROMPT, NEW)
 
 
-def best(
-    needs: Requirements,
+def fastest(
+    requirements: Requirements,
     plans: Mapping[Strategy, MemoryPlan],
     machine: HardwareProfile,
-    texts: int = 1,
+    concurrency: int = 1,
 ) -> Strategy:
-    """The way of these with the fewest seconds a token by a machine's numbers."""
-    costs = PredictedCosts(machine, Acceptance(), texts)
+    """Return the strategy with the fewest seconds per token predicted for a machine."""
+    costs = PredictedCosts(machine, Acceptance(), concurrency)
 
-    def seconds(way: Strategy) -> float:
-        cost = costs.round_cost(needs.with_strategy(way), plans[way], PROMPT)
-        return cost.best_length(needs.draft_lengths)[1]
+    def seconds(strategy: Strategy) -> float:
+        cost = costs.round_cost(requirements.with_strategy(strategy), plans[strategy], PROMPT)
+        return cost.best_length(requirements.draft_lengths)[1]
 
     return min(plans, key=seconds)
 
 
-def test_gpus_are_known_by_the_name_that_the_driver_gives_them() -> None:
+def test_gpus_are_identified_by_their_driver_name() -> None:
     for gpu, ranks, name in [
         ("NVIDIA GeForce RTX 4090", 1, "1x4090"),
         ("NVIDIA GeForce RTX 4090", 2, "2x4090"),
@@ -90,13 +90,13 @@ def test_gpus_are_known_by_the_name_that_the_driver_gives_them() -> None:
         ("NVIDIA GeForce RTX 4090", 3),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 1),
         ("NVIDIA GeForce RTX 3090", 1),
-        ("a stand-in", 1),
+        ("an unknown GPU", 1),
         ("", 1),
     ]:
         assert find_prior(None, gpu, ranks) is None
 
 
-def test_a_file_is_of_this_machine_and_of_as_many_gpus(tmp_path: Path) -> None:
+def test_a_hardware_file_must_have_the_same_number_of_gpus(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(asdict(MACHINE)))
     prior = find_prior(str(path), "NVIDIA GeForce RTX 4090", 1)
@@ -104,100 +104,112 @@ def test_a_file_is_of_this_machine_and_of_as_many_gpus(tmp_path: Path) -> None:
     assert find_prior("1x4090", "", 1) == HardwarePrior(
         HardwareProfile.from_name("1x4090"), is_measured=False
     )
-    with pytest.raises(TierForceError, match=r"of 1 GPUs, and this run has 2: measure with `tier"):
+    with pytest.raises(TierForceError, match=r"for 1 GPUs, and this run has 2: measure with `tier"):
         find_prior(str(path), "", 2)
-    with pytest.raises(TierForceError, match="`hardware` nowhere: there is no such file"):
+    with pytest.raises(
+        TierForceError, match="`hardware` nowhere is neither a file nor a known machine"
+    ):
         find_prior("nowhere", "", 1)
 
 
-def test_the_link_is_as_fast_as_it_was_measured() -> None:
+def test_the_prior_uses_the_measured_link_rate() -> None:
     prior = HardwarePrior(MACHINE, is_measured=True)
     assert prior.with_link(5e8).machine == replace(MACHINE, link_in=5e8)
     assert prior.with_link(None) == prior
 
 
 @pytest.mark.parametrize("rate", [1e7, 1e9, 1e11])
-def test_the_first_text_takes_what_the_machines_numbers_promise(rate: float) -> None:
-    needs, machine = needs_of(), replace(MACHINE, link_in=rate)
-    plans = plans_of(needs)
-    assert {way.mode for way in plans} == {OWN, SPLIT}
+def test_the_first_request_gets_the_strategy_predicted_fastest(rate: float) -> None:
+    requirements, machine = requirements_of(), replace(MACHINE, link_in=rate)
+    plans = plans_of(requirements)
+    assert {strategy.mode for strategy in plans} == {WHOLE, SPLIT}
     costs = MeasuredCosts(rate)
     choice = StrategySelector(costs, HardwarePrior(machine, is_measured=True)).select(
-        needs, plans, PROMPT
+        requirements, plans, PROMPT
     )
-    assert choice.strategy == best(needs, plans, machine)
-    assert choice.why.startswith("by numbers of mine: ")
-    # slices must have been measured, on this machine
-    own = {way: plan for way, plan in plans.items() if way.mode == OWN}
+    assert choice.strategy == fastest(requirements, plans, machine)
+    assert choice.why.startswith("by the numbers of mine: ")
+    # Split modes require measured rates of this machine.
+    unsplit = {strategy: plan for strategy, plan in plans.items() if strategy.mode == WHOLE}
     for prior in (
         HardwarePrior(machine, is_measured=False),
         HardwarePrior(replace(machine, reconstruct_rate=None), is_measured=True),
         HardwarePrior(replace(machine, high_bits_rate=None), is_measured=True),
     ):
-        choice = StrategySelector(costs, prior).select(needs, plans, PROMPT)
-        assert choice.strategy == best(needs, own, prior.machine)
+        choice = StrategySelector(costs, prior).select(requirements, plans, PROMPT)
+        assert choice.strategy == fastest(requirements, unsplit, prior.machine)
 
 
-def test_the_first_of_several_texts_is_chosen_for_as_one_of_them() -> None:
-    """The link is theirs in turn, and weights are read once for all."""
-    needs = needs_of()
-    plans = plans_of(needs)
+def test_the_first_of_several_requests_is_planned_as_one_of_a_batch() -> None:
+    """Requests use the link in turn and share each read of the weights."""
+    requirements = requirements_of()
+    plans = plans_of(requirements)
     rates = [10.0 ** (step / 2) for step in range(14, 20)]
-    found = set()
+    strategies = set()
     for rate in rates:
         machine = replace(MACHINE, link_in=rate)
-        chooser = StrategySelector(MeasuredCosts(rate), HardwarePrior(machine, is_measured=True))
-        for texts in (1, 6):
-            choice = chooser.select(needs, plans, PROMPT, texts)
-            assert choice.strategy == best(needs, plans, machine, texts)
-            found.add((rate, choice.strategy))
-    assert len(found) > len(rates)  # six at once are not always chosen for as one is
+        selector = StrategySelector(MeasuredCosts(rate), HardwarePrior(machine, is_measured=True))
+        for concurrency in (1, 6):
+            choice = selector.select(requirements, plans, PROMPT, concurrency)
+            assert choice.strategy == fastest(requirements, plans, machine, concurrency)
+            strategies.add((rate, choice.strategy))
+    assert len(strategies) > len(rates)  # concurrency sometimes changes the strategy
 
 
-def test_the_link_decides_how_large_a_budget_pays() -> None:
-    needs = needs_of()
-    plans = {way: plan for way, plan in plans_of(needs).items() if way.mode == OWN}
-    budgets = [best(needs, plans, replace(MACHINE, link_in=rate)).budget for rate in (1e12, 1e7)]
+def test_a_slower_link_makes_a_larger_budget_pay() -> None:
+    requirements = requirements_of()
+    plans = {
+        strategy: plan
+        for strategy, plan in plans_of(requirements).items()
+        if strategy.mode == WHOLE
+    }
+    budgets = [
+        fastest(requirements, plans, replace(MACHINE, link_in=rate)).budget for rate in (1e12, 1e7)
+    ]
     assert budgets == sorted(set(budgets))
 
 
-def test_numbers_that_were_not_measured_choose_slices_where_nothing_else_fits() -> None:
-    needs = needs_of()
-    plans = plans_of(needs, host=0.5)
-    assert {way.mode for way in plans} == {SPLIT}
-    chooser = StrategySelector(MeasuredCosts(1e9), HardwarePrior(MACHINE, is_measured=False))
-    assert chooser.select(needs, plans, PROMPT).strategy == best(needs, plans, MACHINE)
+def test_a_shipped_profile_selects_a_split_mode_if_nothing_else_fits() -> None:
+    requirements = requirements_of()
+    plans = plans_of(requirements, host=0.5)
+    assert {strategy.mode for strategy in plans} == {SPLIT}
+    selector = StrategySelector(MeasuredCosts(1e9), HardwarePrior(MACHINE, is_measured=False))
+    assert selector.select(requirements, plans, PROMPT).strategy == fastest(
+        requirements, plans, MACHINE
+    )
 
 
-def test_what_a_text_showed_counts_for_more_than_any_numbers() -> None:
-    needs = needs_of()
-    plans = plans_of(needs)
+def test_measurements_override_the_prior() -> None:
+    requirements = requirements_of()
+    plans = plans_of(requirements)
     wrong = replace(MACHINE, memory_rate=1e6, matmul=1e7)
     with_prior = StrategySelector(MeasuredCosts(1e8), HardwarePrior(wrong, is_measured=True))
     without = StrategySelector(MeasuredCosts(1e8))
-    way = Strategy(OWN, DEFAULT_RETRIEVAL_BUDGET)
+    strategy = Strategy(WHOLE, DEFAULT_RETRIEVAL_BUDGET)
     past = [RoundStats(24, 8, 25, 24e-3, 0.5)] * 40
-    for chooser in (with_prior, without):
-        chooser.record(needs.with_strategy(way), plans[way], PROMPT, past)
-    assert with_prior.select(needs, plans, PROMPT) == without.select(needs, plans, PROMPT)
+    for selector in (with_prior, without):
+        selector.record(requirements.with_strategy(strategy), plans[strategy], PROMPT, past)
+    assert with_prior.select(requirements, plans, PROMPT) == without.select(
+        requirements, plans, PROMPT
+    )
 
 
-def test_an_engine_goes_by_the_file_that_it_is_given(tmp_path: Path) -> None:
+def test_an_engine_uses_its_hardware_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(asdict(MACHINE)))
-    text = (3 * prompt("argparse"))[:1500]
-    whys = []
+    tokens = (3 * prompt("argparse"))[:1500]
+    reasons = []
     for hardware in (None, str(path)):
         settings = Settings(
             hardware=hardware, dtype="bfloat16", link="emulated:50", gpu_kv_layers=0
         )
         with closing(Engine.from_pretrained(DEMO / "target", settings=settings)) as engine:
-            list(engine.generate(text, 6, GREEDY))
+            list(engine.generate(tokens, 6, GREEDY))
             assert engine.stats.strategy is not None
-            whys.append(engine.stats.strategy.why)
-    assert "nothing is known of these models yet" in whys[0]
-    assert whys[1].startswith("by numbers of mine: ")
+            reasons.append(engine.stats.strategy.why)
+    assert "no measurements of these models yet" in reasons[0]
+    assert reasons[1].startswith("by the numbers of mine: ")
     two = tmp_path / "two.json"
     two.write_text(json.dumps(asdict(replace(MACHINE, gpus=2))))
-    with pytest.raises(TierForceError, match=r"two\.json is of 2 GPUs, and this run has 1"):
+    with pytest.raises(TierForceError, match=r"two\.json is for 2 GPUs, and this run has 1"):
         Engine.from_pretrained(DEMO / "target", settings=Settings(hardware=str(two)))

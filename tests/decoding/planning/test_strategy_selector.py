@@ -1,5 +1,5 @@
-"""Budget, codes or layers: what is chosen follows from past texts, says why, and never changes the
-law.
+"""Strategy selection: based on past requests, with a reason, and without effect on the output
+distribution.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from decoding import GREEDY, Engine
 from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET, REJECTION_EXPONENT, RETRIEVAL_BUDGETS
 from decoding.engine.session_manager import SequenceManager
 from decoding.models.runtime import Runtime
-from decoding.planning.fit import feasible_plans as affordable_with
+from decoding.planning.fit import feasible_plans
 from decoding.planning.measured_cost import MeasuredCosts
 from decoding.planning.memory_plan import MemoryPlan
 from decoding.planning.memory_requirements import Strategy
@@ -27,7 +27,7 @@ from support.models import random_tokens
 from support.planning import with_budget
 
 PROMPT, NEW = 6000, 100
-RATE = 1e8  # bytes a second
+RATE = 1e8  # bytes/s
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def pair() -> Pair:
     return Pair(DEMO / "target", DEMO / "draft")
 
 
-def models(pair: Pair, megabytes: float, **choices: Any) -> Runtime:
-    """With so much device memory beside the weights, over a link."""
+def runtime_of(pair: Pair, megabytes: float, **choices: Any) -> Runtime:
+    """Return a runtime with this device memory beside the weights, and a link."""
     assert pair.draft is not None
     weights = parameter_bytes(pair.target) + parameter_bytes(pair.draft)
     with pair.engine(
@@ -49,27 +49,29 @@ def models(pair: Pair, megabytes: float, **choices: Any) -> Runtime:
         return engine.runtime
 
 
-def affordable(runtime: Runtime, prompt: int, new: int) -> dict[int, MemoryPlan]:
-    """By budget, in the runtime's own mode."""
-    plans = affordable_with(runtime.requirements, runtime.memory(), prompt, new)
-    return {way.budget: plan for way, plan in plans.items() if way.mode == runtime.mode}
+def feasible(runtime: Runtime, prompt: int, max_new_tokens: int) -> dict[int, MemoryPlan]:
+    """Return the plans by budget in the runtime's own mode."""
+    plans = feasible_plans(runtime.requirements, runtime.memory(), prompt, max_new_tokens)
+    return {
+        strategy.budget: plan for strategy, plan in plans.items() if strategy.mode == runtime.mode
+    }
 
 
-class Past:
-    """A chooser fed with past texts, on a link of a known rate."""
+class History:
+    """A selector with a history of past requests, and a link of known rate."""
 
     def __init__(self, rate: float = RATE):
         self.costs = MeasuredCosts(rate)
-        self.chooser = StrategySelector(self.costs)
+        self.selector = StrategySelector(self.costs)
 
     def choose(self, runtime: Runtime, plans: dict[int, MemoryPlan], prompt: int) -> StrategyChoice:
-        ways = {Strategy(runtime.mode, budget): plan for budget, plan in plans.items()}
-        return self.chooser.select(runtime.requirements, ways, prompt)
+        strategies = {Strategy(runtime.mode, budget): plan for budget, plan in plans.items()}
+        return self.selector.select(runtime.requirements, strategies, prompt)
 
     def record(
         self, runtime: Runtime, budget: int, plan: MemoryPlan, past: list[RoundStats]
     ) -> None:
-        self.chooser.record(with_budget(runtime.requirements, budget), plan, PROMPT, past)
+        self.selector.record(with_budget(runtime.requirements, budget), plan, PROMPT, past)
 
     def rejection(self, runtime: Runtime, budget: int, plan: MemoryPlan) -> float:
         return self.costs.rejection(with_budget(runtime.requirements, budget), plan)
@@ -81,130 +83,130 @@ def rounds(
     return [RoundStats(drafted, accepted, drafted + 1, draft_s * drafted, verify_s)] * count
 
 
-def test_a_budget_that_is_set_is_the_only_one(pair: Pair) -> None:
-    found = affordable(models(pair, 300, retrieval_budget=777), PROMPT, NEW)
-    assert list(found) == [777]
+def test_a_configured_budget_is_the_only_one(pair: Pair) -> None:
+    plans = feasible(runtime_of(pair, 300, retrieval_budget=777), PROMPT, NEW)
+    assert list(plans) == [777]
 
 
-def test_more_budget_leaves_fewer_layers(pair: Pair) -> None:
-    found = affordable(models(pair, 150), PROMPT, NEW)
-    assert list(found) == [budget for budget in RETRIEVAL_BUDGETS if budget < 2 * (PROMPT + NEW)]
-    layers = [place.resident_layers for place in found.values()]
+def test_a_larger_budget_leaves_fewer_layers(pair: Pair) -> None:
+    plans = feasible(runtime_of(pair, 150), PROMPT, NEW)
+    assert list(plans) == [budget for budget in RETRIEVAL_BUDGETS if budget < 2 * (PROMPT + NEW)]
+    layers = [plan.resident_layers for plan in plans.values()]
     assert layers == sorted(layers, reverse=True)
     assert layers[0] > layers[-1]
-    small = affordable(models(pair, 100), PROMPT, NEW)
-    assert set(small) < set(found)
+    small = feasible(runtime_of(pair, 100), PROMPT, NEW)
+    assert set(small) < set(plans)
     with pytest.raises(InsufficientMemoryError, match="smaller `retrieval_budget`"):
-        affordable(models(pair, 20), PROMPT, NEW)
+        feasible(runtime_of(pair, 20), PROMPT, NEW)
 
 
-def test_the_first_text_gets_the_usual_budget_or_what_fits(pair: Pair) -> None:
+def test_the_first_request_gets_the_default_budget_or_the_largest_that_fits(pair: Pair) -> None:
     for megabytes in (130, 100):
-        on = models(pair, megabytes)
-        plans = affordable(on, PROMPT, NEW)
-        choice = Past().choose(on, plans, PROMPT)
+        runtime = runtime_of(pair, megabytes)
+        plans = feasible(runtime, PROMPT, NEW)
+        choice = History().choose(runtime, plans, PROMPT)
         assert choice.strategy.budget == max(
             budget for budget in plans if budget <= DEFAULT_RETRIEVAL_BUDGET
         )
-        assert "nothing is known" in choice.why
+        assert "no measurements" in choice.why
         assert ("does not fit" in choice.why) == (DEFAULT_RETRIEVAL_BUDGET not in plans)
 
 
 @pytest.mark.parametrize(
     ("accepted", "draft_s", "larger"),
     [
-        (24, 1e-4, False),  # all stands: layers save link time
-        (2, 1e-6, True),  # little stands, and drafting costs nothing
-        (2, 0.5, False),  # little stands, but drafting is the cost
+        (24, 1e-4, False),  # everything is accepted: layers save transfer time
+        (2, 1e-6, True),  # few tokens are accepted, and drafting is free
+        (2, 0.5, False),  # few tokens are accepted, but drafting dominates
     ],
 )
-def test_what_past_texts_showed_decides(
+def test_past_requests_decide_the_budget(
     accepted: int, draft_s: float, larger: bool, pair: Pair
 ) -> None:
-    on, split = models(pair, 130), Past()
-    some = affordable(on, PROMPT, NEW)
+    runtime, history = runtime_of(pair, 130), History()
+    base = feasible(runtime, PROMPT, NEW)
     plans = {
-        budget: replace(some[budget], resident_layers=layers)
+        budget: replace(base[budget], resident_layers=layers)
         for budget, layers in ((1024, 2), (2048, 1), (4096, 0))
     }
-    far = on.target.config.layers - plans[2048].resident_layers
-    link_s = on.target.config.kv_layout(1, on.dtype).bytes(PROMPT, far) / RATE
+    offloaded = runtime.target.config.layers - plans[2048].resident_layers
+    link_s = runtime.target.config.kv_layout(1, runtime.dtype).bytes(PROMPT, offloaded) / RATE
     for _ in range(4):
-        split.record(on, 2048, plans[2048], rounds(20, 24, accepted, draft_s, link_s))
-    choice = split.choose(on, plans, PROMPT)
-    chosen = choice.strategy.budget
-    assert chosen > 2048 if larger else chosen < 2048
+        history.record(runtime, 2048, plans[2048], rounds(20, 24, accepted, draft_s, link_s))
+    choice = history.choose(runtime, plans, PROMPT)
+    budget = choice.strategy.budget
+    assert budget > 2048 if larger else budget < 2048
     assert "ms/token predicted" in choice.why
     assert "layers" in choice.why
 
 
-def test_layers_are_worth_nothing_where_compute_is_the_cost(pair: Pair) -> None:
-    """The link could be ten times as slow: a larger budget is taken, though it takes the layers."""
-    on, split = models(pair, 130), Past(1e13)
-    plans = affordable(on, PROMPT, NEW)
-    split.record(on, 2048, plans[2048], rounds(20, 24, 8, 1e-6, 0.5))
-    assert split.choose(on, plans, PROMPT).strategy.budget > 2048
+def test_compute_bound_rounds_give_memory_to_the_budget(pair: Pair) -> None:
+    """The link could be ten times slower, so a larger budget replaces resident layers."""
+    runtime, history = runtime_of(pair, 130), History(1e13)
+    plans = feasible(runtime, PROMPT, NEW)
+    history.record(runtime, 2048, plans[2048], rounds(20, 24, 8, 1e-6, 0.5))
+    assert history.choose(runtime, plans, PROMPT).strategy.budget > 2048
 
 
-def test_a_small_promise_changes_nothing_and_a_short_text_says_nothing(pair: Pair) -> None:
-    on, split = models(pair, 130), Past()
-    plans = affordable(on, PROMPT, NEW)
-    split.record(on, 1024, plans[1024], rounds(3, 24, 0, 1.0, 1.0))
-    assert "nothing is known" in split.choose(on, plans, PROMPT).why
+def test_small_predicted_gains_and_short_requests_change_nothing(pair: Pair) -> None:
+    runtime, history = runtime_of(pair, 130), History()
+    plans = feasible(runtime, PROMPT, NEW)
+    history.record(runtime, 1024, plans[1024], rounds(3, 24, 0, 1.0, 1.0))
+    assert "no measurements" in history.choose(runtime, plans, PROMPT).why
     same = {
-        budget: replace(place, resident_layers=2)
-        for budget, place in plans.items()
+        budget: replace(plan, resident_layers=2)
+        for budget, plan in plans.items()
         if budget in (1024, 2048)
     }
-    split.record(on, 1024, same[1024], rounds(20, 24, 24, 1e-4, 1e-2))
-    assert split.choose(on, same, PROMPT).strategy.budget == 1024
+    history.record(runtime, 1024, same[1024], rounds(20, 24, 24, 1e-4, 1e-2))
+    assert history.choose(runtime, same, PROMPT).strategy.budget == 1024
 
 
-def test_a_text_within_its_budget_says_nothing_of_longer_ones(pair: Pair) -> None:
-    on, split = models(pair, 130), Past()
-    place = affordable(on, 1900, NEW)[2048]
-    split.chooser.record(
-        with_budget(on.requirements, 2048), place, 1900, rounds(50, 24, 24, 1e-3, 1e-3)
+def test_a_prompt_within_its_budget_predicts_nothing_for_longer_ones(pair: Pair) -> None:
+    runtime, history = runtime_of(pair, 130), History()
+    plan = feasible(runtime, 1900, NEW)[2048]
+    history.selector.record(
+        with_budget(runtime.requirements, 2048), plan, 1900, rounds(50, 24, 24, 1e-3, 1e-3)
     )
-    choice = split.choose(on, affordable(on, PROMPT, NEW), PROMPT)
+    choice = history.choose(runtime, feasible(runtime, PROMPT, NEW), PROMPT)
     assert choice.strategy.budget == DEFAULT_RETRIEVAL_BUDGET
-    assert "nothing is known" in choice.why
-    short = split.choose(on, affordable(on, 900, NEW), 900)
+    assert "no measurements" in choice.why
+    short = history.choose(runtime, feasible(runtime, 900, NEW), 900)
     assert (short.strategy.budget, "fit" in short.why) == (1024, False)
 
 
-def test_the_caches_of_a_text_are_gone_before_the_next_is_planned(
+def test_caches_are_freed_before_the_next_request_is_planned(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[bool] = []
+    freed: list[bool] = []
     with pair.engine("hierarchical", link="emulated:50", gpu_kv_layers=1) as engine:
         list(engine.generate(random_tokens(600).tolist(), 9, GREEDY))
         assert engine.stats.retrieval is not None
-        before = weakref.ref(engine.stats.retrieval)
-        planned = SequenceManager.select_strategy
+        previous = weakref.ref(engine.stats.retrieval)
+        select_strategy = SequenceManager.select_strategy
         monkeypatch.setattr(
             SequenceManager,
             "select_strategy",
-            lambda *given: (seen.append(before() is None), planned(*given))[1],
+            lambda *args: (freed.append(previous() is None), select_strategy(*args))[1],
         )
         list(engine.generate(random_tokens(700).tolist(), 9, GREEDY))
-    assert seen == [True]
+    assert freed == [True]
 
 
-def test_chunks_larger_than_the_smallest_budgets(pair: Pair) -> None:
+def test_chunks_larger_than_the_smallest_budgets_keep_the_output(pair: Pair) -> None:
     prompt = random_tokens(400).tolist()
-    plain = pair.text("plain", prompt, 9)
+    plain = pair.generate("plain", prompt, 9)
     for mode, chunk in (
         ("retrieval", 1024),
         ("hierarchical", 1024),
         ("retrieval", 40_000),
         ("plain", 40_000),
     ):
-        assert pair.text(mode, prompt, 9, chunk_size=chunk) == plain
+        assert pair.generate(mode, prompt, 9, chunk_size=chunk) == plain
 
 
-def test_what_fits_nowhere_is_refused_as_ever(pair: Pair) -> None:
-    on = models(pair, 5)
+def test_a_request_that_never_fits_raises_with_any_mode(pair: Pair) -> None:
+    runtime = runtime_of(pair, 5)
     for mode, choices in (
         ("hierarchical", {}),
         ("hierarchical", {"chunk_size": 1024}),
@@ -212,7 +214,7 @@ def test_what_fits_nowhere_is_refused_as_ever(pair: Pair) -> None:
         ("retrieval", {"retrieval_budget": 700}),
     ):
         with pair.engine(
-            mode, link="emulated:50", device_memory=on.settings.device_memory, **choices
+            mode, link="emulated:50", device_memory=runtime.settings.device_memory, **choices
         ) as engine:
             for attempt in (
                 lambda: engine.plan(PROMPT, NEW),
@@ -222,21 +224,23 @@ def test_what_fits_nowhere_is_refused_as_ever(pair: Pair) -> None:
                     attempt()
 
 
-def test_rejections_of_a_budget_itself_count_for_more_than_those_of_others(pair: Pair) -> None:
-    on, split = models(pair, 130), Past()
-    place = affordable(on, PROMPT, NEW)[2048]
-    # one in five
-    split.record(on, 2048, place, rounds(2000, 10, 4, 1e-3, 1e-3))
-    seen = {budget: split.rejection(on, budget, place) for budget in (512, 1024, 2048, 8192)}
-    assert seen[2048] == pytest.approx(0.2, rel=0.02)
-    assert seen[512] > seen[1024] > seen[2048] > seen[8192]
-    assert seen[8192] == pytest.approx(0.2 * 4**-REJECTION_EXPONENT, rel=0.02)
+def test_rejections_with_the_same_budget_weigh_more(pair: Pair) -> None:
+    runtime, history = runtime_of(pair, 130), History()
+    plan = feasible(runtime, PROMPT, NEW)[2048]
+    # one in five rejected
+    history.record(runtime, 2048, plan, rounds(2000, 10, 4, 1e-3, 1e-3))
+    rejection = {
+        budget: history.rejection(runtime, budget, plan) for budget in (512, 1024, 2048, 8192)
+    }
+    assert rejection[2048] == pytest.approx(0.2, rel=0.02)
+    assert rejection[512] > rejection[1024] > rejection[2048] > rejection[8192]
+    assert rejection[8192] == pytest.approx(0.2 * 4**-REJECTION_EXPONENT, rel=0.02)
 
 
-def test_an_engine_says_what_it_chose_and_writes_the_targets_text(pair: Pair) -> None:
-    memory = models(pair, 50).settings.device_memory
+def test_an_engine_reports_its_strategy_and_keeps_the_target_output(pair: Pair) -> None:
+    memory = runtime_of(pair, 50).settings.device_memory
     prompts = [random_tokens(2100 + count).tolist() for count in range(2)]
-    plain = [pair.text("plain", prompt, 40) for prompt in prompts]
+    plain = [pair.generate("plain", prompt, 40) for prompt in prompts]
     with pair.engine(
         "hierarchical",
         link="emulated:0.5",
@@ -245,22 +249,17 @@ def test_an_engine_says_what_it_chose_and_writes_the_targets_text(pair: Pair) ->
         prefill_chunk=256,
     ) as engine:
         assert [list(engine.generate(prompt, 40, GREEDY)) for prompt in prompts] == plain
-        found = engine.stats.as_dict()
-    assert found["retrieval_budget"] in RETRIEVAL_BUDGETS
-    assert "ms/token predicted" in found["strategy_reason"]
+        stats = engine.stats.as_dict()
+    assert stats["retrieval_budget"] in RETRIEVAL_BUDGETS
+    assert "ms/token predicted" in stats["strategy_reason"]
 
 
-def test_a_budget_that_is_set_is_said_to_be(pair: Pair) -> None:
+def test_a_configured_budget_is_reported_as_set(pair: Pair) -> None:
     with pair.engine("retrieval", retrieval_budget=300) as engine:
         assert isinstance(engine, Engine)
         list(engine.generate(random_tokens(700).tolist(), 5, GREEDY))
-        assert (
-            engine.stats.as_dict()["retrieval_budget"],
-            engine.stats.as_dict()["strategy_reason"],
-        ) == (
-            300,
-            "set",
-        )
+        stats = engine.stats.as_dict()
+        assert (stats["retrieval_budget"], stats["strategy_reason"]) == (300, "set")
     with pair.engine("plain") as engine:
         list(engine.generate(random_tokens(70).tolist(), 5, GREEDY))
         assert engine.stats.as_dict()["retrieval_budget"] is None

@@ -1,6 +1,4 @@
-"""`tierforce probe`: what it measures is read by `tierforce plan`; what it warns of is what there
-is.
-"""
+"""`tierforce probe`: a file for `tierforce plan`, and warnings about the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from rich.console import Console
 
 from decoding.app.hardware.probe_view import table
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.probe.advice import COPY_ENGINES, warning_of_sums, warnings
+from decoding.probe.advice import COPY_ENGINES, all_reduce_warnings, warnings
 from decoding.probe.probe import profile
 from decoding.probe.survey import Gpu, Machine, iommu_of
 from offload.memory.bandwidth import BandwidthProbe
@@ -27,24 +25,24 @@ from support.commands import TARGET, forked, refused
 from support.measuring import measure_briefly
 from support.ranks import run_ranks
 
-FINE = Gpu("RTX 4090", 25_757_220_864, 4, 4, 16, 16, 0, "0000:41:00.0", iommu="identity")
-OTHER = replace(FINE, address="0000:01:00.0")
-HOST = Machine([FINE, OTHER], "580.00", 16, 16, 120_000_000_000, None, False)
+GPU = Gpu("RTX 4090", 25_757_220_864, 4, 4, 16, 16, 0, "0000:41:00.0", iommu="identity")
+SECOND = replace(GPU, address="0000:01:00.0")
+HOST = Machine([GPU, SECOND], "580.00", 16, 16, 120_000_000_000, None, False)
 
 
-def test_a_probe_can_be_planned_for(tmp_path: Path) -> None:
+def test_plan_reads_a_probe_file(tmp_path: Path) -> None:
     path = tmp_path / "here" / "probe.json"
     command = ("probe", "--device", "cpu", "--model", str(TARGET), "--output", str(path))
-    done = forked(tmp_path, *command, before=measure_briefly)
-    assert done.code == 0, done.err
-    found = json.loads(path.read_text())
-    assert found["machine"]["usable_cores"] >= 1
+    probed = forked(tmp_path, *command, before=measure_briefly)
+    assert probed.code == 0, probed.err
+    content = json.loads(path.read_text())
+    assert content["machine"]["usable_cores"] >= 1
     assert all(
         "measured" in number["source"]
-        for name, number in found.items()
+        for name, number in content.items()
         if name not in ("machine", "warnings", "runs_ahead")
     )
-    assert found["runs_ahead"]["value"] is False
+    assert content["runs_ahead"]["value"] is False
     machine = HardwareProfile.from_name(str(path))
     assert machine.gpus == 1
     assert machine.link_in > 0
@@ -64,15 +62,15 @@ def test_a_probe_can_be_planned_for(tmp_path: Path) -> None:
     assert json.loads(planned.out)["job"]["hardware"] == "probe"
 
 
-def test_a_number_that_noise_left_out_is_left_out_of_the_table() -> None:
+def test_unmeasured_numbers_are_left_out_of_the_table() -> None:
     source = {"value": 1.0, "source": "measured"}
-    written = StringIO()
-    Console(width=100, file=written).print(table({"gpus": source, "link_in": source}, "cpu"))
-    assert "host to GPU, all at once" in written.getvalue()
-    assert "attention" not in written.getvalue()
+    output = StringIO()
+    Console(width=100, file=output).print(table({"gpus": source, "link_in": source}, "cpu"))
+    assert "host to GPU, all links busy" in output.getvalue()
+    assert "attention" not in output.getvalue()
 
 
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_an_unwritable_output_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = forked(
         tmp_path,
@@ -91,8 +89,8 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_agree_on_the_numbers() -> None:
     first, second = run_ranks(2, on_a_rank)
-    for found in (first, second):
-        del found["machine"], found["warnings"]  # memory that is available comes and goes
+    for content in (first, second):
+        del content["machine"], content["warnings"]  # available memory varies
     assert first == second
     assert first["gpus"]["value"] == 2
     assert 0 < first["all_reduce_s"]["value"] < 1
@@ -106,65 +104,65 @@ def on_a_rank() -> dict[str, Any]:
     return profile(TensorParallelGroup.from_environment("cpu"), str(TARGET))
 
 
-def test_the_rate_of_a_link_is_measured() -> None:
+def test_link_rate_is_measured() -> None:
     link = EmulatedLink(torch.device("cpu"), 2e8)
     copies = BandwidthProbe(link, size=4 << 20)
     for out in (False, True):
-        # never faster than the link, and slower when the machine is busy
+        # never faster than the link, but slower on a busy machine
         assert 6e7 < copies.rate(out, seconds=0.1) < 2.2e8
     assert copies.call_while_copying(lambda: 7) == 7
     copies.close()
     link.close()
 
 
-def test_a_good_machine_needs_no_warning() -> None:
+def test_a_good_machine_has_no_warnings() -> None:
     assert warnings(HOST, HOST.gpus, 24e9, [25e9, 25e9]) == []
 
 
-def test_the_ranks_gpus_are_found_wherever_nvml_counts_them() -> None:
-    assert HOST.at(OTHER.address) is OTHER
-    machine = replace(HOST, gpus=[replace(FINE, pcie_width=1), OTHER])
+def test_gpus_of_ranks_are_found_by_pci_address() -> None:
+    assert HOST.gpu_at(SECOND.address) is SECOND
+    machine = replace(HOST, gpus=[replace(GPU, pcie_width=1), SECOND])
     # CUDA_VISIBLE_DEVICES=1
-    assert warnings(machine, [machine.at(OTHER.address)], 24e9, [25e9]) == []
+    assert warnings(machine, [machine.gpu_at(SECOND.address)], 24e9, [25e9]) == []
     assert (
-        "GPU 0 (RTX 4090) runs on 1 PCIe lanes"
-        in warnings(machine, [machine.at(FINE.address)], 24e9, [25e9])[0]
+        "GPU 0 (RTX 4090) uses 1 PCIe lanes"
+        in warnings(machine, [machine.gpu_at(GPU.address)], 24e9, [25e9])[0]
     )
-    (warning,) = warnings(HOST, [FINE, HOST.at("0000:99:00.0")], 24e9, [25e9, 25e9])
-    assert "NVML knows of no GPU 1 at 0000:99:00.0" in warning
+    (warning,) = warnings(HOST, [GPU, HOST.gpu_at("0000:99:00.0")], 24e9, [25e9, 25e9])
+    assert "NVML reports no GPU 1 at 0000:99:00.0" in warning
 
 
 @pytest.mark.parametrize(
     ("machine", "gpus", "words"),
     [
         (
-            replace(HOST, gpus=[FINE, replace(FINE, pcie_width=8)]),
+            replace(HOST, gpus=[GPU, replace(GPU, pcie_width=8)]),
             2,
-            "GPU 1 (RTX 4090) runs on 8 PCIe lanes, 16 at most",
+            "GPU 1 (RTX 4090) uses 8 PCIe lanes of at most 16",
         ),
         (
-            replace(HOST, gpus=[replace(FINE, pcie_width=4, max_pcie_width=4)]),
+            replace(HOST, gpus=[replace(GPU, pcie_width=4, max_pcie_width=4)]),
             1,
             "would take 0.25 of the time",
         ),
         (
-            replace(HOST, gpus=[replace(FINE, pcie_generation=1)]),
+            replace(HOST, gpus=[replace(GPU, pcie_generation=1)]),
             1,
-            "runs on PCIe 1 under load, and could on 4",
+            "runs at PCIe 1.0 under load and supports 4.0",
         ),
         (
-            replace(HOST, gpus=[replace(FINE, pcie_generation=3, max_pcie_generation=3)]),
+            replace(HOST, gpus=[replace(GPU, pcie_generation=3, max_pcie_generation=3)]),
             1,
-            "has PCIe 3 at most",
+            "supports only PCIe 3.0",
         ),
-        (replace(HOST, gpus=[FINE, replace(FINE, numa_node=1)]), 2, "different NUMA nodes"),
+        (replace(HOST, gpus=[GPU, replace(GPU, numa_node=1)]), 2, "different NUMA nodes"),
         (
-            replace(HOST, gpus=[FINE, replace(FINE, nearby=False)]),
+            replace(HOST, gpus=[GPU, replace(GPU, nearby=False)]),
             2,
-            "GPU 1 (RTX 4090) hangs on NUMA node 0, where this process may not",
+            "GPU 1 (RTX 4090) is on NUMA node 0, where this process may not",
         ),
         (
-            replace(HOST, gpus=[replace(FINE, iommu="DMA-FQ")]),
+            replace(HOST, gpus=[replace(GPU, iommu="DMA-FQ")]),
             1,
             "GPU 0 (RTX 4090) are translated by an IOMMU (DMA-FQ)",
         ),
@@ -174,34 +172,34 @@ def test_the_ranks_gpus_are_found_wherever_nvml_counts_them() -> None:
         (replace(HOST, host_available=30_000_000_000), 2, "30 GB of host memory are available"),
     ],
 )
-def test_what_costs_most_is_warned_of(machine: Machine, gpus: int, words: str) -> None:
+def test_expensive_problems_cause_a_warning(machine: Machine, gpus: int, words: str) -> None:
     (warning,) = warnings(machine, machine.gpus[:gpus], 25e9, [25e9] * max(1, gpus))
     assert words in warning
 
 
-def test_links_that_share_lanes_are_warned_of() -> None:
+def test_links_that_share_lanes_cause_a_warning() -> None:
     (warning,) = warnings(HOST, HOST.gpus, 12e9, [25e9, 25e9])
-    assert "all at once the GPUs get 12.0 GB/s each, one alone 25.0" in warning
+    assert "the links reach 12.0 GB/s each when all are busy, and 25.0 GB/s alone" in warning
 
 
-def test_slow_sums_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_all_reduces_cause_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(COPY_ENGINES, raising=False)
-    (warning,) = warning_of_sums(HOST.gpus, 25e9, 1.9e9)
-    assert "large sums over the GPUs run at 1.9 GB/s and a link at 25.0" in warning
+    (warning,) = all_reduce_warnings(HOST.gpus, 25e9, 1.9e9)
+    assert "large all-reduces run at 1.9 GB/s and a link at 25.0 GB/s" in warning
     assert "NCCL_SHM_USE_CUDA_MEMCPY=1" in warning
-    assert not warning_of_sums(HOST.gpus, 25e9, 12.5e9)
-    assert not warning_of_sums(HOST.gpus[:1], 25e9, 1.9e9)
+    assert not all_reduce_warnings(HOST.gpus, 25e9, 12.5e9)
+    assert not all_reduce_warnings(HOST.gpus[:1], 25e9, 1.9e9)
     monkeypatch.setenv(COPY_ENGINES, "1")
-    assert not warning_of_sums(HOST.gpus, 25e9, 1.9e9)
+    assert not all_reduce_warnings(HOST.gpus, 25e9, 1.9e9)
 
 
-def test_a_link_slower_than_the_other_is_warned_of() -> None:
+def test_a_slow_link_causes_a_warning() -> None:
     (warning,) = warnings(HOST, HOST.gpus, 6e9, [25e9, 6e9])
-    assert "GPU 1 gets 6.0 GB/s alone, another 25.0" in warning
+    assert "GPU 1's link reaches 6.0 GB/s alone, another 25.0 GB/s" in warning
 
 
 class FakeDriver:
-    """Of NVML, what the probe asks."""
+    """The NVML functions that the probe calls."""
 
     NVMLError = pynvml.NVMLError
     NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = (
@@ -220,20 +218,20 @@ class FakeDriver:
             "DeviceGetMaxPcieLinkGeneration": 4,
             "DeviceGetMaxPcieLinkWidth": 16,
         }
-        asked = name.removeprefix("nvml")
-        if asked == "DeviceGetCurrPcieLinkWidth":
+        function = name.removeprefix("nvml")
+        if function == "DeviceGetCurrPcieLinkWidth":
             return self._unknown
-        if asked == "DeviceGetMemoryInfo":
-            return lambda _: type("Memory", (), {"total": FINE.memory})
-        if asked == "DeviceGetHandleByIndex":
+        if function == "DeviceGetMemoryInfo":
+            return lambda _: type("Memory", (), {"total": GPU.memory})
+        if function == "DeviceGetHandleByIndex":
             return lambda index: index
-        if asked == "DeviceGetPciInfo":
+        if function == "DeviceGetPciInfo":
             return lambda index: type(
                 "Pci", (), {"busId": b"00000000:41:00.0" if index == 0 else b"00000000:C1:00.0"}
             )
-        if asked == "DeviceGetP2PStatus":  # the second reads the first
+        if function == "DeviceGetP2PStatus":  # the second has access to the first
             return lambda one, other, _: pynvml.NVML_P2P_STATUS_OK if (one, other) == (1, 0) else 1
-        return lambda *_: answers.get(asked)
+        return lambda *_: answers.get(function)
 
     def _unknown(self, _: Any) -> int:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -241,21 +239,23 @@ class FakeDriver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A driver with two GPUs; the PCI addresses whose node was asked for."""
-    asked: list[str] = []
+    """Install a driver with two GPUs; return the PCI addresses of NUMA queries."""
+    addresses: list[str] = []
     monkeypatch.setattr("decoding.probe.survey.pynvml", FakeDriver())
-    monkeypatch.setattr("decoding.probe.survey.node_of", lambda address: asked.append(address) or 1)
+    monkeypatch.setattr(
+        "decoding.probe.survey.node_of", lambda address: addresses.append(address) or 1
+    )
     monkeypatch.setattr("decoding.probe.survey.cpus_of", lambda node: {10_000} if node else set())
     monkeypatch.setattr("decoding.probe.survey.iommu_of", {"0000:41:00.0": "DMA"}.get)
-    return asked
+    return addresses
 
 
-def test_gpus_are_what_the_driver_says(driver: list[str]) -> None:
+def test_gpus_are_those_of_the_driver(driver: list[str]) -> None:
     machine = Machine.detect()
     assert machine.gpus == [
         Gpu(
             "RTX 4090",
-            FINE.memory,
+            GPU.memory,
             1,
             4,
             0,
@@ -268,7 +268,7 @@ def test_gpus_are_what_the_driver_says(driver: list[str]) -> None:
         ),
         Gpu(
             "RTX 4090",
-            FINE.memory,
+            GPU.memory,
             1,
             4,
             0,
@@ -284,7 +284,7 @@ def test_gpus_are_what_the_driver_says(driver: list[str]) -> None:
     assert driver == ["0000:41:00.0", "0000:c1:00.0"]
 
 
-def test_how_the_kernel_maps_a_devices_copies(tmp_path: Path) -> None:
+def test_iommu_type_is_read_from_sysfs(tmp_path: Path) -> None:
     group = tmp_path / "bus/pci/devices/0000:01:00.0/iommu_group"
     group.mkdir(parents=True)
     (group / "type").write_text("DMA-FQ\n")
@@ -294,18 +294,18 @@ def test_how_the_kernel_maps_a_devices_copies(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("question", ["nvmlDeviceGetName", "nvmlDeviceGetHandleByIndex"])
-def test_a_gpu_that_does_not_answer_ends_nothing(
-    question: str, driver: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("function", ["nvmlDeviceGetName", "nvmlDeviceGetHandleByIndex"])
+def test_an_unresponsive_gpu_is_skipped(
+    function: str, driver: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = getattr(FakeDriver(), question)
+    original = getattr(FakeDriver(), function)
 
     def lost(_: object, index: int) -> Any:
         if index == 0:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-        return answer(index)
+        return original(index)
 
-    monkeypatch.setattr(FakeDriver, question, lost, raising=False)
+    monkeypatch.setattr(FakeDriver, function, lost, raising=False)
     machine = Machine.detect()
     assert [gpu.address for gpu in machine.gpus] == ["0000:c1:00.0"]
-    assert "580.00, GPU 0 does not answer" in machine.driver
+    assert "580.00, GPU 0 does not respond" in machine.driver

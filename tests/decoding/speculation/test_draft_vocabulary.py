@@ -61,7 +61,7 @@ def rename(folder: Path, token: int, name: str) -> Path:
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
     pair = Pair(DEMO / "target", DEMO / "draft")
-    return pair.text("plain", prompt("typing")[:PROMPT_TOKENS], NEW)
+    return pair.generate("plain", prompt("typing")[:PROMPT_TOKENS], NEW)
 
 
 @pytest.fixture(scope="module")

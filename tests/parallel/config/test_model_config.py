@@ -1,4 +1,4 @@
-"""A config read without transformers says what transformers says, whatever the file leaves out."""
+"""A config read without transformers equals the one transformers reads, whatever is left out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEEDED = {
     "intermediate_size": 96,
     "vocab_size": 300,
 }
-OPTIONAL: dict[str, tuple[Any, ...]] = {  # each may be absent too
+OPTIONAL: dict[str, tuple[Any, ...]] = {  # values that a field may have, unless it is absent
     "num_key_value_heads": (None, 1, 4, 8),
     "head_dim": (None, 16),
     "rms_norm_eps": (1e-5,),
@@ -66,7 +66,7 @@ MIXTURE = {
     "num_local_experts": 8,
     "moe_intermediate_size": 24,
 }
-OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
+FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3": {"layer_types": (["full_attention"] * 2,), "head_dim": (16,)},
     "smollm3": {
         "no_rope_layers": ([1, 0], [0, 0]),
@@ -91,11 +91,11 @@ OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def random_config(family: str, draw: random.Random) -> dict[str, Any]:
-    """Return a config.json of this family, with any of what is optional."""
+    """Return a config.json of this family, with a random choice of optional fields."""
     fields: dict[str, Any] = {"model_type": family, **NEEDED}
     if "mix" in family or "moe" in family:
         fields |= MIXTURE
-    for name, values in {**OPTIONAL, **OF_FAMILY.get(family, {})}.items():
+    for name, values in {**OPTIONAL, **FAMILY_FIELDS.get(family, {})}.items():
         if draw.random() < 0.5:
             fields[name] = draw.choice(values)
     if family != "llama" and draw.random() < 0.7:
@@ -105,7 +105,7 @@ def random_config(family: str, draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.7:
         form = draw.choice(("rope_scaling", "rope_parameters"))
         fields[form] = dict(draw.choice(PHI3_ROPES if family == "phi3" else ROPES))
-    # what transformers refuses
+    # combinations that transformers rejects
     if family in ("mistral", "mixtral") and fields.get("num_key_value_heads", 0) is None:
         del fields["num_key_value_heads"]
     if "short_factor" in str(fields) and fields.get("head_dim") is None:
@@ -113,61 +113,62 @@ def random_config(family: str, draw: random.Random) -> dict[str, Any]:
     return fields
 
 
-def both(path: Path) -> list[ModelConfig | str]:
-    """Return what each way of reading says, a config or why there is none."""
-    said: list[ModelConfig | str] = []
+def read_both(path: Path) -> list[ModelConfig | str]:
+    """Return the config, or the error message, of each of the two entry points."""
+    results: list[ModelConfig | str] = []
     for read in (
         lambda: ModelConfig.from_pretrained(path.parent),
         lambda: ModelConfig.from_name(str(path)),
     ):
         try:
-            said.append(read())
+            results.append(read())
         except ConfigError as error:
-            said.append(str(error))
-    return said
+            results.append(str(error))
+    return results
 
 
 @pytest.mark.parametrize("family", slow_except(FAMILIES, 0, 4, -1))
-def test_both_ways_of_reading_agree(family: str, tmp_path: Path) -> None:
-    draw, path, read = random.Random(family), tmp_path / "config.json", 0
+def test_from_pretrained_and_from_name_agree(family: str, tmp_path: Path) -> None:
+    draw, path = random.Random(family), tmp_path / "config.json"
+    valid = 0
     for _ in range(150):
         fields = random_config(family, draw)
         path.write_text(json.dumps(fields))
-        by_transformers, by_hand = both(path)
-        if isinstance(by_hand, str):  # in whatever words
-            assert isinstance(by_transformers, str), (fields, by_hand)
+        pretrained, named = read_both(path)
+        if isinstance(named, str):  # the messages may differ
+            assert isinstance(pretrained, str), (fields, named)
         else:
-            assert by_transformers == by_hand, fields
-            read += 1
-            assert hash(by_hand) == hash(by_transformers)
-    assert read > 50
+            assert pretrained == named, fields
+            valid += 1
+            assert hash(named) == hash(pretrained)
+    assert valid > 50
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_frequencies_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     base = {"model_type": family, **NEEDED, "num_key_value_heads": 4, "sliding_window": None}
     base |= {**MIXTURE, "head_dim": 8}
-    more = ({}, {"head_dim": 16}, {"original_max_position_embeddings": 256})
+    variants = ({}, {"head_dim": 16}, {"original_max_position_embeddings": 256})
     module = import_module(f"transformers.models.{family}.modeling_{family}")
     embedding = next(
         vars(module)[name] for name in vars(module) if name.endswith("RotaryEmbedding")
     )
     ropes = PHI3_ROPES if family == "phi3" else ROPES
-    for rope, fields in itertools.product(ropes, more):
+    for rope, fields in itertools.product(ropes, variants):
         if "short_factor" in rope and "head_dim" in fields:
-            continue  # there is a factor for each pair of dimensions
+            continue  # LongRoPE needs one factor per pair of dimensions
         path.write_text(json.dumps({**base, "rope_scaling": rope, "rope_theta": 5e5, **fields}))
         hf = AutoConfig.from_pretrained(path)
         kind = hf.rope_parameters["rope_type"]
         for tokens in (100, 200_000):
             if kind == "default":
-                answer = embedding.compute_default_rope_parameters(hf)
+                expected = embedding.compute_default_rope_parameters(hf)
             else:
-                answer = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), seq_len=tokens)
+                expected = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), seq_len=tokens)
             frequencies, factor = ModelConfig.from_name(str(path)).inverse_frequencies(tokens)
-            assert torch.equal(frequencies, answer[0]), (rope, fields)
-            assert factor == answer[1]
+            assert torch.equal(frequencies, expected[0]), (rope, fields)
+            assert factor == expected[1]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_frequencies_are_those_of_transformers(family: str, tmp_path: Path) -> N
         ({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2}}, "'linear' is"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one for all layers"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5\) are not supported"),
-        ({"model_type": "phi3", "partial_rotary_factor": 0.4}, "of 8 dimensions a head is not"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.4}, "of 8 dimensions per head is not"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "softcapping = 50.0 .soft-cap"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_lora_rank = 512 .multi-latent"),
@@ -219,7 +220,7 @@ def test_frequencies_are_those_of_transformers(family: str, tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_what_an_engine_would_refuse_is_refused_without_one(
+def test_from_name_rejects_what_from_pretrained_rejects(
     fields: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.json"
@@ -230,7 +231,7 @@ def test_what_an_engine_would_refuse_is_refused_without_one(
         ModelConfig.from_name(str(path))
 
 
-def test_a_config_is_read_without_torch(tmp_path: Path) -> None:
+def test_from_name_does_not_import_torch(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", **NEEDED}))
     code = (
@@ -242,7 +243,7 @@ def test_a_config_is_read_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ids", ["</s>", [1, None], -1, True])
-def test_what_names_no_token_ids_is_refused(tmp_path: Path, ids: object) -> None:
+def test_invalid_token_ids_are_rejected(tmp_path: Path, ids: object) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", **NEEDED, "eos_token_id": ids}))
     with pytest.raises(ConfigError, match="must be a token id or a list of them, found"):
@@ -250,42 +251,42 @@ def test_what_names_no_token_ids_is_refused(tmp_path: Path, ids: object) -> None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_stretching_is_what_the_config_would_say(family: str, tmp_path: Path) -> None:
+def test_rope_option_equals_scaling_in_config(family: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     fields = {"model_type": family, **NEEDED, "rope_theta": 1e5, "max_position_embeddings": 8192}
     fields["num_key_value_heads"] = 4
     path.write_text(json.dumps(fields))
-    stretched = ModelConfig.from_name(str(path)).with_rope_scaling("yarn:4")
+    scaled = ModelConfig.from_name(str(path)).with_rope_scaling("yarn:4")
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
     path.write_text(json.dumps({**fields, "rope_scaling": yarn, "max_position_embeddings": 32_768}))
-    said = ModelConfig.from_name(str(path))
-    for config in (stretched, said):
+    expected = ModelConfig.from_name(str(path))
+    for config in (scaled, expected):
         config.rope.pop("type", None)
-    assert stretched == said
-    assert stretched.context_limit == 32_768
-    frequencies, factor = stretched.inverse_frequencies(100)
-    assert torch.equal(frequencies, said.inverse_frequencies(100)[0])
+    assert scaled == expected
+    assert scaled.context_limit == 32_768
+    frequencies, factor = scaled.inverse_frequencies(100)
+    assert torch.equal(frequencies, expected.inverse_frequencies(100)[0])
     assert factor > 1
 
 
 @pytest.mark.parametrize("rope", ["yarn", "yarn:", "yarn:x", "yarn:1", "yarn:65", "linear:4", ""])
-def test_what_is_no_stretching_is_refused(rope: str, tmp_path: Path) -> None:
+def test_unknown_rope_options_are_rejected(rope: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", **NEEDED}))
     with pytest.raises(ConfigError, match=f"`rope` {rope} is not known: use yarn:FACTOR"):
         ModelConfig.from_name(str(path)).with_rope_scaling(rope)
 
 
-def test_a_model_that_is_stretched_is_not_stretched_again(tmp_path: Path) -> None:
+def test_scaled_models_are_not_scaled_again(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     scaling = {"type": "linear", "factor": 2.0}
     path.write_text(json.dumps({"model_type": "llama", **NEEDED, "rope_scaling": scaling}))
     linear = ModelConfig.from_name(str(path))
-    with pytest.raises(ConfigError, match="stretches its positions itself, by RoPE type 'linear'"):
+    with pytest.raises(ConfigError, match="already scales its positions, by RoPE type 'linear'"):
         linear.with_rope_scaling("yarn:4")
-    # as a GGUF file of Llama 3.1 says it
+    # the form in a GGUF file of Llama 3.1
     factors = {"rope_type": "default", "rope_theta": 1e4, "frequency_factors": [1.0, 2.0, 4.0, 8.0]}
-    with pytest.raises(ConfigError, match="or by factors of its own"):
+    with pytest.raises(ConfigError, match="or by frequency factors"):
         replace(linear, rope=factors).with_rope_scaling("yarn:4")
 
 
@@ -306,9 +307,7 @@ def test_a_model_that_is_stretched_is_not_stretched_again(tmp_path: Path) -> Non
     ],
     ids=str,
 )
-def test_fields_that_make_no_sense_are_refused_by_both(
-    fields: dict[str, Any], tmp_path: Path
-) -> None:
+def test_both_entry_points_reject_invalid_fields(fields: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**NEEDED, "num_key_value_heads": 4, **fields}))
-    assert all(isinstance(said, str) for said in both(path))
+    assert all(isinstance(result, str) for result in read_both(path))

@@ -1,4 +1,4 @@
-"""Parameters are counted from the config as they are allocated: of every family, on every rank."""
+"""The parameter count from the config equals what is allocated, in every family, on every rank."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def allocated(model: Module) -> int:
+def allocated_parameters(model: Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_are_counted_as_they_are_allocated(family: str, variant: str) -> None:
+def test_count_equals_allocated_parameters(family: str, variant: str) -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     config = ModelConfig.from_hf(tiny_config(family, **heads | VARIANTS[variant]))
     for ranks in (1, 2, 4):
         counts = []
         for rank in range(ranks):
             count = parameter_count(config, ranks, rank)
-            assert count == allocated(
+            assert count == allocated_parameters(
                 random_model(config, TensorParallelGroup(rank, ranks), torch.float32)
             )
             counts.append(count)
         assert parameter_count(config, ranks) == max(counts)
 
 
-def test_parameters_are_counted_as_they_are_loaded(checkpoint: Callable[..., Path]) -> None:
+def test_count_equals_loaded_parameters(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint(family="qwen2")
     config = ModelConfig.from_pretrained(folder)
     for rank in range(2):
         model = load_model(folder, TensorParallelGroup(rank, 2))
-        assert parameter_count(config, 2, rank) == allocated(model)
+        assert parameter_count(config, 2, rank) == allocated_parameters(model)
 
 
-def test_sizes_are_known_without_torch() -> None:
+def test_parameter_count_does_not_import_torch() -> None:
     code = "import sys, parallel.config.parameter_count; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[3]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0

@@ -1,4 +1,4 @@
-"""How many positions a model has: configs count those of the training, or the stretched ones."""
+"""The number of positions: configs count either those of the training or the scaled ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.models import DIMENSIONS, long_rope, rope
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 CHUNKS = {"chunk_size": 262_144, "original_max_position_embeddings": 262_144}
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
-    "Qwen2.5, its recipe": (
+    "Qwen2.5 with YaRN": (
         {
             "model_type": "qwen2",
             "max_position_embeddings": 32_768,
@@ -25,7 +25,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         131_072,
     ),
-    "Qwen3, its recipe": (
+    "Qwen3 with YaRN": (
         {
             "model_type": "qwen3",
             "max_position_embeddings": 40_960,
@@ -45,7 +45,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         131_072,
     ),
-    "YaRN without the original": (
+    "YaRN without original positions": (
         {"max_position_embeddings": 131_072, "rope_scaling": {"type": "yarn", "factor": 4.0}},
         131_072,
     ),
@@ -61,7 +61,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}},
         16_384,
     ),
-    "linear, and positions that say so": (
+    "linear with original positions": (
         {
             "max_position_embeddings": 8192,
             "original_max_position_embeddings": 8192,
@@ -73,7 +73,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         {"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 10.0}},
         40_960,
     ),
-    "InternLM3's numbers": (
+    "InternLM3 parameters": (
         {"max_position_embeddings": 32_768, "rope_scaling": rope("dynamic", factor=6.0)},
         196_608,
     ),
@@ -85,7 +85,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         {"max_position_embeddings": 131_072, "rope_scaling": rope("llama3", factor=32.0, **LLAMA3)},
         131_072,
     ),
-    "Phi-3, an early upload": (
+    "Phi-3, early upload": (
         {
             "model_type": "phi3",
             "max_position_embeddings": 131_072,
@@ -94,7 +94,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         131_072,
     ),
-    "Phi-3, of today": (
+    "Phi-3, current": (
         {
             "model_type": "phi3",
             "max_position_embeddings": 131_072,
@@ -103,7 +103,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         131_072,
     ),
-    "LongRoPE that counts the training": (
+    "LongRoPE counting training positions": (
         {
             "max_position_embeddings": 4096,
             "rope_scaling": long_rope(8, factor=8.0, original_max_position_embeddings=4096),
@@ -123,7 +123,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def read(folder: Path, **fields: Any) -> ModelConfig:
-    """Return what a plan and an engine read of a config, which is the same."""
+    """Return the config as both a plan and an engine read it."""
     path = folder / "config.json"
     path.write_text(json.dumps({"model_type": "llama", **DIMENSIONS, **fields}))
     config = ModelConfig.from_name(str(path))
@@ -132,7 +132,7 @@ def read(folder: Path, **fields: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_context_of_published_configs(name: str, tmp_path: Path) -> None:
+def test_context_of_published_configs(name: str, tmp_path: Path) -> None:
     fields, context = PUBLISHED[name]
     config = read(tmp_path, **fields)
     assert config.context_limit == context
@@ -142,49 +142,51 @@ def test_the_context_of_published_configs(name: str, tmp_path: Path) -> None:
     assert (config.max_context == context) == (name != "Qwen2.5-1M")
 
 
-@pytest.mark.parametrize("name", ["LLaMA-2-7B-32K", "YaRN without the original", "Qwen2.5-1M"])
-def test_a_guess_is_told(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["LLaMA-2-7B-32K", "YaRN without original positions", "Qwen2.5-1M"]
+)
+def test_a_note_reports_a_guess(name: str, tmp_path: Path) -> None:
     (note,) = read(tmp_path, **PUBLISHED[name][0]).context_notes()
-    assert ("dual chunk attention" if "1M" in name else "is taken to count that") in note
+    assert ("dual chunk attention" if "1M" in name else "is assumed to include that") in note
 
 
-def test_nothing_is_told_of_what_the_config_says(tmp_path: Path) -> None:
-    for name in ("Qwen2.5, its recipe", "vicuna-7b-16k", "Llama-3.1", "Phi-3, of today", "plain"):
+def test_no_notes_if_the_config_is_explicit(tmp_path: Path) -> None:
+    for name in ("Qwen2.5 with YaRN", "vicuna-7b-16k", "Llama-3.1", "Phi-3, current", "plain"):
         assert read(tmp_path, **PUBLISHED[name][0]).context_notes() == []
 
 
-def test_an_early_name_of_longrope_means_the_same(tmp_path: Path) -> None:
-    early, today = (
-        read(tmp_path, **PUBLISHED[f"Phi-3, {name}"][0]) for name in ("an early upload", "of today")
+def test_early_name_of_longrope_is_equivalent(tmp_path: Path) -> None:
+    early, current = (
+        read(tmp_path, **PUBLISHED[f"Phi-3, {name}"][0]) for name in ("early upload", "current")
     )
     for tokens in (100, 100_000):
         ours, factor = early.inverse_frequencies(tokens)
-        theirs, other = today.inverse_frequencies(tokens)
+        theirs, other = current.inverse_frequencies(tokens)
         assert ours.equal(theirs)
         assert factor == other
 
 
-def test_more_than_the_default_may_be_asked_of_dual_chunk_attention(tmp_path: Path) -> None:
+def test_dual_chunk_attention_allows_more_than_the_default_context(tmp_path: Path) -> None:
     read(tmp_path, **PUBLISHED["Qwen2.5-1M"][0]).check_context(1_000_000)
 
 
-def test_the_stretching_that_the_config_names_may_be_named_again(tmp_path: Path) -> None:
-    config = read(tmp_path, **PUBLISHED["Qwen2.5, its recipe"][0])
+def test_rope_option_may_repeat_the_scaling_of_the_config(tmp_path: Path) -> None:
+    config = read(tmp_path, **PUBLISHED["Qwen2.5 with YaRN"][0])
     assert config.with_rope_scaling("yarn:4") == config
     with pytest.raises(ConfigError, match=r"by RoPE type 'yarn'.*: it has 131072"):
         config.with_rope_scaling("yarn:2")
 
 
-def test_a_window_spans_the_positions_and_limits_what_they_are_stretched_to(tmp_path: Path) -> None:
+def test_window_covers_unscaled_positions_and_limits_scaled_ones(tmp_path: Path) -> None:
     fields = {"model_type": "mistral", "max_position_embeddings": 32_768}
     yarn = rope("yarn", factor=4.0, original_max_position_embeddings=32_768)
     plain = read(tmp_path, **fields, sliding_window=65_536)
     assert plain.with_rope_scaling("yarn:2").context_limit == 65_536
-    with pytest.raises(ConfigError, match="positions; `rope` yarn:2 would stretch them"):
+    with pytest.raises(ConfigError, match="positions; `rope` yarn:2 would extend them"):
         plain.check_context(40_000)
     with pytest.raises(ConfigError, match=r"is more than the model's 32768 positions\.$"):
         plain.check_context(80_000)
-    with pytest.raises(ConfigError, match="131072 positions, but the model's attention sees 65536"):
+    with pytest.raises(ConfigError, match=r"131072 positions, but .* sees at most 65536"):
         plain.with_rope_scaling("yarn:4")
     for window in (32_768, 65_536):
         capped = read(tmp_path, **fields, sliding_window=window, rope_scaling=yarn)

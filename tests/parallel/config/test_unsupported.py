@@ -1,4 +1,4 @@
-"""What is refused says all of why: rows of published configs, cut to what speaks against them."""
+"""Errors name every unsupported feature; the cases are excerpts of published configs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ CODE = {"auto_map": {"AutoConfig": "configuration_x.XConfig"}}
 NVFP4 = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
 
 
-def refusal(folder: Path, **fields: Any) -> str:
-    """Return what is said of a config, the same by a plan and by an engine."""
+def error_message(folder: Path, **fields: Any) -> str:
+    """Return the error message for a config, which is the same from a plan and from an engine."""
     (folder / "config.json").write_text(json.dumps({**DIMENSIONS, **fields}))
-    said = set()
+    messages = set()
     for read in (ModelConfig.from_pretrained, lambda folder: ModelConfig.from_name(str(folder))):
         with pytest.raises((ConfigError, CheckpointError)) as caught:
             read(folder)
-        said.add(str(caught.value))
-    (text,) = said
-    assert text.isprintable()
-    return text
+        messages.add(str(caught.value))
+    (message,) = messages
+    assert message.isprintable()
+    return message
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,14 @@ def refusal(folder: Path, **fields: Any) -> str:
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_every_part_is_named(fields: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
-    text = refusal(tmp_path, **fields)
+def test_every_unsupported_feature_is_named(
+    fields: dict[str, Any], parts: list[str], tmp_path: Path
+) -> None:
+    message = error_message(tmp_path, **fields)
     for part in parts:
-        assert part in text
+        assert part in message
     is_known = fields["model_type"] in ("llama", "mistral")
-    assert ("is not supported; supported are llama" in text) != is_known
+    assert ("is not supported; supported are llama" in message) != is_known
 
 
 @pytest.mark.parametrize(
@@ -139,8 +141,8 @@ def test_every_part_is_named(fields: dict[str, Any], parts: list[str], tmp_path:
     ],
     ids=str,
 )
-def test_what_the_model_has_not_is_not_named(fields: dict[str, Any], tmp_path: Path) -> None:
-    assert refusal(tmp_path, **fields).endswith("qwen3_moe, mixtral, phi3, olmo2, granite.")
+def test_features_without_effect_are_not_named(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert error_message(tmp_path, **fields).endswith("qwen3_moe, mixtral, phi3, olmo2, granite.")
 
 
 @pytest.mark.parametrize(
@@ -151,10 +153,10 @@ def test_what_the_model_has_not_is_not_named(fields: dict[str, Any], tmp_path: P
         ("quant_config.json", {"w_bit": 4, "q_group_size": 128}),
     ],
 )
-def test_files_beside_the_config_say_that_weights_are_compressed(
+def test_files_beside_the_config_indicate_compressed_weights(
     name: str, content: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(json.dumps(content))
-    text = refusal(tmp_path, model_type="llama")
-    assert f"{name} says that the weights are compressed" in text
-    assert "use the model's 16-bit checkpoint" in text
+    message = error_message(tmp_path, model_type="llama")
+    assert f"{name} says that the weights are compressed" in message
+    assert "use the model's 16-bit checkpoint" in message

@@ -21,7 +21,7 @@ from parallel.execution.cuda_graphs import GraphRunner
 from parallel.model.loading import load_model
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
-from support.batches import SMALL, alone, requests, tokens, written
+from support.batches import SMALL, requests, run_alone, run_batch, tokens
 from support.captures import (
     USES,
     ScriptedCapturer,
@@ -194,9 +194,9 @@ def test_concurrent_requests_match_sequential_ones(
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     replays, batch = count_replays(monkeypatch), requests(GREEDY, SIZES)
     with demo.engine(mode, graphs=False, gpu_kv_layers=resident, **SMALL) as engine:
-        expected = alone(engine, batch)
+        expected = run_alone(engine, batch)
     with demo.engine(mode, graphs=True, gpu_kv_layers=resident, **SMALL) as engine:
-        completions = written(engine, batch, CONCURRENCY)
+        completions = run_batch(engine, batch, CONCURRENCY)
     assert tokens(completions) == expected
     counts = [completion.stats.cuda_graphs for completion in completions]
     assert all(graphs is not None and graphs["refused"] == 0 for graphs in counts)
@@ -222,7 +222,7 @@ def run_rank() -> Results:
                     results.append(([], {}, replays))
                     continue
                 batch = requests(GREEDY, SIZES[:CONCURRENCY])
-                completions = written(engine, batch, CONCURRENCY)
+                completions = run_batch(engine, batch, CONCURRENCY)
                 engine.close()
         graphs = completions[0].stats.cuda_graphs
         assert graphs is not None
@@ -235,7 +235,7 @@ SCRIPTS = [exact_graph, failed_capture]
 
 def test_two_ranks_replay_the_same_batched_forwards(demo: Pair) -> None:
     with demo.engine("plain") as engine:
-        expected = alone(engine, requests(GREEDY, SIZES[:CONCURRENCY]))
+        expected = run_alone(engine, requests(GREEDY, SIZES[:CONCURRENCY]))
     rank_0, rank_1 = run_ranks(2, run_rank)
     for script, (sequences, counts, replays), (_, _, others) in zip(
         SCRIPTS, rank_0, rank_1, strict=True

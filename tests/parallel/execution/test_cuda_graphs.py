@@ -260,7 +260,7 @@ def test_two_ranks_replay_what_one_rank_generates(
 ) -> None:
     rank_0, rank_1 = (report["generate", shard] for report in reports)
     output, supported, counts = rank_0
-    assert output == demo.text("plain", prompt("typing")[:SHORT], FEW)
+    assert output == demo.generate("plain", prompt("typing")[:SHORT], FEW)
     assert rank_1[0] == []
     assert counts is not None
     assert counts["replayed"] > 0

@@ -1,4 +1,4 @@
-"""Broken and unsuitable checkpoints are refused in one line that says what to do."""
+"""Broken and unsupported checkpoints are rejected in one line that says what to do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Copy = Callable[..., Path]
 
 @pytest.fixture
 def copy(checkpoint: Callable[..., Path], tmp_path: Path) -> Copy:
-    """A checkpoint of one's own, to be broken."""
+    """A function that returns a copy of a checkpoint, for a test to break."""
 
     def get(**arguments: Any) -> Path:
         return Path(shutil.copytree(checkpoint(**arguments), tmp_path / "model"))
@@ -47,22 +47,22 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -
     return folder
 
 
-def refuse(
+def assert_rejected(
     folder: Path, error: type[Exception], *parts: str, group: TensorParallelGroup | None = None
 ) -> None:
-    """Loading raises `error`; its text is one line and has all `parts`."""
+    """Assert that loading raises `error` with a one-line message containing all `parts`."""
     with pytest.raises(error) as caught:
         load_model(folder, group or TensorParallelGroup())
-    text = str(caught.value)
-    assert "\n" not in text
+    message = str(caught.value)
+    assert "\n" not in message
     for part in parts:
-        assert part in text
+        assert part in message
 
 
 def test_no_weights(copy: Copy) -> None:
     folder = copy()
     (folder / "model.safetensors").unlink()
-    refuse(
+    assert_rejected(
         folder,
         CheckpointError,
         str(folder),
@@ -74,14 +74,14 @@ def test_no_weights(copy: Copy) -> None:
 def test_pickled_weights(copy: Copy, name: str) -> None:
     folder = copy()
     (folder / "model.safetensors").rename(folder / name)
-    refuse(folder, CheckpointError, "pickle weights only", "save_pretrained")
+    assert_rejected(folder, CheckpointError, "has only pickle weights", "save_pretrained")
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_a_truncated_file(copy: Copy, keep: int) -> None:
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_a_truncated_file(copy: Copy, size: int) -> None:
     path = copy() / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:keep])
-    refuse(
+    path.write_bytes(path.read_bytes()[:size])
+    assert_rejected(
         path.parent,
         CheckpointError,
         str(path),
@@ -95,20 +95,22 @@ def test_a_truncated_file(copy: Copy, keep: int) -> None:
 )
 def test_a_missing_tensor(copy: Copy, name: str) -> None:
     folder = edit_weights(copy(), lambda tensors: tensors.pop(name))
-    refuse(folder, CheckpointError, f"tensor {name} is missing; the checkpoint has 29 tensors")
+    assert_rejected(
+        folder, CheckpointError, f"tensor {name} is missing; the checkpoint has 29 tensors"
+    )
 
 
 @pytest.mark.parametrize("vocab", [101, 2001])
 def test_a_missing_embedding(copy: Copy, vocab: int) -> None:
-    """It is named even where most of the weights are missing with it.
+    """The error names it even if it holds most of the weights.
 
-    A draft made for an older version may leave it out, to take the target's: by a key of its
-    config that is now unknown, and ignored.
+    A draft for an older version may lack it, to share the target's, as declared by a key of its
+    config that is now unknown and ignored.
     """
     folder = copy(vocab_size=vocab, tie_word_embeddings=True)
     edit_weights(folder, lambda tensors: tensors.pop("model.embed_tokens.weight"))
     edit_config(folder, tierforce={"borrows": ["embed_tokens", "lm_head"]})
-    refuse(
+    assert_rejected(
         folder,
         CheckpointError,
         "tensor model.embed_tokens.weight is missing; the checkpoint has 28 tensors",
@@ -117,7 +119,7 @@ def test_a_missing_embedding(copy: Copy, vocab: int) -> None:
 
 def test_a_missing_bias(copy: Copy) -> None:
     folder = edit_config(copy(), attention_bias=True)
-    refuse(folder, CheckpointError, "model.layers.0.self_attn.q_proj.bias is missing")
+    assert_rejected(folder, CheckpointError, "model.layers.0.self_attn.q_proj.bias is missing")
 
 
 @pytest.mark.parametrize(
@@ -125,22 +127,22 @@ def test_a_missing_bias(copy: Copy) -> None:
 )
 def test_a_wrong_shape(copy: Copy, name: str) -> None:
     folder = edit_weights(copy(), lambda tensors: tensors.update({name: torch.zeros(7, 32)}))
-    refuse(
+    assert_rejected(
         folder,
         CheckpointError,
         f"model.safetensors: tensor {name} has shape (7, 32), but config.json implies (",
     )
 
 
-def test_weights_of_another_kind(copy: Copy) -> None:
+def test_unsupported_weight_dtype(copy: Copy) -> None:
     folder = edit_weights(
         copy(),
         lambda tensors: tensors.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}),
     )
-    refuse(
+    assert_rejected(
         folder,
         CheckpointError,
-        "tensor model.norm.weight is I8; only BF16, F16, F32 weights are read",
+        "tensor model.norm.weight is I8; only BF16, F16, F32 weights are supported",
     )
 
 
@@ -148,17 +150,17 @@ def test_a_missing_shard(copy: Copy) -> None:
     folder = copy(max_shard_size="10KB")
     shards = sorted(folder.glob("model-*.safetensors"))
     shards[1].unlink()
-    refuse(folder, CheckpointError, f"1 weight files are missing, first {shards[1].name}")
+    assert_rejected(folder, CheckpointError, f"1 weight files are missing, first {shards[1].name}")
 
 
 @pytest.mark.parametrize(
-    "text",
+    "content",
     ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', '{"weight_map": {"a": 1}}'],
 )
-def test_a_broken_index(copy: Copy, text: str) -> None:
+def test_a_broken_index(copy: Copy, content: str) -> None:
     folder = copy(max_shard_size="10KB")
-    (folder / "model.safetensors.index.json").write_text(text)
-    refuse(
+    (folder / "model.safetensors.index.json").write_text(content)
+    assert_rejected(
         folder,
         CheckpointError,
         "model.safetensors.index.json is not a readable weight index",
@@ -166,39 +168,39 @@ def test_a_broken_index(copy: Copy, text: str) -> None:
     )
 
 
-def test_an_index_that_forgets_a_tensor(copy: Copy) -> None:
+def test_an_index_that_omits_a_tensor(copy: Copy) -> None:
     folder = copy(max_shard_size="10KB")
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     del index["weight_map"]["model.norm.weight"]
     path.write_text(json.dumps(index))
-    model = load_model(folder, TensorParallelGroup())  # the tensor is there all the same
+    model = load_model(folder, TensorParallelGroup())  # reads all listed files
     assert (model.norm.weight != 0).all()
 
 
-def test_a_tensor_that_two_files_have(copy: Copy) -> None:
+def test_a_tensor_in_two_files(copy: Copy) -> None:
     folder = copy(max_shard_size="10KB")
     first, second, *_ = sorted(folder.glob("model-*.safetensors"))
     name, tensor = next(iter(load_file(first).items()))
     save_file({**load_file(second), name: torch.zeros_like(tensor)}, second)
-    refuse(folder, CheckpointError, f"{name} is in {first.name} and in {second.name}")
+    assert_rejected(folder, CheckpointError, f"{name} is in {first.name} and in {second.name}")
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/../../b"])
-def test_an_index_that_leads_out_of_its_folder(copy: Copy, name: str) -> None:
+def test_an_index_that_points_outside_its_folder(copy: Copy, name: str) -> None:
     folder = copy(max_shard_size="10KB")
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     index["weight_map"]["model.norm.weight"] = name
     path.write_text(json.dumps(index))
-    refuse(folder, CheckpointError, f"names {name}, which lies outside its folder")
+    assert_rejected(folder, CheckpointError, f"names {name}, which lies outside its folder")
 
 
-def test_a_pointer_of_git_lfs_in_place_of_weights(copy: Copy) -> None:
+def test_a_git_lfs_pointer(copy: Copy) -> None:
     folder = copy()
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
     (folder / "model.safetensors").write_text(pointer)
-    refuse(folder, CheckpointError, "Git LFS pointer", "git lfs pull")
+    assert_rejected(folder, CheckpointError, "Git LFS pointer", "git lfs pull")
 
 
 @pytest.mark.parametrize(
@@ -206,17 +208,19 @@ def test_a_pointer_of_git_lfs_in_place_of_weights(copy: Copy) -> None:
     [{"num_hidden_layers": 10**5}, {"vocab_size": 10**11}, {"intermediate_size": 10**9}],
     ids=str,
 )
-def test_a_config_of_absurd_size_takes_no_memory(copy: Copy, fields: dict[str, int]) -> None:
+def test_a_config_of_implausible_size_allocates_no_memory(
+    copy: Copy, fields: dict[str, int]
+) -> None:
     folder = edit_config(copy(), **fields)
-    refuse(folder, CheckpointError, "config.json describes", "do not belong together")
+    assert_rejected(folder, CheckpointError, "config.json describes", "do not belong together")
 
 
 def test_a_config_without_heads(copy: Copy) -> None:
     folder = edit_config(copy(), num_attention_heads=0, num_key_value_heads=0)
-    refuse(folder, ConfigError, "heads = 0; it must be a whole number of at least 1")
+    assert_rejected(folder, ConfigError, "heads = 0; it must be a whole number of at least 1")
 
 
-def test_a_file_that_breaks_after_it_was_looked_at(copy: Copy) -> None:
+def test_a_file_that_breaks_after_it_was_opened(copy: Copy) -> None:
     folder = copy()
     tensor = SafetensorsCheckpoint(folder).tensor("model.norm.weight", (32,))
     (folder / "model.safetensors").write_bytes(b"gone")
@@ -227,7 +231,7 @@ def test_a_file_that_breaks_after_it_was_looked_at(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("content", "reason"),
     [
         ("", "config.json cannot be read"),
         ("{", "config.json cannot be read"),
@@ -238,32 +242,32 @@ def test_a_file_that_breaks_after_it_was_looked_at(copy: Copy) -> None:
         ("layers", "layers = 'many'; it must be a whole number"),
     ],
 )
-def test_a_broken_config(copy: Copy, text: str, reason: str) -> None:
+def test_a_broken_config(copy: Copy, content: str, reason: str) -> None:
     folder = copy()
-    if text == "layers":
-        text = json.dumps(
+    if content == "layers":
+        content = json.dumps(
             {**json.loads((folder / "config.json").read_text()), "num_hidden_layers": "many"}
         )
-    (folder / "config.json").write_text(text)
-    refuse(folder, ConfigError, reason)
+    (folder / "config.json").write_text(content)
+    assert_rejected(folder, ConfigError, reason)
     (folder / "config.json").unlink()
-    refuse(folder, ConfigError, f"{folder} has no config.json")
+    assert_rejected(folder, ConfigError, f"{folder} has no config.json")
 
 
-def test_a_config_with_gaps(copy: Copy) -> None:
-    """transformers would put Llama-2-7B's numbers in their place."""
+def test_a_config_without_required_fields(copy: Copy) -> None:
+    """transformers would fill in Llama-2-7B's values."""
     folder = copy()
     (folder / "config.json").write_text(
         '{"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 99}'
     )
-    refuse(
+    assert_rejected(
         folder,
         ConfigError,
         "config.json lacks hidden_size, num_attention_heads, intermediate_size: it does not say",
     )
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "family": (
         {"model_type": "gpt2"},
         "model_type 'gpt2' is not supported; supported are llama, mistral, qwen2",
@@ -278,23 +282,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_models_that_are_not_supported(copy: Copy, name: str) -> None:
-    fields, text = REFUSED[name]
-    refuse(edit_config(copy(), **fields), ConfigError, text)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_models(copy: Copy, name: str) -> None:
+    fields, message = UNSUPPORTED[name]
+    assert_rejected(edit_config(copy(), **fields), ConfigError, message)
 
 
 def test_sliding_windows(copy: Copy) -> None:
     folder = edit_config(copy(family="mistral", sliding_window=None), sliding_window=64)
-    refuse(folder, ConfigError, "sliding-window attention (sliding_window = 64, of 512")
+    assert_rejected(folder, ConfigError, "sliding-window attention (sliding_window = 64, of 512")
     edit_config(folder, sliding_window=512)
-    load_model(folder, TensorParallelGroup())  # as long as the context: no window at all
+    load_model(folder, TensorParallelGroup())  # as long as the context, so without effect
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks_than_heads(copy: Copy, ranks: int) -> None:
+def test_more_ranks_than_kv_heads(copy: Copy, ranks: int) -> None:
     folder = copy()
-    refuse(
+    assert_rejected(
         folder,
         ConfigError,
         f"2 key/value heads cannot be split over {ranks} ranks",
@@ -302,17 +306,17 @@ def test_more_ranks_than_heads(copy: Copy, ranks: int) -> None:
     )
 
 
-def test_dtypes(checkpoint: Callable[..., Path], copy: Copy) -> None:
+def test_default_dtypes(checkpoint: Callable[..., Path], copy: Copy) -> None:
     half = checkpoint(dtype=torch.float16)
-    # a CPU takes float16 as float32, unrounded
+    # float16 is converted to float32 on a CPU, without rounding
     assert load_model(half, TensorParallelGroup()).embed.weight.dtype == torch.float32
     assert load_model(half, TensorParallelGroup(), "bfloat16").embed.weight.dtype == torch.bfloat16
     assert (
         load_model(checkpoint(dtype=torch.bfloat16), TensorParallelGroup()).embed.weight.dtype
         == torch.bfloat16
     )
-    unsaid = copy(dtype=torch.bfloat16)
-    path = unsaid / "config.json"
+    no_dtype = copy(dtype=torch.bfloat16)
+    path = no_dtype / "config.json"
     path.write_text(
         json.dumps(
             {
@@ -322,7 +326,6 @@ def test_dtypes(checkpoint: Callable[..., Path], copy: Copy) -> None:
             }
         )
     )
-    assert ModelConfig.from_pretrained(unsaid).dtype is None
-    assert (
-        load_model(unsaid, TensorParallelGroup()).embed.weight.dtype == torch.bfloat16
-    )  # what the tensors are
+    assert ModelConfig.from_pretrained(no_dtype).dtype is None
+    # the default is the dtype of the tensors
+    assert load_model(no_dtype, TensorParallelGroup()).embed.weight.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Broken and unsuitable GGUF files are refused in one line that says what to do."""
+"""Broken and unsupported GGUF files are rejected in one line that says what to do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def make(checkpoint: Callable[..., Path], tmp_path: Path) -> Make:
-    """A GGUF file of one's own, to be broken; `model` gives the checkpoint's options."""
+    """A function that writes a GGUF file for a test to break; `model` holds checkpoint options."""
 
     def get(kind: Kind = Kind.F32, model: dict[str, Any] | None = None, **options: Any) -> Path:
         return convert(checkpoint(**(model or {})), tmp_path / "model.gguf", kind, **options)
@@ -39,46 +39,48 @@ def make(checkpoint: Callable[..., Path], tmp_path: Path) -> Make:
     return get
 
 
-def refuse(path: Path, error: type[Exception], *parts: str) -> None:
-    """Loading raises `error`; its text is one line that names the file, and has all `parts`."""
+def assert_rejected(path: Path, error: type[Exception], *parts: str) -> None:
+    """Assert that loading raises `error` with one line naming the file and all `parts`."""
     with pytest.raises(error) as caught:
         load_model(resolve(str(path), TensorParallelGroup()), TensorParallelGroup())
-    text = str(caught.value)
-    assert "\n" not in text
+    message = str(caught.value)
+    assert "\n" not in message
     for part in (path.name, *parts):
-        assert part in text
+        assert part in message
 
 
 def rewrite(path: Path, old: bytes, new: bytes) -> Path:
-    """Replace the only place where these bytes stand."""
+    """Replace `old`, which occurs once in the file, by `new`."""
     content = path.read_bytes()
     assert content.count(old) == 1
     path.write_bytes(content.replace(old, new))
     return path
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    refuse(tmp_path / "model.gguf", CheckpointError, "there is no such file")
+def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
+    assert_rejected(tmp_path / "model.gguf", CheckpointError, "there is no such file")
 
 
 @pytest.mark.parametrize("start", [b"", b"GGU", b"GGML\x03\0\0\0", b"<!DOCTYPE html><html>"])
-def test_what_is_no_gguf_file(tmp_path: Path, start: bytes) -> None:
+def test_a_file_of_another_format(tmp_path: Path, start: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(start)
-    refuse(path, CheckpointError, f"is not a GGUF file: it begins with {start[:4]!r}")
+    assert_rejected(path, CheckpointError, f"is not a GGUF file: it begins with {start[:4]!r}")
 
 
-def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    refuse(path, CheckpointError, "is a Git LFS pointer", "git lfs pull")
+    assert_rejected(path, CheckpointError, "is a Git LFS pointer", "git lfs pull")
 
 
 @pytest.mark.parametrize("version", [1, 4])
-def test_another_version(make: Make, version: int) -> None:
+def test_an_unsupported_version(make: Make, version: int) -> None:
     path = make()
     path.write_bytes(b"GGUF" + struct.pack("<I", version) + path.read_bytes()[8:])
-    refuse(path, CheckpointError, f"has version {version} of GGUF; versions 2 and 3 are read")
+    assert_rejected(
+        path, CheckpointError, f"has GGUF version {version}; versions 2 and 3 are supported"
+    )
 
 
 def test_a_big_endian_file(tmp_path: Path) -> None:
@@ -88,21 +90,21 @@ def test_a_big_endian_file(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    refuse(path, CheckpointError, "is a big-endian GGUF file", "convert the model again")
+    assert_rejected(path, CheckpointError, "is a big-endian GGUF file", "convert the model again")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.99])
-def test_metadata_that_end(make: Make, share: float) -> None:
+def test_truncated_metadata(make: Make, share: float) -> None:
     path = make()
     end = 4 + int(share * (read_header(path).data_start - 40))
     path.write_bytes(path.read_bytes()[:end])
-    refuse(path, CheckpointError, "ends within its metadata", "Fetch it again")
+    assert_rejected(path, CheckpointError, "ends within its metadata", "Fetch it again")
 
 
-def test_tensors_that_end(make: Make) -> None:
+def test_truncated_tensors(make: Make) -> None:
     path = make()
     path.write_bytes(path.read_bytes()[:-1])
-    refuse(path, CheckpointError, "ends before tensor ", "Fetch it again")
+    assert_rejected(path, CheckpointError, "ends before tensor ", "Fetch it again")
     assert ModelConfig.from_name(str(path)).layers == 3  # a plan needs no weights
 
 
@@ -116,31 +118,39 @@ def test_a_file_that_shrinks_while_it_is_read(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ours"),
+    ("name", "hf_name"),
     [
         ("output_norm.weight", "model.norm.weight"),
         ("blk.1.ffn_up.weight", "model.layers.1.mlp.up_proj.weight"),
     ],
 )
-def test_a_missing_tensor(make: Make, name: str, ours: str) -> None:
+def test_a_missing_tensor(make: Make, name: str, hf_name: str) -> None:
     path = make(without=name)
-    refuse(path, CheckpointError, f"tensor {ours} is missing; the checkpoint has 29 tensors")
+    assert_rejected(
+        path, CheckpointError, f"tensor {hf_name} is missing; the checkpoint has 29 tensors"
+    )
 
 
-def test_a_layer_that_is_missing(make: Make) -> None:
+def test_a_missing_layer(make: Make) -> None:
     path = rewrite(make(), b"blk.2.attn_k.weight", b"blk.3.attn_k.weight")
-    refuse(path, CheckpointError, "has tensors of 4 layers, but its metadata says 3")
+    assert_rejected(path, CheckpointError, "has tensors of 4 layers, but its metadata says 3")
 
 
-def test_a_tensor_that_has_no_place(make: Make) -> None:
+def test_unknown_tensors(make: Make) -> None:
     path = rewrite(make(), b"blk.1.attn_k.weight", b"blk.1.attn_z.weight")
-    refuse(path, CheckpointError, "model.layers.1.self_attn.k_proj.weight is missing")
+    assert_rejected(path, CheckpointError, "model.layers.1.self_attn.k_proj.weight is missing")
     path = rewrite(make(model={"attention_bias": True}), b"blk.1.attn_q.bias", b"blk.1.attn_z.bias")
-    refuse(path, CheckpointError, "model.layers.1.self_attn.q_proj.bias is missing")
+    assert_rejected(path, CheckpointError, "model.layers.1.self_attn.q_proj.bias is missing")
     extra = make(model={"num_hidden_layers": 2})
     length = struct.pack("<Q", len("output.weight"))
-    rewrite(extra, length + b"output.weight", length + b"spares.weight")  # it is tied then
-    refuse(extra, CheckpointError, "1 tensors have no place", "its metadata", "spares.weight")
+    rewrite(extra, length + b"output.weight", length + b"spares.weight")  # the model is tied
+    assert_rejected(
+        extra,
+        CheckpointError,
+        "1 tensors are not part of the model",
+        "its metadata",
+        "spares.weight",
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +165,7 @@ def test_a_tensor_that_has_no_place(make: Make) -> None:
 )
 def test_a_wrong_shape(make: Make, key: str, value: int, words: str) -> None:
     path = set_number(make(), f"llama.{key}", value)
-    refuse(path, CheckpointError, words)
+    assert_rejected(path, CheckpointError, words)
     with pytest.raises(CheckpointError):
         ModelConfig.from_name(str(path))
 
@@ -163,9 +173,9 @@ def test_a_wrong_shape(make: Make, key: str, value: int, words: str) -> None:
 def set_number(path: Path, key: str, value: int) -> Path:
     """Change a field of metadata in place."""
     field = gguf.GGUFReader(path).fields[key]
-    at = int(field.offset) + 8 + len(key) + 4
+    offset = int(field.offset) + 8 + len(key) + 4
     content = bytearray(path.read_bytes())
-    content[at : at + 4] = struct.pack("<I", value)
+    content[offset : offset + 4] = struct.pack("<I", value)
     path.write_bytes(content)
     return path
 
@@ -173,48 +183,54 @@ def set_number(path: Path, key: str, value: int) -> Path:
 def test_a_wrong_shape_in_a_later_layer(make: Make) -> None:
     path = make()
     content = bytearray(path.read_bytes())
-    at = content.index(b"blk.1.ffn_gate.weight") + len("blk.1.ffn_gate.weight") + 4
-    content[at : at + 16] = struct.pack("<QQ", 48, 32)
+    offset = content.index(b"blk.1.ffn_gate.weight") + len("blk.1.ffn_gate.weight") + 4
+    content[offset : offset + 16] = struct.pack("<QQ", 48, 32)
     path.write_bytes(content)
-    refuse(path, CheckpointError, "gate_proj.weight has shape (32, 48), but its metadata implies")
+    assert_rejected(
+        path, CheckpointError, "gate_proj.weight has shape (32, 48), but its metadata implies"
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [(99, "an unknown type (99)"), (Kind.IQ2_XS.value, "type IQ2_XS"), (Kind.I8.value, "type I8")],
 )
-def test_an_unknown_type(make: Make, kind: int, words: str) -> None:
+def test_unsupported_tensor_types(make: Make, kind: int, words: str) -> None:
     path = make()
     content = bytearray(path.read_bytes())
-    at = content.index(b"blk.1.ffn_gate.weight") + len("blk.1.ffn_gate.weight") + 4 + 16
-    content[at : at + 4] = struct.pack("<I", kind)
+    offset = content.index(b"blk.1.ffn_gate.weight") + len("blk.1.ffn_gate.weight") + 4 + 16
+    content[offset : offset + 4] = struct.pack("<I", kind)
     path.write_bytes(content)
-    refuse(path, CheckpointError, f"tensor blk.1.ffn_gate.weight is of {words}; read are F32, F16")
+    assert_rejected(
+        path, CheckpointError, f"tensor blk.1.ffn_gate.weight is of {words}; supported are F32, F16"
+    )
 
 
-def test_rows_that_are_not_whole_blocks(make: Make) -> None:
+def test_rows_of_partial_blocks(make: Make) -> None:
     path = make()
     content = bytearray(path.read_bytes())
-    at = content.index(b"blk.1.ffn_gate.weight") + len("blk.1.ffn_gate.weight") + 4 + 16
-    content[at : at + 4] = struct.pack("<I", Kind.Q4_K)
+    offset = content.index(b"blk.1.ffn_gate.weight") + len("blk.1.ffn_gate.weight") + 4 + 16
+    content[offset : offset + 4] = struct.pack("<I", Kind.Q4_K)
     path.write_bytes(content)
-    refuse(path, CheckpointError, "is not made of whole blocks of 256 numbers")
+    assert_rejected(path, CheckpointError, "does not consist of whole blocks of 256 numbers")
 
 
 def test_an_unknown_architecture(make: Make) -> None:
     path = make(architecture="mamba")
-    refuse(path, ConfigError, "architecture 'mamba' is not supported in GGUF", "llama, qwen2")
+    assert_rejected(
+        path, ConfigError, "architecture 'mamba' is not supported in GGUF", "llama, qwen2"
+    )
 
 
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"general__type": "adapter"}, "holds no model but a 'adapter' file"),
+        ({"general__type": "adapter"}, "is not a model: its general.type is 'adapter'"),
         ({"llama__expert_count": 8}, "llama.expert_count = '8'"),
         ({"llama__rope__scaling__factor": "four"}, "llama.rope.scaling.factor = 'four'"),
         ({"llama__rope__scaling__type": "longrope"}, "RoPE type 'longrope' needs short_factor"),
         ({"llama__rope__scaling__type": "linear"}, "RoPE type 'linear' needs factor above 0"),
-        ({"llama__attention__value_length": 12}, "values of another size than keys"),
+        ({"llama__attention__value_length": 12}, "keys and values of different sizes"),
         ({"llama__attention__sliding_window": 64}, "sliding_window = 64, of 512"),
         (
             {"llama__rope__dimension_count": 4},
@@ -226,10 +242,10 @@ def test_an_unknown_architecture(make: Make) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_metadata_of_another_model(
+def test_unsupported_metadata(
     make: Make, metadata: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    # without a head_dim: the writer says the dimensions of heads itself otherwise
+    # a model without head_dim, since the writer would add the dimensions of heads itself
     path = make(model={"family": "mistral", "sliding_window": None}, **metadata)
     with pytest.raises((ConfigError, CheckpointError)) as caught:
         load_model(path, TensorParallelGroup())
@@ -238,15 +254,17 @@ def test_metadata_of_another_model(
 
 
 @pytest.mark.parametrize("key", ["block_count", "context_length", "attention.head_count"])
-def test_metadata_that_lack_a_field(make: Make, key: str) -> None:
+def test_metadata_without_a_required_field(make: Make, key: str) -> None:
     path = set_number(make(), f"llama.{key}", 0)
-    refuse(path, ConfigError, f"its metadata lacks llama.{key}")
+    assert_rejected(path, ConfigError, f"its metadata lacks llama.{key}")
 
 
-def test_one_part_of_several(make: Make) -> None:
+def test_one_part_of_a_split_model(make: Make) -> None:
     path = make()
     path = path.rename(path.with_name("model-00001-of-00003.gguf"))
-    refuse(path, CheckpointError, "is one part of a split model", "llama-gguf-split --merge")
+    assert_rejected(
+        path, CheckpointError, "is one part of a split model", "llama-gguf-split --merge"
+    )
     with pytest.raises(CheckpointError, match="is one part of a split model"):
         resolve(str(path.parent), TensorParallelGroup())
 
@@ -258,11 +276,11 @@ def test_a_folder_of_several_files(make: Make) -> None:
         resolve(str(path.parent), TensorParallelGroup())
 
 
-def test_a_name_that_is_given_twice(make: Make) -> None:
+def test_a_duplicate_tensor_name(make: Make) -> None:
     path = make()
     content = path.read_bytes().replace(b"blk.1.attn_k.weight", b"blk.0.attn_k.weight")
     path.write_bytes(content)
-    refuse(path, CheckpointError, "holds tensor blk.0.attn_k.weight twice")
+    assert_rejected(path, CheckpointError, "holds tensor blk.0.attn_k.weight twice")
 
 
 def test_a_packaged_model_that_is_not_installed(monkeypatch: Any) -> None:
@@ -283,10 +301,10 @@ def test_a_file_without_a_tokenizer(make: Make) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_broken_file_raises_anything_else(
+def test_broken_files_raise_only_clean_errors(
     checkpoint: Callable[..., Path], tmp_path: Path, seed: int
 ) -> None:
-    """Fifty files, each with a few bits flipped, or its end cut off."""
+    """Fifty files, each with a few bits flipped or truncated."""
     draw = random.Random(seed)
     folder = checkpoint(vocab_size=2048, intermediate_size=64, num_hidden_layers=1)
     (tmp_path / "source").mkdir()
@@ -296,7 +314,7 @@ def test_no_broken_file_raises_anything_else(
     (tmp_path / "source" / "tokenizer.json").write_bytes(tokenizer)
     whole = convert(tmp_path / "source", tmp_path / "whole.gguf", Kind.Q8_0)
     content, header = whole.read_bytes(), read_header(whole).data_start
-    table = content.index(b"token_embd.weight")  # of tensors; what metadata say stands before it
+    table = content.index(b"token_embd.weight")  # start of the tensors' table, after the metadata
     path, outcomes = tmp_path / "broken.gguf", list[str]()
     for _ in range(50):
         broken = bytearray(content)
@@ -304,17 +322,17 @@ def test_no_broken_file_raises_anything_else(
             del broken[draw.randrange(len(broken)) :]
         for _ in range(draw.choice([1, 1, 3, 20])):
             part = draw.choice([(0, 700), (0, header), (table, header), (0, len(content))])
-            at = draw.randrange(*part)
-            if at < len(broken):
-                broken[at] ^= 1 << draw.randrange(8)
+            offset = draw.randrange(*part)
+            if offset < len(broken):
+                broken[offset] ^= 1 << draw.randrange(8)
         path.write_bytes(broken)
-        outcomes.append(what_comes_of(path))
+        outcomes.append(load_outcome(path))
     assert all(outcome.isprintable() for outcome in outcomes)
     assert 0 < outcomes.count("loaded") < 50
 
 
-def what_comes_of(path: Path) -> str:
-    """Return `loaded`, or what a refusal says."""
+def load_outcome(path: Path) -> str:
+    """Return `loaded`, or the message of the error."""
     try:
         with np.errstate(all="ignore"):
             load_model(resolve(str(path), TensorParallelGroup()), TensorParallelGroup())

@@ -1,4 +1,4 @@
-"""A GGUF file is the model it was made of: its config, its slices of tensors, its logits."""
+"""A GGUF file equals the model it was converted from: config, tensor slices and logits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.models import random_tokens, rope
 from support.ranks import run_ranks
 
 Checkpoints = Callable[..., Path]
-# rows of whole blocks of 256; over two ranks their columns part in the middle of a block
+# rows are whole blocks of 256; two ranks split the columns in the middle of a block
 WIDE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -51,20 +51,20 @@ SLICES: tuple[Any, ...] = (
 )
 
 
-def in_halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Return rows of Q or K in Hugging Face's order, as transformers' loader puts them back."""
-    turns = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-    return turns.swapaxes(2, 1).reshape(rows.shape)
+def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Return rows of Q or K in Hugging Face's order, as transformers' loader does."""
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(2, 1).reshape(rows.shape)
 
 
 @EVERY_KIND
-@pytest.mark.parametrize("at_once", [1 << 20, 5000])
-def test_every_slice_is_that_of_the_whole_tensor(
-    checkpoint: Checkpoints, tmp_path: Path, kind: Kind, at_once: int, monkeypatch: Any
+@pytest.mark.parametrize("chunk_elements", [1 << 20, 5000])
+def test_slices_equal_those_of_the_whole_tensor(
+    checkpoint: Checkpoints, tmp_path: Path, kind: Kind, chunk_elements: int, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(parallel.formats.gguf_checkpoint, "_ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(parallel.formats.gguf_checkpoint, "_CHUNK_ELEMENTS", chunk_elements)
     path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", kind)
-    wholes = {each.name: each for each in GGUFReader(path).tensors}
+    stored_tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     weights = GgufCheckpoint(path)
     for part, name, heads in (
         ("attn_q", "self_attn.q_proj", 4),
@@ -72,58 +72,58 @@ def test_every_slice_is_that_of_the_whole_tensor(
         ("attn_v", "self_attn.v_proj", 0),
         ("ffn_down", "mlp.down_proj", 0),
     ):
-        stored = wholes[f"blk.1.{part}.weight"]
+        stored = stored_tensors[f"blk.1.{part}.weight"]
         whole = dequantize(stored.data, stored.tensor_type)
-        whole = torch.from_numpy(in_halves(whole, heads) if heads else whole.copy())
+        whole = torch.from_numpy(unpermute(whole, heads) if heads else whole.copy())
         assert whole.std() > 0.01
         tensor = weights.tensor(f"model.layers.1.{name}.weight", tuple(whole.shape))
         for index in SLICES:
             torch.testing.assert_close(tensor[index], whole[index], rtol=0, atol=0)
     norm = weights.tensor("model.norm.weight", (256,))
-    expected = torch.from_numpy(wholes["output_norm.weight"].data.copy())
+    expected = torch.from_numpy(stored_tensors["output_norm.weight"].data.copy())
     assert torch.equal(norm[:], expected)
     assert torch.equal(norm[7:90], expected[7:90])
 
 
 @EVERY_KIND
-def test_logits_are_those_of_transformers(
-    checkpoint: Checkpoints, tmp_path: Path, kind: Kind
-) -> None:
+def test_logits_equal_transformers(checkpoint: Checkpoints, tmp_path: Path, kind: Kind) -> None:
     path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", kind)
-    close(path)
+    assert_logits_equal_transformers(path)
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.Q5_0, Kind.Q6_K], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_of_qwen2(checkpoint: Checkpoints, tmp_path: Path, kind: Kind, tied: bool) -> None:
+def test_qwen2_logits_equal_transformers(
+    checkpoint: Checkpoints, tmp_path: Path, kind: Kind, tied: bool
+) -> None:
     options = {**WIDE, "family": "qwen2", "tie_word_embeddings": tied}
-    close(convert(checkpoint(**options), tmp_path / "model.gguf", kind))
+    assert_logits_equal_transformers(convert(checkpoint(**options), tmp_path / "model.gguf", kind))
 
 
-def close(path: Path) -> None:
-    """Hold a file's logits in float32 against those of transformers, which reads it too."""
+def assert_logits_equal_transformers(path: Path) -> None:
+    """Compare a file's float32 logits with those of transformers' GGUF loader."""
     tokens = random_tokens(60)
-    theirs = AutoModelForCausalLM.from_pretrained(
+    reference = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.inference_mode():
-        wanted = theirs(tokens[None]).logits[0]
-    assert wanted.std() > 0.1
+        expected = reference(tokens[None]).logits[0]
+    assert expected.std() > 0.1
     logits = all_logits(load_model(path, TensorParallelGroup(), "float32"), tokens)
-    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def logits_of(path: Path, group: TensorParallelGroup) -> Tensor:
     return all_logits(load_model(path, group, "float32"), random_tokens(60))
 
 
-def on_this_rank(path: Path) -> Tensor:
+def logits_on_this_rank(path: Path) -> Tensor:
     return logits_of(path, TensorParallelGroup.from_environment("cpu"))
 
 
-def test_two_ranks_are_one(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_two_ranks_equal_one(checkpoint: Checkpoints, tmp_path: Path) -> None:
     path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", Kind.Q3_K)
-    for logits in run_ranks(2, on_this_rank, path):
+    for logits in run_ranks(2, logits_on_this_rank, path):
         torch.testing.assert_close(
             logits, logits_of(path, TensorParallelGroup()), atol=1e-4, rtol=1e-4
         )
@@ -144,15 +144,15 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_file_is_the_folder_it_was_made_of(
+def test_a_file_equals_the_folder_it_was_converted_from(
     checkpoint: Checkpoints, tmp_path: Path, name: str
 ) -> None:
     folder = checkpoint(**MODELS[name])
     path = convert(folder, tmp_path / "model.gguf")
-    theirs, ours = (ModelConfig.from_pretrained(each) for each in (folder, path))
+    theirs, ours = (ModelConfig.from_pretrained(source) for source in (folder, path))
     assert ours == ModelConfig.from_name(str(path))
     assert ours.norm_eps == pytest.approx(theirs.norm_eps)
-    # a file of Mistral says llama
+    # the architecture of Mistral in GGUF is llama
     assert (ours.family, theirs.family) in (("llama", "mistral"), (theirs.family, ours.family))
     known = {
         "family": ours.family,
@@ -163,41 +163,45 @@ def test_a_file_is_the_folder_it_was_made_of(
     assert replace(ours, rope={}) == replace(theirs, rope={}, **known)
     torch.testing.assert_close(ours.inverse_frequencies(99), theirs.inverse_frequencies(99))
     for group in (TensorParallelGroup(), TensorParallelGroup(1, 2)):
-        same(load_model(folder, group, "float32"), load_model(path, group, "float32"))
+        assert_same_parameters(
+            load_model(folder, group, "float32"), load_model(path, group, "float32")
+        )
 
 
-def same(one: Transformer, other: Transformer) -> None:
-    """Both have the very same parameters."""
+def assert_same_parameters(one: Transformer, other: Transformer) -> None:
+    """Assert that two models have identical parameters."""
     parameters = dict(other.named_parameters())
     assert [name for name, _ in one.named_parameters()] == list(parameters)
     for name, parameter in one.named_parameters():
         assert torch.equal(parameter, parameters[name]), name
 
 
-def test_the_factors_of_llama3_are_its_rope(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """llama.cpp's converter writes what each frequency is divided by, and no RoPE type."""
-    stretched = rope(
+def test_frequency_factors_equal_llama3_rope(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """llama.cpp's converter writes divisors of the frequencies instead of a RoPE type."""
+    llama3 = rope(
         "llama3",
         factor=8.0,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
         original_max_position_embeddings=64,
     )
-    folder = checkpoint(rope_parameters=stretched, head_dim=None, hidden_size=64)
+    folder = checkpoint(rope_parameters=llama3, head_dim=None, hidden_size=64)
     path = convert(folder, tmp_path / "model.gguf")
-    theirs, ours = (ModelConfig.from_pretrained(each) for each in (folder, path))
+    theirs, ours = (ModelConfig.from_pretrained(source) for source in (folder, path))
     plain = ModelConfig.from_pretrained(checkpoint(hidden_size=64))
-    wanted, scale = theirs.inverse_frequencies(99)
+    expected, scale = theirs.inverse_frequencies(99)
     frequencies, ours_scale = ours.inverse_frequencies(99)
-    assert not torch.allclose(plain.inverse_frequencies(99)[0], wanted)
-    torch.testing.assert_close(frequencies, wanted, rtol=1e-6, atol=0)
+    assert not torch.allclose(plain.inverse_frequencies(99)[0], expected)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
     assert ours_scale == scale
     assert ours.context_limit == theirs.context_limit
-    load_model(path, TensorParallelGroup())  # the tensor of factors has its place
+    load_model(path, TensorParallelGroup())  # the tensor of factors is not an unused one
 
 
-def test_stop_tokens_are_the_files(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    ids = {f"tokenizer__ggml__{name}_token_id": 7 + at for at, name in enumerate(["eos", "eot"])}
+def test_stop_tokens_are_read_from_the_file(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    ids = {
+        f"tokenizer__ggml__{name}_token_id": 7 + index for index, name in enumerate(["eos", "eot"])
+    }
     path = convert(checkpoint(), tmp_path / "model.gguf", **ids)
     assert ModelConfig.from_pretrained(path).stop_tokens == {7, 8}
     none = convert(checkpoint(), tmp_path / "none.gguf")
@@ -213,12 +217,12 @@ def test_stop_tokens_are_the_files(checkpoint: Checkpoints, tmp_path: Path) -> N
         (Kind.Q4_K, torch.bfloat16),
     ],
 )
-def test_the_dtype_is_that_of_the_matrices(
+def test_default_dtype_is_that_of_the_matrices(
     checkpoint: Checkpoints, tmp_path: Path, kind: Kind, dtype: torch.dtype
 ) -> None:
     path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", kind)
     assert open_checkpoint(path).dtype == dtype
-    # as for any checkpoint, a CPU takes float16 as float32
+    # as for any checkpoint, float16 is converted to float32 on a CPU
     loaded = torch.float32 if dtype == torch.float16 else dtype
     model, whole = (
         load_model(path, TensorParallelGroup()),
@@ -228,7 +232,7 @@ def test_the_dtype_is_that_of_the_matrices(
         assert torch.equal(parameter, unrounded.to(loaded))
 
 
-def test_peak_memory_is_the_ranks_share(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_peak_memory_is_about_the_ranks_share(checkpoint: Checkpoints, tmp_path: Path) -> None:
     sizes = {
         "hidden_size": 768,
         "intermediate_size": 2048,
@@ -241,19 +245,18 @@ def test_peak_memory_is_the_ranks_share(checkpoint: Checkpoints, tmp_path: Path)
     small = convert(checkpoint(**WIDE), tmp_path / "small.gguf", Kind.Q8_0)
     # in a fresh process
     [(share, peak)] = run_ranks(1, load_and_watch, large, small)
-    assert 40e6 < share < 60e6  # half of 16 bits each
-    assert peak <= share + (20 << 20)  # what is read at once does not grow with the file
+    assert 40e6 < share < 60e6  # half of the parameters in 16 bits
+    assert peak <= share + (20 << 20)  # chunks do not grow with the file
 
 
-def test_what_a_name_stands_for(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_names_resolve_to_files_and_folders(checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = checkpoint()
-    one = tmp_path / "one"
-    one.mkdir()
-    path = convert(folder, one / "model.GGUF")
-    for name in (path, one):
+    folder_of_one = tmp_path / "one"
+    folder_of_one.mkdir()
+    path = convert(folder, folder_of_one / "model.GGUF")
+    for name in (path, folder_of_one):
         assert resolve(str(name), TensorParallelGroup()) == path
         assert ModelConfig.from_name(str(name)) == ModelConfig.from_pretrained(path)
-    (one / "config.json").write_text((folder / "config.json").read_text())
-    assert (
-        resolve(str(one), TensorParallelGroup()) == one
-    )  # a Hugging Face folder, whatever else it holds
+    (folder_of_one / "config.json").write_text((folder / "config.json").read_text())
+    # a config.json makes it a Hugging Face folder, whatever else it holds
+    assert resolve(str(folder_of_one), TensorParallelGroup()) == folder_of_one

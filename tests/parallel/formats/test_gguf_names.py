@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata and tensors may not be: one line names the key and what is right."""
+"""Invalid metadata and tensors of GGUF files: one line names the key and a valid value."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ ANYTHING = (0, 1, 3, HUGE, -1, True, 0.5, 1e300, math.nan, math.inf, "", "text",
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with a tokenizer, of the demo's draft."""
+    """A valid file with a tokenizer, converted from the demo's draft."""
     return convert(DEMO / "draft", tmp_path_factory.mktemp("gguf") / "whole.gguf", Kind.Q8_0)
 
 
-def refused(path: Path) -> str:
-    """Return what both a plan and loading say of a file, in one line."""
-    said = set()
+def rejection_message(path: Path) -> str:
+    """Return the one-line error for a file, which is the same from a plan and from loading."""
+    messages = set()
     for read in (
         lambda: ModelConfig.from_name(str(path)),
         lambda: load_model(path, TensorParallelGroup()),
     ):
         with pytest.raises((ConfigError, CheckpointError)) as caught:
             read()
-        said.add(str(caught.value))
-    (text,) = said
-    assert text.isprintable()
-    assert str(path) in text
-    return text
+        messages.add(str(caught.value))
+    (message,) = messages
+    assert message.isprintable()
+    assert str(path) in message
+    return message
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def refused(path: Path) -> str:
         ("llama.attention.layer_norm_rms_epsilon", math.nan, "rms_epsilon = nan; it must be a num"),
         ("llama.rope.freq_base", math.inf, "llama.rope.freq_base = inf; it must be a number of"),
         ("llama.rope.freq_base", "big", "llama.rope.freq_base = 'big'; it must be a number of"),
-        ("llama.rope.scaling.type", 2, "llama.rope.scaling.type = 2; it must be a text"),
+        ("llama.rope.scaling.type", 2, "llama.rope.scaling.type = 2; it must be a string"),
         ("llama.rope.scaling.finetuned", 1, "finetuned = 1; it must be true or false"),
-        ("tokenizer.ggml.tokens", 7, "tokenizer.ggml.tokens = 7; it must be a list of texts"),
+        ("tokenizer.ggml.tokens", 7, "tokenizer.ggml.tokens = 7; it must be a list of strings"),
         ("tokenizer.ggml.tokens", [1, 2], "tokenizer.ggml.tokens = [1, 2]; it must be a list of"),
         ("tokenizer.ggml.tokens", ["a"] * 3000, "has 3000 tokens (tokenizer.ggml.tokens), but a"),
         ("general.architecture", 7, "architecture 7 is not supported"),
@@ -79,10 +79,10 @@ def refused(path: Path) -> str:
     ],
     ids=str,
 )
-def test_metadata_of_another_type_or_size(
+def test_metadata_of_wrong_type_or_size(
     whole: Path, tmp_path: Path, key: str, value: Any, words: str
 ) -> None:
-    assert words in refused(rewrite_header(whole, tmp_path / "model.gguf", {key: value}))
+    assert words in rejection_message(rewrite_header(whole, tmp_path / "model.gguf", {key: value}))
 
 
 def test_heads_that_do_not_divide(whole: Path, tmp_path: Path) -> None:
@@ -90,13 +90,13 @@ def test_heads_that_do_not_divide(whole: Path, tmp_path: Path) -> None:
         f"llama.{name}": ABSENT for name in ("attention.key_length", "attention.value_length")
     }
     changes |= {"llama.attention.head_count": 7, "llama.rope.dimension_count": ABSENT}
-    text = refused(rewrite_header(whole, tmp_path / "model.gguf", changes))
-    assert "does not divide into attention.head_count = 7, and no attention.key_length" in text
+    message = rejection_message(rewrite_header(whole, tmp_path / "model.gguf", changes))
+    assert "does not divide into attention.head_count = 7, and no attention.key_length" in message
 
 
 @pytest.mark.parametrize("part", slow_except([0, 1, 2]))
-def test_no_metadata_raise_anything_else(part: int, whole: Path, tmp_path: Path) -> None:
-    """Each key with each of many values: a line, or a model."""
+def test_invalid_metadata_raise_only_clean_errors(part: int, whole: Path, tmp_path: Path) -> None:
+    """Every key with each of many values either loads or raises a one-line error."""
     path, lines = tmp_path / "model.gguf", set()
     for key in list(read_header(whole).metadata)[part::3]:
         for value in (*ANYTHING, ABSENT):
@@ -112,10 +112,10 @@ def test_no_metadata_raise_anything_else(part: int, whole: Path, tmp_path: Path)
     assert not [line for line in lines if any(words in line for words in internal)]
 
 
-def test_every_part_that_is_not_supported_is_named(whole: Path, tmp_path: Path) -> None:
+def test_every_unsupported_field_is_named(whole: Path, tmp_path: Path) -> None:
     parts = {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.attn_soft_cap": 50.0}
-    text = refused(rewrite_header(whole, tmp_path / "model.gguf", parts))
-    assert "llama.expert_count = '8', llama.expert_used_count = '2', llama.attn_soft_cap" in text
+    message = rejection_message(rewrite_header(whole, tmp_path / "model.gguf", parts))
+    assert "llama.expert_count = '8', llama.expert_used_count = '2', llama.attn_soft_cap" in message
 
 
 @pytest.mark.parametrize("shift", [0, 32, -32])
@@ -124,16 +124,16 @@ def test_tensors_that_overlap(whole: Path, tmp_path: Path, shift: int) -> None:
     starts = {name: info.start - header.data_start for name, info in header.tensors.items()}
     name, other = "blk.1.ffn_up.weight", "blk.1.ffn_gate.weight"
     path = rewrite_header(whole, tmp_path / "model.gguf", offsets={name: starts[other] + shift})
-    assert "overlap: the file is broken" in refused(path)
+    assert "overlap: the file is broken" in rejection_message(path)
 
 
-def test_a_tensor_between_two_places(whole: Path, tmp_path: Path) -> None:
+def test_an_unaligned_tensor(whole: Path, tmp_path: Path) -> None:
     path = rewrite_header(whole, tmp_path / "model.gguf", offsets={"output_norm.weight": 2**40 + 8})
-    assert "places tensor output_norm.weight at 1099511627784" in refused(path)
+    assert "places tensor output_norm.weight at 1099511627784" in rejection_message(path)
 
 
-def test_two_tensors_of_one_meaning(whole: Path, tmp_path: Path) -> None:
-    """A name of Hugging Face's beside its own: one of the two would be dropped in silence."""
+def test_two_names_of_one_tensor(whole: Path, tmp_path: Path) -> None:
+    """With a GGUF and a Hugging Face name of one tensor, one would be dropped silently."""
     name = {"output_norm.weight": "model.layers.0.input_layernorm.weight"}
     path = rewrite_header(whole, tmp_path / "model.gguf", names=name)
     with pytest.raises(CheckpointError, match=r"are both tensor model\.layers\.0\.input_"):
@@ -141,7 +141,7 @@ def test_two_tensors_of_one_meaning(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
-def test_factors_of_rope_that_are_none(
+def test_invalid_frequency_factors(
     checkpoint: Callable[..., Path], tmp_path: Path, factor: float
 ) -> None:
     parameters = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -149,46 +149,49 @@ def test_factors_of_rope_that_are_none(
     path = convert(
         checkpoint(rope_parameters=rope("llama3", **parameters)), tmp_path / "model.gguf"
     )
-    at = read_header(path).tensors["rope_freqs.weight"].start
+    offset = read_header(path).tensors["rope_freqs.weight"].start
     content = bytearray(path.read_bytes())
-    content[at : at + 4] = struct.pack("<f", factor)
+    content[offset : offset + 4] = struct.pack("<f", factor)
     path.write_bytes(content)
-    assert "rope_freqs.weight has numbers that are not above 0" in refused(path)
+    assert "rope_freqs.weight has numbers that are not positive" in rejection_message(path)
 
 
-def test_a_plan_refuses_types_that_are_not_read(whole: Path, tmp_path: Path) -> None:
+def test_a_plan_rejects_unsupported_tensor_types(whole: Path, tmp_path: Path) -> None:
     for kind in (GGMLQuantizationType.IQ4_XS, GGMLQuantizationType.MXFP4):
         content = bytearray(whole.read_bytes())
-        at = content.index(b"blk.1.ffn_gate.weight") + len("blk.1.ffn_gate.weight") + 4 + 16
-        content[at : at + 4] = struct.pack("<I", kind)
+        offset = content.index(b"blk.1.ffn_gate.weight") + len("blk.1.ffn_gate.weight") + 4 + 16
+        content[offset : offset + 4] = struct.pack("<I", kind)
         path = tmp_path / "model.gguf"
         path.write_bytes(content)
-        assert f"blk.1.ffn_gate.weight is of type {kind.name}; read are F32" in refused(path)
+        assert (
+            f"blk.1.ffn_gate.weight is of type {kind.name}; supported are F32"
+            in rejection_message(path)
+        )
 
 
-def test_types_are_those_of_ggml() -> None:
+def test_types_match_ggml() -> None:
     for number, kind in TYPES.items():
         known = GGMLQuantizationType(number)
         assert (kind.name, kind.numbers, kind.nbytes) == (known.name, *GGML_QUANT_SIZES[known])
 
 
-def test_a_header_without_end_takes_no_memory(whole: Path, tmp_path: Path) -> None:
+def test_an_endless_header_allocates_no_memory(whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     start = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a"
     with path.open("wb") as file:
-        file.truncate(1 << 33)  # and nothing but holes
+        file.truncate(1 << 33)  # a sparse file
         file.write(start + struct.pack("<IIQ", 9, 0, 1 << 32))
-    assert "has a list of 4,294,967,296 elements in its metadata" in refused(path)
+    assert "has a list of 4,294,967,296 elements in its metadata" in rejection_message(path)
     with path.open("r+b") as file:
         file.write(start + struct.pack("<IQ", 8, 1 << 32))
-    assert "has a header of more than 134,217,728 bytes" in refused(path)
+    assert "has a header of more than 134,217,728 bytes" in rejection_message(path)
 
 
 @pytest.mark.parametrize("name", ["sha256-8daa9615", "model.bin", "model"])
-def test_a_file_of_another_name_is_known_by_its_first_bytes(
+def test_a_file_with_another_suffix_is_recognised_by_its_first_bytes(
     whole: Path, tmp_path: Path, name: str
 ) -> None:
-    """As Ollama keeps them."""
+    """Ollama stores its files under such names."""
     path = tmp_path / name
     path.write_bytes(whole.read_bytes())
     assert resolve(str(path), TensorParallelGroup()) == path
@@ -198,9 +201,9 @@ def test_a_file_of_another_name_is_known_by_its_first_bytes(
     assert load_tokenizer(path).get_vocab() == load_tokenizer(whole).get_vocab()
 
 
-def test_a_file_that_begins_otherwise_is_none(tmp_path: Path) -> None:
+def test_a_file_with_other_first_bytes_is_rejected(tmp_path: Path) -> None:
     for content in (b"", b"GGU", b"GGML\x03\0\0\0", b"\x80\x02pickle"):
         path = tmp_path / "sha256-1"
         path.write_bytes(content)
-        with pytest.raises(ConfigError, match="is no GGUF file and no config"):
+        with pytest.raises(ConfigError, match="is neither a GGUF file nor a config"):
             ModelConfig.from_name(str(path))

@@ -1,4 +1,4 @@
-"""Where files and config contradict one another the files' tensors count, as in transformers."""
+"""If files and config disagree, the tensors in the files decide, as in transformers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Checkpoints = Callable[..., Path]
 
 
 def with_head(source: Path, folder: Path, head: Tensor | None, **options: int) -> Path:
-    """Copy a checkpoint, and give it a head; None for a copy of the embedding.
+    """Copy a checkpoint and add an output head; None adds a copy of the embedding.
 
-    `shards` of two files, the head in the second.
+    With the option `shards` there are two files, the head in the second.
     """
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -50,7 +50,7 @@ def with_head(source: Path, folder: Path, head: Tensor | None, **options: int) -
 
 @pytest.mark.parametrize("shards", [0, 2])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "smollm3"])
-def test_a_head_of_its_own_is_used_whatever_the_config_says(
+def test_an_untied_head_is_used_despite_the_config(
     family: str, shards: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     tied = checkpoint(family, tie_word_embeddings=True)
@@ -62,14 +62,14 @@ def test_a_head_of_its_own_is_used_whatever_the_config_says(
     torch.testing.assert_close(
         all_logits(model, tokens), reference_logits(folder, tokens), atol=1e-4, rtol=1e-4
     )
-    # and a plan counts it
+    # a plan counts the head
     config = ModelConfig.from_name(str(folder))
     assert not config.tied
     assert config == ModelConfig.from_pretrained(folder)
     assert 4 * parameter_count(config, 1) == parameter_bytes(model)
 
 
-def test_one_number_is_enough(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_one_different_element_unties_the_head(checkpoint: Checkpoints, tmp_path: Path) -> None:
     tied = checkpoint(tie_word_embeddings=True)
     head = load_file(tied / "model.safetensors")[EMBEDDING]
     head[-1, -1] += 1
@@ -87,16 +87,14 @@ def test_a_copy_of_the_embedding_stays_tied(
     assert model.head is model.embed
 
 
-def test_a_head_of_another_size_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_a_head_of_another_size_is_rejected(checkpoint: Checkpoints, tmp_path: Path) -> None:
     tied = checkpoint(tie_word_embeddings=True)
     folder = with_head(tied, tmp_path / "model", torch.zeros(100, 32))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight has shape \(100, 32\)"):
         load_model(folder, TensorParallelGroup())
 
 
-def test_files_that_only_some_are_there_of_leave_a_plan_to_the_config(
-    checkpoint: Checkpoints, tmp_path: Path
-) -> None:
+def test_with_incomplete_files_the_config_decides(checkpoint: Checkpoints, tmp_path: Path) -> None:
     tied = checkpoint(tie_word_embeddings=True)
     folder = with_head(tied, tmp_path / "model", torch.zeros(101, 32), shards=2)
     assert not ModelConfig.from_name(str(folder)).tied
@@ -108,38 +106,38 @@ def test_files_that_only_some_are_there_of_leave_a_plan_to_the_config(
     assert ModelConfig.from_name(str(folder)).tied
 
 
-def test_headers_are_read_as_the_library_does(checkpoint: Checkpoints) -> None:
+def test_headers_match_the_safetensors_library(checkpoint: Checkpoints) -> None:
     folder = checkpoint(dtype=torch.bfloat16, max_shard_size="10KB")
-    found = stored_tensors(folder)
-    wanted = {
+    stored = stored_tensors(folder)
+    expected = {
         name: tensor
         for path in folder.glob("*.safetensors")
         for name, tensor in load_file(path).items()
     }
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        place = found[name]
-        assert (place.dtype, place.shape) == ("BF16", tuple(tensor.shape))
-        content = place.path.read_bytes()[place.start : place.start + place.nbytes]
+    assert stored.keys() == expected.keys()
+    for name, tensor in expected.items():
+        info = stored[name]
+        assert (info.dtype, info.shape) == ("BF16", tuple(tensor.shape))
+        content = info.path.read_bytes()[info.start : info.start + info.nbytes]
         assert content == tensor.view(torch.uint8).numpy().tobytes()
 
 
-def test_a_file_beside_an_index_that_does_not_name_it(
+def test_a_file_beside_an_index_that_does_not_list_it(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """transformers takes the one, vLLM the others."""
+    """transformers would load the single file, vLLM those of the index."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoint(max_shard_size="10KB"), folder)
     shutil.copy(checkpoint(seed=1) / "model.safetensors", folder)
-    with pytest.raises(CheckpointError, match="only one of the two can be meant"):
+    with pytest.raises(CheckpointError, match="Remove the one that does not belong to the model"):
         load_model(folder, TensorParallelGroup())
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config.json", "config.json"])
-def test_compressed_weights_are_refused_by_a_plan(
+def test_a_plan_rejects_compressed_weights(
     name: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """A leftover file says nothing where all weights are plain numbers."""
+    """A leftover quantisation config does not matter if no weights are quantised."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoint(), folder)
     if name != "config.json":
@@ -152,11 +150,11 @@ def test_compressed_weights_are_refused_by_a_plan(
         ModelConfig.from_name(str(folder))
 
 
-def test_an_adapter_alone_is_no_model(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_an_adapter_alone_is_rejected(checkpoint: Checkpoints, tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(ConfigError, match=r"holds an adapter .* merge it into that model"):
         load_model(tmp_path, TensorParallelGroup())
-    shutil.copy(checkpoint() / "config.json", tmp_path)  # as trainers write it
-    with pytest.raises(CheckpointError, match="holds the weights of an adapter"):
+    shutil.copy(checkpoint() / "config.json", tmp_path)  # trainers write it as well
+    with pytest.raises(CheckpointError, match="holds only the weights of an adapter"):
         load_model(tmp_path, TensorParallelGroup())

@@ -1,4 +1,4 @@
-"""GPUs that the driver knows and torch does not are told, with what to install."""
+"""GPUs that the driver finds but torch does not are reported, with what to install."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ INSTALL = "--index-url https://download.pytorch.org/whl/"
 
 
 def driver(monkeypatch: pytest.MonkeyPatch, cuda: int, gpus: int = 1) -> None:
-    """Let NVML know of GPUs, and of a driver for this version of CUDA."""
-    said = {
+    """Make NVML report `gpus` GPUs, and a driver for this version of CUDA."""
+    functions = {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
         "nvmlDeviceGetCount": lambda: gpus,
@@ -27,12 +27,12 @@ def driver(monkeypatch: pytest.MonkeyPatch, cuda: int, gpus: int = 1) -> None:
         "nvmlSystemGetDriverVersion": lambda: "550.54",
         "nvmlSystemGetCudaDriverVersion_v2": lambda: cuda,
     }
-    for name, answer in said.items():
-        monkeypatch.setattr(pynvml, name, answer)
+    for name, function in functions.items():
+        monkeypatch.setattr(pynvml, name, function)
 
 
 @pytest.mark.parametrize(
-    ("build", "cuda", "wanted"),
+    ("build", "cuda", "expected"),
     [
         (
             None,
@@ -49,24 +49,24 @@ def driver(monkeypatch: pytest.MonkeyPatch, cuda: int, gpus: int = 1) -> None:
         ("12.8", 12040, "found driver 550.54, for CUDA 12.4. Run python -c"),
     ],
 )
-def test_a_build_that_does_not_fit_the_driver(
-    build: str | None, cuda: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+def test_torch_build_that_does_not_match_the_driver(
+    build: str | None, cuda: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver(monkeypatch, cuda)
     monkeypatch.setattr(torch.version, "cuda", build)
-    with pytest.warns(match=wanted):
+    with pytest.warns(match=expected):
         group = TensorParallelGroup.from_environment()
     assert group.device.type == "cpu"
-    said: list[str] = []
-    TensorParallelGroup.from_environment("auto", said.append)
-    assert len(said) == 1
-    assert "\n" not in said[0]
-    assert "(NVIDIA GeForce RTX 4090)" in said[0]
-    with pytest.raises(TierForceError, match=wanted):
+    warned: list[str] = []
+    TensorParallelGroup.from_environment("auto", warned.append)
+    assert len(warned) == 1
+    assert "\n" not in warned[0]
+    assert "(NVIDIA GeForce RTX 4090)" in warned[0]
+    with pytest.raises(TierForceError, match=expected):
         TensorParallelGroup.from_environment("cuda")
 
 
-def test_gpus_that_a_variable_names_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_visible_devices_names_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     driver(monkeypatch, 13000, gpus=2)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -75,7 +75,7 @@ def test_gpus_that_a_variable_names_wrongly(monkeypatch: pytest.MonkeyPatch) -> 
     assert "(2 x NVIDIA GeForce RTX 4090): CUDA_VISIBLE_DEVICES is 7, which names none" in line
 
 
-def test_a_gpu_that_does_not_answer_silences_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     driver(monkeypatch, 13000, gpus=2)
     monkeypatch.setattr(torch.version, "cuda", None)
     lost = {0}
@@ -91,10 +91,10 @@ def test_a_gpu_that_does_not_answer_silences_no_other(monkeypatch: pytest.Monkey
     assert unseen_gpus() is None
 
 
-def test_nothing_is_said_where_no_gpu_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_warning_without_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        TensorParallelGroup.from_environment()  # of a machine without a driver
+        TensorParallelGroup.from_environment()  # without a driver
         driver(monkeypatch, 13000)
         TensorParallelGroup.from_environment("cpu")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

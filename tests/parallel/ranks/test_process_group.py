@@ -1,4 +1,4 @@
-"""The process group: collectives agree with arithmetic, ranks share errors, a lost one is named."""
+"""The process group: correct collectives, shared errors, detection of lost ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def leave_or_wait() -> str:
     group = TensorParallelGroup.from_environment("cpu")
     group.all_reduce(torch.zeros(1))
     if group.rank == 1:
-        return "left"  # and takes its connections along
+        return "left"  # its connections close
     try:
         while True:
             group.all_reduce(torch.zeros(1))
@@ -75,27 +75,27 @@ def leave_or_wait() -> str:
         return str(error)
 
 
-def test_a_lost_rank_is_noticed() -> None:
+def test_a_lost_rank_is_detected() -> None:
     waited, left = run_ranks(2, leave_or_wait)
     assert left == "left"
     assert "another rank ended unexpectedly" in waited
 
 
 @pytest.mark.parametrize(
-    ("reason", "said"),
+    ("reason", "message"),
     [
         ("[pair.cc:534] Connection closed by peer [127.0.0.1]:2", "another rank ended"),
         ("NCCL error, ncclRemoteError: remote process exited", "another rank ended"),
         ("NCCL error: no space left in /dev/shm", r"any more \(NCCL error: no space left"),
     ],
 )
-def test_a_collective_that_fails_says_why(reason: str, said: str) -> None:
-    """Unless the reason is that the other end is gone."""
-    with pytest.raises(RankLost, match=said), TensorParallelGroup()._guarded():
+def test_failed_collectives_report_the_reason(reason: str, message: str) -> None:
+    """A closed connection is reported as a lost rank instead."""
+    with pytest.raises(RankLost, match=message), TensorParallelGroup()._guarded():
         raise RuntimeError(reason)
 
 
-def test_memory_that_the_system_refuses_is_told_as_such() -> None:
+def test_enomem_becomes_insufficient_memory_error() -> None:
     with (
         pytest.raises(InsufficientMemoryError, match="rank 0: out of memory"),
         TensorParallelGroup().sync_errors(),
@@ -114,12 +114,12 @@ def test_shares_are_a_partition(total: int, size: int) -> None:
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_one_rank_is_a_group_of_no_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_of_one_rank_are_no_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     group, x = TensorParallelGroup.from_environment("cpu"), torch.randn(2, 3)
     assert (group.rank, group.size, group.device.type) == (0, 1, "cpu")
-    assert torch.get_num_threads() == 1  # as the program has set it
+    assert torch.get_num_threads() == 1  # unchanged
     assert group.all_reduce(x) is x
     assert group.all_gather(x) is x
     assert group.broadcast("text") == "text"
@@ -129,7 +129,7 @@ def test_one_rank_is_a_group_of_no_operations(monkeypatch: pytest.MonkeyPatch) -
     group.close()
 
 
-def test_devices_that_are_not_there() -> None:
+def test_unavailable_devices() -> None:
     with pytest.raises(TierForceError, match="`device` tpu is not known: use auto, cpu or cuda"):
         TensorParallelGroup.from_environment("tpu")
     if not torch.cuda.is_available():
@@ -137,8 +137,8 @@ def test_devices_that_are_not_there() -> None:
             TensorParallelGroup.from_environment("cuda")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a stand-in")
-def test_one_rank_leaves_the_settings_of_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on a stand-in")
+def test_one_rank_does_not_change_nccl_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     with standin(), patch.dict(os.environ):
         os.environ.pop("NCCL_P2P_DISABLE", None)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 4090")
@@ -146,8 +146,8 @@ def test_one_rank_leaves_the_settings_of_nccl_alone(monkeypatch: pytest.MonkeyPa
         assert "NCCL_P2P_DISABLE" not in os.environ
 
 
-class _OnHosts(TensorParallelGroup):
-    """A group whose ranks all see a GPU at this address, each on the host that is named."""
+class _GroupOnHosts(TensorParallelGroup):
+    """A group of one rank per host in `hosts`, all with the same GPU address."""
 
     def __init__(self, *hosts: str):
         super().__init__(size=len(hosts))
@@ -157,8 +157,8 @@ class _OnHosts(TensorParallelGroup):
         return [(host, value[1]) for host in self.hosts]
 
 
-def test_gpus_of_two_machines_may_have_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_different_hosts_may_have_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parallel.ranks.process_group.gpu_address", lambda _: "0000:01:00.0")
-    _check_distinct_gpus(_OnHosts("a", "b"))
+    _check_distinct_gpus(_GroupOnHosts("a", "b"))
     with pytest.raises(TierForceError, match=r"ranks 0 and 2 .*0000:01:00.0 of a\): use `gpus` 1,"):
-        _check_distinct_gpus(_OnHosts("a", "b", "a"))
+        _check_distinct_gpus(_GroupOnHosts("a", "b", "a"))

@@ -1,6 +1,4 @@
-"""A rank that stands still is named, once, and so is its return; one that others wait for on
-purpose is not.
-"""
+"""Unresponsive ranks are reported once, and so is their return; rank 0 may make others wait."""
 
 from __future__ import annotations
 
@@ -29,33 +27,30 @@ def wait_for(condition: Callable[[], object]) -> None:
         if condition():
             return
         time.sleep(0.05)
-    raise AssertionError("it never came to that")
+    raise AssertionError("the condition never became true")
 
 
 class Ranks:
-    """Three ranks' watchdogs in one process, and what they said."""
+    """The watchdogs of three ranks in one process, and their warnings as (rank, line)."""
 
     def __init__(self) -> None:
         self.store = TCPStore("127.0.0.1", free_port(), 1, is_master=True)
-        self.said: list[tuple[int, str]] = []
+        self.warnings: list[tuple[int, str]] = []
         self.dogs = [
             Watchdog(
                 rank,
                 3,
                 self.store,
-                lambda line, rank=rank: self.said.append((rank, line)),  # type: ignore[misc]
+                lambda line, rank=rank: self.warnings.append((rank, line)),  # type: ignore[misc]
                 SILENT_S,
             )
             for rank in range(3)
         ]
 
-    def about(self, rank: int) -> list[tuple[int, str]]:
-        return [(who, line) for who, line in self.said if line.startswith(f"rank {rank} ")]
-
 
 @pytest.fixture
 def groups() -> Iterator[Callable[[], Ranks]]:
-    """Make groups of ranks, whose watchdogs end with the test."""
+    """A function that makes groups of ranks, whose watchdogs end with the test."""
     made: list[Ranks] = []
 
     def make() -> Ranks:
@@ -65,7 +60,7 @@ def groups() -> Iterator[Callable[[], Ranks]]:
     yield make
     for ranks in made:
         for dog in ranks.dogs:
-            dog._over.set()
+            dog._stopped.set()
 
 
 @pytest.fixture
@@ -73,7 +68,7 @@ def ranks(groups: Callable[[], Ranks]) -> Ranks:
     return groups()
 
 
-def test_the_lowest_rank_that_runs_names_the_one_that_does_not(
+def test_the_lowest_running_rank_reports_a_silent_one(
     groups: Callable[[], Ranks],
 ) -> None:
     cases = [(groups(), silent, speaker) for silent, speaker in ((2, 0), (1, 0), (0, 1))]
@@ -81,34 +76,36 @@ def test_the_lowest_rank_that_runs_names_the_one_that_does_not(
         for rank, dog in enumerate(ranks.dogs):
             if rank != silent:
                 dog.start()
-    wait_for(lambda: all(ranks.said for ranks, _, _ in cases))
-    time.sleep(2 * SILENT_S)  # it is said once
+    wait_for(lambda: all(ranks.warnings for ranks, _, _ in cases))
+    time.sleep(2 * SILENT_S)  # long enough for a second warning
     for ranks, silent, speaker in cases:
-        [(who, line)] = ranks.said
+        [(who, line)] = ranks.warnings
         assert who == speaker
         assert line.startswith(f"rank {silent} has not answered for 1 s: its process is stopped")
         ranks.dogs[silent].start()
-    wait_for(lambda: all(len(ranks.said) > 1 for ranks, _, _ in cases))
+    wait_for(lambda: all(len(ranks.warnings) > 1 for ranks, _, _ in cases))
     for ranks, silent, speaker in cases:
-        assert ranks.said[1:] == [(speaker, f"rank {silent} goes on.")]
+        assert ranks.warnings[1:] == [(speaker, f"rank {silent} has resumed.")]
 
 
-def test_a_rank_that_runs_and_does_not_come_is_named(ranks: Ranks) -> None:
+def test_a_running_rank_that_misses_a_collective_is_reported(ranks: Ranks) -> None:
     for dog in ranks.dogs:
         dog.start()
     for dog in ranks.dogs[:2]:
         dog.arrive()
-    wait_for(lambda: ranks.said)
-    [(who, line)] = ranks.said
+    wait_for(lambda: ranks.warnings)
+    [(who, line)] = ranks.warnings
     assert who == 0
-    assert line.startswith("rank 2 runs, but for 1 s has not come to where rank 0 waits")
+    assert line.startswith(
+        "rank 2 is running, but for 1 s has not reached the collective in which rank 0"
+    )
     ranks.dogs[2].arrive()
-    wait_for(lambda: len(ranks.said) > 1)
-    assert ranks.said[1:] == [(0, "rank 2 goes on.")]
+    wait_for(lambda: len(ranks.warnings) > 1)
+    assert ranks.warnings[1:] == [(0, "rank 2 has resumed.")]
 
 
 @pytest.mark.slow
-def test_rank_0_may_keep_the_others_waiting_and_any_may_leave(ranks: Ranks) -> None:
+def test_a_waiting_rank_0_and_leaving_ranks_are_not_reported(ranks: Ranks) -> None:
     for dog in ranks.dogs:
         dog.start()
     for dog in ranks.dogs[1:]:
@@ -119,36 +116,36 @@ def test_rank_0_may_keep_the_others_waiting_and_any_may_leave(ranks: Ranks) -> N
     ranks.dogs[0].arrive()
     ranks.dogs[2].arrive()
     time.sleep(2 * SILENT_S)
-    assert ranks.said == []
+    assert ranks.warnings == []
 
 
-def stand_still() -> list[str]:
-    watchdog.SILENT_S = 3.0  # two processes may wait for each other's core
-    said = io.StringIO()
-    with redirect_stderr(said):
+def stop_rank_1() -> list[str]:
+    watchdog.SILENT_S = 3.0  # long enough for two processes on one core
+    stderr = io.StringIO()
+    with redirect_stderr(stderr):
         group = TensorParallelGroup.from_environment("cpu")
         pids = group.gather(os.getpid())
         if group.rank == 0:
 
-            def go_on() -> None:
-                wait_for(lambda: "rank 1 has not answered" in said.getvalue())
+            def resume() -> None:
+                wait_for(lambda: "rank 1 has not answered" in stderr.getvalue())
                 os.kill(pids[1], signal.SIGCONT)
 
-            threading.Thread(target=go_on).start()
+            threading.Thread(target=resume).start()
         else:
             os.kill(os.getpid(), signal.SIGSTOP)
         assert group.all_reduce(torch.ones(1)).item() == 2
         if group.rank == 0:
-            wait_for(lambda: "rank 1 goes on." in said.getvalue())
+            wait_for(lambda: "rank 1 has resumed." in stderr.getvalue())
         group.broadcast(0)
         group.close()
-    return said.getvalue().splitlines()
+    return stderr.getvalue().splitlines()
 
 
 @pytest.mark.slow
-def test_a_process_that_is_stopped_is_named_and_its_job_goes_on() -> None:
-    first, second = run_ranks(2, stand_still)
+def test_a_stopped_process_is_reported_and_may_resume() -> None:
+    first, second = run_ranks(2, stop_rank_1)
     assert len(first) == 2, first
     assert first[0].startswith("warning: rank 1 has not answered for 3 s")
-    assert first[1] == "warning: rank 1 goes on."
-    assert second == []  # it was itself the one
+    assert first[1] == "warning: rank 1 has resumed."
+    assert second == []  # rank 1 itself
