@@ -355,8 +355,8 @@ class _Environment:
     [
         ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK=abc"),
         ({"RANK": "0", "WORLD_SIZE": "-2"}, "below 0"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "no place in a group"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "no place in a group"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "not a valid rank"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "not a valid rank"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
         ({**TWO, "MASTER_PORT": "abc"}, "MASTER_PORT=abc"),
         ({**TWO, "MASTER_PORT": "65536"}, "MASTER_PORT=65536"),

@@ -61,7 +61,7 @@ def test_guessed_context_gives_warning(
         engine.tokenizer = TokenizerOfLength(pair.target.config.vocab)
         warnings = sanity_warnings(engine, replace(COMMON, draft=None))
         assert engine.context == (context or 16_384)
-    assert [line.startswith("a: RoPE type 'linear' stretches") for line in warnings] == [
+    assert [line.startswith("a: RoPE type 'linear' scales") for line in warnings] == [
         True
     ] * has_warning
 
