@@ -38,11 +38,11 @@ from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.process_group import TensorParallelGroup
 from standin import Machine, gpu_or_standin, standin
 from support.batches import run_alone, run_batch, tokens
+from support.captures import count_replays
 from support.engines import DEMO, MODES
+from support.prompts import prompt
 from support.ranks import run_ranks
-from support.recording import count_replays
 from support.slow import slow_except
-from support.texts import prompt
 
 pytestmark = pytest.mark.cuda
 # many more tokens than the retrieval budget, and enough new tokens for a few rounds

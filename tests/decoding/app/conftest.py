@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from support.chatty import chat_model, story_options
+from support.chat_model import chat_model, story_options
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """The options that name a model with a chat template."""
-    return chat_model(tmp_path_factory.mktemp("chatty") / "model")
+    return chat_model(tmp_path_factory.mktemp("chat") / "model")
 
 
 @pytest.fixture

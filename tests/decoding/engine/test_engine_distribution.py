@@ -19,8 +19,8 @@ from decoding.engine.request import Request
 from offload.retrieval.selection import POLICIES, AttentionScorePolicy, QuerySample
 from parallel.config.model_config import ModelConfig
 from support import engines
+from support.distributions import BROKEN, LIKELY, p_value
 from support.engines import Folders, Pair
-from support.laws import BROKEN, LIKELY, p_value
 from support.models import TINY, random_tokens, reference_logits
 from support.slow import slow_except
 

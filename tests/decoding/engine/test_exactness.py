@@ -11,9 +11,9 @@ from decoding import GREEDY, Engine, Settings
 from offload.retrieval.selection import POLICIES
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, Pair
+from support.prompts import prompt
 from support.ranks import run_ranks
 from support.slow import slow_except
-from support.texts import prompt
 
 PROMPT, NEW = prompt("typing")[:700], 32
 OFFLOADED = {"link": "emulated:50", "gpu_kv_layers": 1}

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from decoding import GREEDY
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, Pair, lead
+from support.prompts import LENGTHS, prompt
 from support.ranks import run_ranks
 from support.slow import slow_except
-from support.texts import LENGTHS, prompt
 
 NEW = 80  # enough to offload a block during decoding, even of the largest size
 

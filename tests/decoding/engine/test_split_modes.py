@@ -20,9 +20,9 @@ from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO
+from support.prompts import prompt
 from support.ranks import run_ranks
 from support.slow import slow_except
-from support.texts import prompt
 
 MODES = ["split", "split-retrieval", "split-speculative", "split-hierarchical"]
 PROMPT = prompt("argparse")[:700]

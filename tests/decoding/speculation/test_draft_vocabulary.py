@@ -16,9 +16,9 @@ from decoding import GREEDY, Engine, Settings
 from offload.errors import TierForceError
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, EVERY_LEVEL, Pair, lead
+from support.prompts import prompt
 from support.ranks import run_ranks
 from support.slow import slow_except
-from support.texts import prompt
 
 VOCAB, FEWER, MORE = 2048, 700, 2112
 NEW = 20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.chatty import STORY
+from support.chat_model import STORY
 from support.commands import Fork, forked, refused
 from support.slow import slow_except
 

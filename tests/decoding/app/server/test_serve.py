@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decoding.app.server.worker.prompts import Prompts
 from decoding.app.server.worker.token_bytes import TokenBytes
 from decoding.speculation.sampling import Sampling
-from support.chatty import STORY
+from support.chat_model import STORY
 from support.commands import TARGET, Finished, forked, refused, wait_for
 from support.serving import SLOW, Serving, serving
 from support.slow import slow_except

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
-from support.chatty import STORY
+from support.chat_model import STORY
 from support.serving import SLOW, Serving, serving
 
 # options that keep the browser from connecting to its vendor's hosts

@@ -13,7 +13,7 @@ pytest.importorskip("openai")
 import openai
 
 from decoding.prefix_cache.store import PromptCache
-from support.chatty import STORY
+from support.chat_model import STORY
 from support.commands import PATIENCE, Finished, wait_for
 from support.serving import SLOW, Serving, serving
 from support.slow import slow_except
