@@ -302,7 +302,7 @@ def test_a_lock_that_is_never_released_is_reported(
         cache.create()
 
 
-def test_the_least_recently_used_prompt_is_evicted_first(models: Pair, cache_folder: str) -> None:
+def test_lru_prompt_is_evicted_first(models: Pair, cache_folder: str) -> None:
     size = 500 * models.target.config.kv_layout(1, torch.float32).bytes(1)
     prompts = [random_tokens(500, seed=10 + seed).tolist() for seed in range(4)]
     limited = models.engine(
