@@ -1,5 +1,5 @@
-"""Fixtures all tests share: checkpoints built once a session, links that are closed, and a GPU or a
-stand-in for one.
+"""Fixtures of all tests: checkpoints built once per session, links that are closed at the end, and
+a GPU or a stand-in for one.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from standin import Machine, gpu_or_standin
 from support.links import make_test_link
 from support.models import build_checkpoint
 
-if not torch.cuda.is_available():  # triton looks when it is imported first
+if not torch.cuda.is_available():  # read when triton is first imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure() -> None:
-    """Let interrupts interrupt, and keep each worker to a core.
+    """Restore the handler of SIGINT, and pin each worker to a core.
 
-    What a shell starts in the background ignores SIGINT, and so would all that tests start.
+    Background jobs of a shell ignore SIGINT, and processes that tests start would inherit that.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _keep_to_a_core()
+    _pin_to_core()
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector pass by what libraries and tests are made of: it is looked at again
-    and again, and stays.
+    """Exempt the objects of libraries and tests from garbage collection: they are never freed, and
+    every collection would traverse them.
     """
     gc.collect()
     gc.freeze()
 
 
-def _keep_to_a_core() -> None:
-    """Keep a worker, and all that it starts, to a core of its own.
+def _pin_to_core() -> None:
+    """Pin a worker, and all processes that it starts, to its own core.
 
-    An engine takes as many threads as it has cores; those of two workers would wait for each other,
-    three times as long.
+    An engine uses as many threads as it has cores; those of two workers would wait for each other
+    and take three times as long.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is None or not hasattr(os, "sched_setaffinity"):
@@ -55,8 +55,9 @@ def _keep_to_a_core() -> None:
 
 @pytest.fixture(autouse=True)
 def gpu(request: pytest.FixtureRequest) -> Iterator[Machine | None]:
-    """For tests marked `cuda`: a stand-in where there is no GPU, which it then is.
-    `cuda(standin=False)` wants the real one.
+    """Return the stand-in for a GPU in tests marked `cuda`, None with a real one.
+
+    Tests marked `cuda(standin=False)` are skipped without a real GPU.
     """
     mark = request.node.get_closest_marker("cuda")
     if mark is None:
@@ -70,8 +71,8 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Machine | None]:
 
 @pytest.fixture(autouse=True)
 def repeatable() -> None:
-    """Every test draws the same numbers, alone or not. One thread: on a busy machine two wait for
-    each other, ten times as long.
+    """Seed every test, whether it runs alone or not, and use one thread: on a busy machine two wait
+    for each other and take ten times as long.
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -79,8 +80,8 @@ def repeatable() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`build_checkpoint` less the folder: the same arguments give the same folder, built once. Not
-    to be written to.
+    """Return `build_checkpoint` without its folder: checkpoints are built once per arguments, and
+    must not be changed.
     """
     built: dict[str, Path] = {}
 
@@ -95,7 +96,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def link(request: pytest.FixtureRequest) -> Iterator[Link]:
-    """The link that an indirect parameter names."""
-    made = make_test_link(request.param)
-    yield made
-    made.close()
+    """Yield the link that an indirect parameter names."""
+    test_link = make_test_link(request.param)
+    yield test_link
+    test_link.close()

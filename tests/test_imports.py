@@ -1,5 +1,5 @@
-"""How the code is laid out: which room may import which, that imports make no circles, how many
-modules a room has, and that no file names a folder of some machine.
+"""The layout of the code: which package may import which, no import cycles, the number of modules
+of a package, and no paths of a particular machine.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("offload", "parallel", "decoding", "bench")
-# A room imports itself and those before it. A module belongs to the room with the longest name that
-# its own begins with.
-ROOMS = (
+# A package imports only itself and packages listed before it. A module belongs to the longest of
+# these names that is a prefix of its own.
+IMPORT_ORDER = (
     ("offload",),
     ("offload.codec",),
     ("offload.memory",),
@@ -38,7 +38,7 @@ ROOMS = (
     ("decoding.prefix_cache",),
     ("decoding.models",),
     ("decoding.engine",),
-    ("decoding",),  # names what the package offers, and imports it on first use
+    ("decoding",),  # the public names, imported on first use
     ("decoding.probe",),
     ("decoding.app",),
     ("decoding.app.terminal",),
@@ -72,20 +72,20 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(module: str) -> int | None:
-    """Return the place of a module's room in ROOMS; None for a module of another project."""
-    names = module.split(".")
-    for length in range(len(names), 0, -1):
-        for number, room in enumerate(ROOMS):
-            if ".".join(names[:length]) in room:
+def order_of(module: str) -> int | None:
+    """Return a module's index in IMPORT_ORDER; None for a module of another project."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        for number, names in enumerate(IMPORT_ORDER):
+            if ".".join(parts[:length]) in names:
                 return number
     return None
 
 
 def imported(source: str) -> list[tuple[int, str]]:
-    """Return (level, dotted name) of every import, wherever it is. Level 0 is absolute.
+    """Return (level, dotted name) of every import, also of local ones. Level 0 is absolute.
 
-    `from a import b` may import a module a.b: both names are returned.
+    For `from a import b`, both a and a.b are returned, since b may be a module.
     """
     names = []
     for node in ast.walk(ast.parse(source)):
@@ -98,67 +98,67 @@ def imported(source: str) -> list[tuple[int, str]]:
 
 
 def tracked() -> list[Path]:
-    """Return what git would commit, as text."""
+    """Return the tracked text files."""
     listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True)
     if listed.returncode:
-        pytest.skip("not a clone")
+        pytest.skip("not a git repository")
     paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
     return [path for path in paths if path.is_file() and b"\0" not in path.read_bytes()[:4096]]
 
 
 @every_file
-def test_a_room_imports_those_before_it(path: Path) -> None:
-    own = room_of(module_of(path))
+def test_packages_import_only_preceding_ones(path: Path) -> None:
+    own = order_of(module_of(path))
     assert own is not None
     for level, name in imported(path.read_text()):
         assert level == 0, f"{path} has a relative import of {name}"
         assert name.split(".")[0] not in ("tests", "demo", "support"), f"{path} imports {name}"
-        other = room_of(name)
-        face = path == ROOT / "decoding/__init__.py"
-        assert other is None or other <= own or face, f"{path} imports {name}"
+        other = order_of(name)
+        is_lazy = path == ROOT / "decoding/__init__.py"
+        assert other is None or other <= own or is_lazy, f"{path} imports {name}"
 
 
-def test_imports_make_no_circle() -> None:
+def test_imports_have_no_cycle() -> None:
     modules = {module_of(path): path for path in FILES}
-    modules.pop("decoding")  # imports on first use only
+    modules.pop("decoding")  # only imports on first use
     graph = {
         module: {name for _, name in imported(path.read_text()) if name in modules} - {module}
         for module, path in modules.items()
     }
-    assert list(TopologicalSorter(graph).static_order())  # CycleError names a circle
+    assert list(TopologicalSorter(graph).static_order())  # CycleError names the cycle
 
 
-def test_a_room_says_what_it_is_and_is_no_larger_than_a_dozen_modules() -> None:
-    rooms = {path.parent for path in FILES}
-    for room in rooms:
-        init = room / "__init__.py"
-        assert ast.get_docstring(ast.parse(init.read_text())), f"{init} does not say what it is"
-        modules = [each.name for each in room.glob("[!_]*.py")]
-        assert len(modules) <= MAX_MODULES, f"{room} has {len(modules)} modules"
-    assert {module_of(room / "__init__.py") for room in rooms} == {
-        name for names in ROOMS for name in names if (ROOT / name.replace(".", "/")).is_dir()
+def test_packages_have_a_docstring_and_max_modules() -> None:
+    folders = {path.parent for path in FILES}
+    for folder in folders:
+        init = folder / "__init__.py"
+        assert ast.get_docstring(ast.parse(init.read_text())), f"{init} has no docstring"
+        modules = [each.name for each in folder.glob("[!_]*.py")]
+        assert len(modules) <= MAX_MODULES, f"{folder} has {len(modules)} modules"
+    assert {module_of(folder / "__init__.py") for folder in folders} == {
+        name for names in IMPORT_ORDER for name in names if (ROOT / name.replace(".", "/")).is_dir()
     }
 
 
-def test_no_file_names_a_folder_of_a_machine() -> None:
-    named = [
+def test_no_file_contains_a_machine_path() -> None:
+    matches = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
         for path in tracked()
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
         if MACHINE_PATH.search(line)
     ]
-    assert named == []
+    assert matches == []
 
 
-def test_a_folder_of_a_machine_is_seen_where_there_is_one() -> None:
-    own = "/ho" + "me/somebody"  # in two parts, since this file is searched too
-    for text in (f"in {own}/x", f'"{own}/x"', f"={own}"):
+def test_machine_paths_are_detected() -> None:
+    home = "/ho" + "me/somebody"  # in two parts, since this file is searched too
+    for text in (f"in {home}/x", f'"{home}/x"', f"={home}"):
         assert MACHINE_PATH.search(text.replace("somebody", "s/omebody") + "/x"), text
     for text in ("/sys/devices/system/node", "/proc/self/maps", "a/tmp/b", "~/work/x", "$X/opt/y"):
         assert not MACHINE_PATH.search(text), text
 
 
-def test_the_walk_sees_every_kind_of_import() -> None:
+def test_every_kind_of_import_is_detected() -> None:
     source = (
         "import a.b, c\nfrom d.e import f\nfrom . import g\ndef h():\n    from ..i import j\nif "
         "False:\n    import k as l\n"
@@ -177,8 +177,8 @@ def test_the_walk_sees_every_kind_of_import() -> None:
     assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(PACKAGES)
 
 
-def test_rooms_are_found_by_the_longest_name() -> None:
-    for number, names in enumerate(ROOMS):
+def test_a_module_belongs_to_the_longest_matching_name() -> None:
+    for number, names in enumerate(IMPORT_ORDER):
         for name in names:
-            assert room_of(name) == room_of(f"{name}.module") == number
-    assert room_of("torch.nn") is None
+            assert order_of(name) == order_of(f"{name}.module") == number
+    assert order_of("torch.nn") is None

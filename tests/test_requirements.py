@@ -1,4 +1,4 @@
-"""The list of versions that the tests ran with has all that TierForce asks for, and pins it."""
+"""requirements/tested.txt pins every requirement of TierForce to a version that satisfies it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from packaging.utils import canonicalize_name
 TESTED = Path(__file__).parents[1] / "requirements/tested.txt"
 
 
-def test_what_is_asked_for_is_pinned_to_a_version_that_suits() -> None:
+def test_every_requirement_is_pinned_to_a_satisfying_version() -> None:
     lines = [line for line in TESTED.read_text().splitlines() if not line.startswith("#")]
     pins = dict(line.split("==") for line in lines)
     assert len(pins) == len(lines)
     versions = {canonicalize_name(name): version for name, version in pins.items()}
-    asked = [Requirement(line) for line in requires("tierforce") or ()]
+    declared = [Requirement(line) for line in requires("tierforce") or ()]
     extras = [{"extra": name} for name in ("", "bench", "server", "dev")]
-    wanted = [
-        each for each in asked if any(not each.marker or each.marker.evaluate(e) for e in extras)
+    applicable = [
+        each for each in declared if any(not each.marker or each.marker.evaluate(e) for e in extras)
     ]
-    assert len(wanted) > 20
-    for each in wanted:
+    assert len(applicable) > 20
+    for each in applicable:
         assert each.specifier.contains(versions[canonicalize_name(each.name)]), each

@@ -1,4 +1,4 @@
-"""What is built from setup.py and installed elsewhere is whole, and brings nothing else along."""
+"""The wheel that setup.py builds is complete, and contains nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("offload", "parallel", "decoding")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build from a copy, since a build leaves folders beside its sources."""
+    """Build a wheel from a copy, since a build leaves folders next to its sources."""
     source = tmp_path_factory.mktemp("source")
     for name in (*PACKAGES, "bench", "tests/support"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -33,14 +33,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder that holds what was installed, and no more."""
+    """Return a folder with only the installed wheel."""
     folder = tmp_path_factory.mktemp("site")
     pip("install", "--no-index", "--target", str(folder), str(wheel))
     return folder
 
 
 def pip(command: str, *arguments: str) -> None:
-    """Run pip, which fetches nothing."""
+    """Run pip without dependencies."""
     quiet = ("--quiet", "--disable-pip-version-check", "--no-deps")
     run = subprocess.run(
         [sys.executable, "-m", "pip", command, *quiet, *arguments], capture_output=True, text=True
@@ -48,8 +48,8 @@ def pip(command: str, *arguments: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def installed(site: Path, folder: Path, *arguments: str) -> str:
-    """Run the installed command from another folder, and return what it printed."""
+def run_installed(site: Path, folder: Path, *arguments: str) -> str:
+    """Run the installed command from another folder, and return its output."""
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(site / "bin/tierforce"), *arguments]
     run = subprocess.run(
@@ -59,7 +59,7 @@ def installed(site: Path, folder: Path, *arguments: str) -> str:
     return run.stdout
 
 
-def test_a_wheel_holds_our_packages_and_no_other(wheel: Path) -> None:
+def test_the_wheel_contains_exactly_our_packages(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
     assert "decoding/planning/profiles.json" in names
@@ -70,18 +70,18 @@ def test_a_wheel_holds_our_packages_and_no_other(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_installed_command_works_from_anywhere(site: Path, tmp_path: Path) -> None:
+def test_the_installed_command_runs_in_any_folder(site: Path, tmp_path: Path) -> None:
     code = "import decoding, offload, parallel; print(decoding.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    where = subprocess.check_output(
+    location = subprocess.check_output(
         [sys.executable, "-c", code], text=True, cwd=tmp_path, env=environment
     )
-    assert Path(where.strip()).is_relative_to(site)
-    assert "summarize" in installed(site, tmp_path, "--help")
-    assert "1x4090" in installed(
+    assert Path(location.strip()).is_relative_to(site)
+    assert "summarize" in run_installed(site, tmp_path, "--help")
+    assert "1x4090" in run_installed(
         site, tmp_path, "plan", "--model", str(TARGET), "--hardware", "1x4090"
     )
-    text = installed(
+    text = run_installed(
         site,
         tmp_path,
         *("generate", "--model", str(TARGET), "--device", "cpu"),

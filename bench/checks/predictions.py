@@ -116,7 +116,9 @@ def compare(setting: Setting, session: SequenceState, machine: HardwareProfile) 
     outer, inner = acceptance_rates(setting, decoder)
     requirements, context = session.runtime.requirements, len(session.prompt)
     acceptance = Acceptance(outer, inner, requirements.budget)
-    predicted = forecast(requirements, session.plan, machine, context, session.new, acceptance)
+    predicted = forecast(
+        requirements, session.plan, machine, context, session.max_new_tokens, acceptance
+    )
     return {
         "context": context,
         "mode": mode,

@@ -96,7 +96,7 @@ def decode_loop(
     decoder = session.decoder(sequence, sampling, randomness, lengths)
     decoder.on_logits = on_logits
     started = time.perf_counter()
-    while (missing := session.new - 1 - decoder.stats.produced) > 0:
+    while (missing := session.max_new_tokens - 1 - decoder.stats.produced) > 0:
         run(decoder.round(missing), lambda request: session.run_forward([request])[0])
         if time.perf_counter() - started > limit:
             break

@@ -41,8 +41,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"tierforce {installed_version('tierforce')}")
         raise typer.Exit
 
@@ -62,7 +62,7 @@ def _command(
     def add(function: Callable[..., None]) -> Callable[..., None]:
         paragraphs = (function.__doc__ or "").split("\n\n")
         paragraphs.append(f"Example: tierforce {example}")
-        help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+        help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         return group.command(name, help=help, epilog=EXIT_CODES)(function)
 
     return add
@@ -122,7 +122,7 @@ def summarize(
     Every token is sampled from exactly the target model's distribution. The record of a document is
     on disk as soon as it is finished; after an interruption the same command resumes.
     """
-    words = "interrupted ({name}) before the first document: run the same command to resume"
+    message = "interrupted ({name}) before the first document: run the same command to resume"
     if common.settings.deterministic:
         check_concurrency(concurrency)
     if cluster is not None:
@@ -132,16 +132,16 @@ def summarize(
             )
         if is_launched():
             raise TierForceError("--cluster starts its own processes: do not use torchrun.")
-        interrupts = _listen(words)
+        interrupts = _listen(message)
         from decoding.app.batch.cluster import Cluster
-        from decoding.app.batch.cluster import run as run_on
+        from decoding.app.batch.cluster import run as run_on_cluster
 
-        at = Cluster(cluster, machines, concurrency or 1)
-        run_on(common, input, output, instruction, at, interrupts)
+        options = Cluster(cluster, machines, concurrency or 1)
+        run_on_cluster(common, input, output, instruction, options, interrupts)
         return
     if machines is not None:
-        raise TierForceError("--machines needs --cluster: say which Ray cluster to use.")
-    interrupts = _start(common, words)
+        raise TierForceError("--machines needs --cluster: name the Ray cluster to use.")
+    interrupts = _start(common, message)
     from decoding.app.batch.summarize import run
 
     run(common, input, output, instruction, concurrency, interrupts)
@@ -219,7 +219,7 @@ def ask(
     answer(common, document, question, interrupts)
 
 
-@_command("prefill --model TARGET --document book.txt --prompt-cache kept")
+@_command("prefill --model TARGET --document book.txt --prompt-cache prompts")
 @with_common
 def prefill(
     common: Common,
@@ -244,7 +244,7 @@ def prefill(
     run(common, document)
 
 
-@_command("serve --model TARGET --prompt-cache kept")
+@_command("serve --model TARGET --prompt-cache prompts")
 @with_common
 def serve(
     common: Common,
@@ -276,7 +276,7 @@ def serve(
     run(common, options, api_key_file, interrupts)
 
 
-@_command("prompt-cache list kept", prompt_cache_app, "list")
+@_command("prompt-cache list prompts", prompt_cache_app, "list")
 def prompt_cache_list(
     folder: PromptCacheFolder,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
@@ -287,7 +287,7 @@ def prompt_cache_list(
     show(folder, json)
 
 
-@_command("prompt-cache drop kept --all", prompt_cache_app, "drop")
+@_command("prompt-cache drop prompts --all", prompt_cache_app, "drop")
 def prompt_cache_drop(
     folder: PromptCacheFolder,
     ids: Annotated[
@@ -334,33 +334,33 @@ def probe(
     Warns about the most expensive shortcomings, and writes a hardware profile for `--hardware`.
     Takes a minute or two.
     """
-    _spread(JobOptions(model or "", gpus=gpus, device=device).gpus or 1, model)
+    _run_on_ranks(JobOptions(model or "", gpus=gpus, device=device).gpus or 1, model)
     from decoding.app.hardware.probe import run
 
     run(model, dtype, device, output)
 
 
-def _start(common: Common, last_words: str) -> Interrupts:
-    """Start the requested ranks, and handle signals from here on."""
-    _spread(common.gpus or 1, common.model)
+def _start(common: Common, message: str) -> Interrupts:
+    """Start the requested ranks, and handle signals from now on."""
+    _run_on_ranks(common.gpus or 1, common.model)
     if (ignored := ignored_variables()) is not None:
         warn(
             f"{ignored} in the environment does not describe a group of ranks and is ignored: this "
             "process runs alone."
         )
-    return _listen(last_words)
+    return _listen(message)
 
 
-def _listen(last_words: str) -> Interrupts:
-    """Exit on a signal, with this message."""
-    return Interrupts(lambda name: say(last_words.format(name=signal_source(name))))
+def _listen(message: str) -> Interrupts:
+    """Handle signals: print this message, and exit."""
+    return Interrupts(lambda name: say(message.format(name=signal_source(name))))
 
 
-def _spread(gpus: int, model: str | None) -> None:
+def _run_on_ranks(gpus: int, model: str | None) -> None:
     """Run this command on `gpus` ranks, unless a launcher has, and exit with their exit code.
 
-    Raises TierForceError before any rank starts if the model cannot be sharded over that many, and
-    if a launcher has started another number.
+    Raises TierForceError before any rank starts if the model cannot be sharded over `gpus`, and if
+    a launcher has started another number of ranks.
     """
     if gpus > 1 and is_launched():
         if (size := rank_from_env().size) != gpus:

@@ -1,7 +1,7 @@
-"""What surrounds a command: variables that libraries read when they are loaded, and versions.
+"""Environment variables that libraries read when imported, and versions of packages.
 
-A program that has an engine of its own decides on these itself, so nothing but a command sets
-variables, and only those that the user has not set.
+Only commands set variables, and only those that the user has not set: a program with its own engine
+decides for itself.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import MutableMapping
 from importlib.metadata import PackageNotFoundError, version
 
 _DEFAULTS = {
-    # Threads of OpenMP that wait for others sleep. By default they spin, and with a busy neighbour
-    # on the same cores a token takes several times as long (docs/log.md).
+    # Waiting OpenMP threads sleep. By default they spin: with other busy processes on the same
+    # cores, a token takes several times as long (docs/log.md).
     "OMP_WAIT_POLICY": "passive",
-    # Kernels that oneDNN, and torch itself, keep: by default 1,024 of 0.3 MB each. Drafts and
-    # prompts of other lengths make others, and hardly a text has those of another.
+    # Kernels that oneDNN and torch cache, by default 1,024 of 0.3 MB each. Each draft and prompt
+    # length compiles its own, which other requests rarely reuse.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     "LRU_CACHE_CAPACITY": "32",
-    # What fails in torch is told in a line of ours, without a stack of C++.
+    # Our own line reports errors in torch, without a C++ stack.
     "TORCH_CPP_LOG_LEVEL": "FATAL",
 }
 
 
 def set_environment_defaults(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Set what the user has not set; to be called before torch is imported."""
+    """Set the variables that the user has not set. Call this before torch is imported."""
     for name, value in _DEFAULTS.items():
         variables.setdefault(name, value)
 

@@ -1,6 +1,6 @@
-"""The entry: `tierforce`, or `-m decoding.cli` under torchrun.
+"""The entry point: `tierforce`, or `-m decoding.cli` under torchrun.
 
-Whatever goes wrong is one line and a non-zero exit on all ranks.
+Every failure is one line, and a non-zero exit code on all ranks.
 """
 
 import os
@@ -24,14 +24,14 @@ from parallel.ranks.environment import RankLost, die_with_parent, rank_from_env
 
 
 def main() -> None:
-    """Run the command line, and leave."""
-    # until a command's `Interrupts` listens, Ctrl-C just ends the process, without a traceback
+    """Run the command line, and exit the process."""
+    # Ctrl-C ends the process without a traceback until a command's `Interrupts` handles signals.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     set_environment_defaults()  # before torch is imported
     die_with_parent()
-    if sys.stderr is None:  # closed by whoever started this
+    if sys.stderr is None:  # closed by the parent process
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if os.environ.get("COLUMNS") == "0":  # a terminal without a width: rich prints nothing
+    if os.environ.get("COLUMNS") == "0":  # a terminal without a width, where rich prints nothing
         del os.environ["COLUMNS"]
     sys.stderr = cast(Any, SafeStderr(sys.stderr))
     sys.stdout = cast(Any, CheckedStdout(sys.stdout))
@@ -39,20 +39,20 @@ def main() -> None:
     try:
         rank = rank_from_env().rank
         if rank:
-            # rank 0 says what all ranks have to say
+            # Rank 0 reports for all ranks.
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         code = _run(rank)
-    except TierForceError as error:  # variables that name no rank
+    except TierForceError as error:  # invalid RANK or WORLD_SIZE
         say(f"tierforce: {error}")
     try:
         sys.stdout.flush()
-    except SystemExit as leaving:  # nobody reads it
-        code = code or cast(int, leaving.code)
+    except SystemExit as done:  # the reader has closed the pipe
+        code = code or cast(int, done.code)
     except TierForceError as error:
         if not code:
             say(f"tierforce: {error}")
         code = code or 1
-    os._exit(code)  # a group that lost a rank would wait for it in its own clean-up
+    os._exit(code)  # without the clean-up of torch.distributed, which would wait for a lost rank
 
 
 def _run(rank: int) -> int:
@@ -62,24 +62,24 @@ def _run(rank: int) -> int:
 
     try:
         app()
-    except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
     except RankLost as error:
-        if os.environ.get("TIERFORCE_DEBUG"):  # not raised: the group's own clean-up would wait
+        if os.environ.get("TIERFORCE_DEBUG"):  # raising it would block in clean-up
             traceback.print_exc(file=sys.__stderr__)
-        time.sleep(1)  # a signal to all ranks may be on its way here, and says more
+        time.sleep(1)  # a signal sent to all ranks may arrive and explain more
         say(f"tierforce: {error} {advice_after_loss(sys.argv[1:])}")
     except TierForceError as error:
         say(f"tierforce: {as_flags(str(error))}")
-        # launchers end the other ranks when the first leaves: let rank 0 speak, however slow it is
+        # A launcher ends all ranks when the first exits: other ranks leave rank 0 time to report.
         time.sleep(rank and 10)
     except Exception as error:
-        _explain(rank, error)
+        _report_unexpected(rank, error)
     return 1
 
 
-def _explain(rank: int, error: Exception) -> None:
-    """Say in one line what nobody foresaw; with TIERFORCE_DEBUG, raise it."""
+def _report_unexpected(rank: int, error: Exception) -> None:
+    """Report an unexpected error in one line; raise it if TIERFORCE_DEBUG is set."""
     if is_out_of_memory(error):
         advice = advice_after_loss(sys.argv[1:])
         reason = f"out of memory: {one_line(error)} Free memory first. {advice}"
@@ -89,5 +89,5 @@ def _explain(rank: int, error: Exception) -> None:
         raise error
     else:
         reason = f"{type(error).__name__}: {one_line(error)} (TIERFORCE_DEBUG=1 shows where)"
-    with suppress(OSError, AttributeError):  # it struck this rank alone: whichever it is says so
+    with suppress(OSError, AttributeError):  # other ranks may not have failed: this one reports
         print(printable(f"tierforce: rank {rank}: {reason}"), file=sys.__stderr__, flush=True)

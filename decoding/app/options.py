@@ -157,11 +157,13 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
     shared = _shared_parameters()
 
     def run(**values: Any) -> None:
-        command(_common({each.name: values.pop(each.name) for each in shared}), **values)
+        command(
+            _common({parameter.name: values.pop(parameter.name) for parameter in shared}), **values
+        )
 
     # required options first
     parameters = sorted(
-        [*own, *shared], key=lambda each: each.default is not inspect.Parameter.empty
+        [*own, *shared], key=lambda parameter: parameter.default is not inspect.Parameter.empty
     )
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -175,26 +177,26 @@ def _shared_parameters() -> list[inspect.Parameter]:
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if each.default is MISSING else each.default,
-            annotation=Annotated[_hint(kind, each), option_parameter(kind, name, each.default)],
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=Annotated[_hint(kind, field), option_parameter(kind, name, field.default)],
         )
         for group in GROUPS
         for kind in (JobOptions, Sampling, Settings)
-        for name, each in options_of(kind).items()
-        if option_of(each).group == group
+        for name, field in options_of(kind).items()
+        if option_of(field).group == group
     ]
 
 
-def _hint(kind: type, each: Field[Any]) -> Any:
+def _hint(kind: type, field: Field[Any]) -> Any:
     """Return the type of a field on the command line: any number if it is scaled."""
-    if option_of(each).scale is not None:
+    if option_of(field).scale is not None:
         return float | None
-    hint = get_type_hints(kind)[each.name]
+    hint = get_type_hints(kind)[field.name]
     return str | None if hint == bool | None else hint  # a bool would become a flag
 
 
 def _common(values: dict[str, Any]) -> Common:
-    """Sort option values into their dataclasses. Raises TierForceError for invalid values."""
+    """Return option values in their dataclasses. Raises TierForceError for invalid ones."""
     for name, field in options_of(Settings).items():
         option, value = option_of(field), values.get(name)
         if option.scale is not None and value is not None:
@@ -203,7 +205,7 @@ def _common(values: dict[str, Any]) -> Common:
             values[name] = int(value * option.scale)
 
     def own(kind: type) -> dict[str, Any]:
-        return {each.name: values[each.name] for each in fields(kind) if each.name in values}
+        return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
     settings, sampling = Settings(**own(Settings)), Sampling(**own(Sampling))
     return Common(**own(JobOptions), settings=settings, sampling=sampling)

@@ -1,4 +1,4 @@
-"""docs/options.md, generated from the declarations of fields and commands.
+"""Generate docs/options.md from the declarations of fields and commands.
 
 python -m decoding.app.options_page > docs/options.md
 """
@@ -45,7 +45,7 @@ def page() -> str:
     for group in (*GROUPS, PYTHON):
         parts.append(f"## {group or 'What most people need'}\n\n{_shared(group)}")
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    parts += [f"## `tierforce {name}`\n\n{_own(each)}" for name, each in _leaves(commands)]
+    parts += [f"## `tierforce {name}`\n\n{_own(command)}" for name, command in _leaves(commands)]
     codes, _, debug = EXIT_CODES.partition(". ")
     items = codes.removeprefix("Exit codes: ").split("; ")
     lines = "\n".join(f"- {item}" for item in items)
@@ -54,7 +54,7 @@ def page() -> str:
 
 
 def _leaves(commands: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield commands by name, and subcommands by both names."""
+    """Yield full names and commands, with subcommands in place of their groups."""
     for name, command in commands.items():
         if not (inner := getattr(command, "commands", None)):
             yield name, command
@@ -65,10 +65,10 @@ def _leaves(commands: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _shared(group: str | None) -> str:
     rows = [
-        _row(kind, each)
+        _row(kind, field)
         for kind in _KINDS
-        for each in options_of(kind).values()
-        if option_of(each).group == group
+        for field in options_of(kind).values()
+        if option_of(field).group == group
     ]
     return _table(("option", "values", "default", "meaning"), rows)
 
@@ -103,17 +103,17 @@ def _values(kind: type, field: Field[Any]) -> str:
 def _own(command: Any) -> str:
     """Return a command's help and a table of its own options."""
     shared = {name for kind in _KINDS for name in options_of(kind)}
-    shares = "temperature" in {each.name for each in command.params}
+    has_shared = "temperature" in {parameter.name for parameter in command.params}
     rows = [
         (
-            ", ".join(f"`{name}`" for name in (each.opts[0], *each.secondary_opts)),
-            "required" if each.required else _default(each.default),
-            " ".join((each.help or "").split()),
+            ", ".join(f"`{name}`" for name in (parameter.opts[0], *parameter.secondary_opts)),
+            "required" if parameter.required else _default(parameter.default),
+            " ".join((parameter.help or "").split()),
         )
-        for each in command.params
-        if not (shares and each.name in shared)
+        for parameter in command.params
+        if not (has_shared and parameter.name in shared)
     ]
-    paragraphs = [textwrap.fill(each, 100) for each in command.help.split("\n\n")]
+    paragraphs = [textwrap.fill(paragraph, 100) for paragraph in command.help.split("\n\n")]
     return "\n\n".join([*paragraphs, _table(("option", "default", "meaning"), rows)])
 
 
@@ -126,7 +126,7 @@ def _default(value: Any) -> str:
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "".join(
-        f"| {' | '.join(each.replace('|', '&#124;') for each in row)} |\n" for row in lines
+        f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |\n" for row in lines
     )
 
 

@@ -1,4 +1,4 @@
-"""Reading a prompt: what the draft model reads of it, how far a part of it is, and who wants it."""
+"""Prefill of the draft model, progress of a partial prefill, and cancellation of a prefill."""
 
 from __future__ import annotations
 
@@ -14,42 +14,47 @@ from parallel.model.transformer import Progress, Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 
 
-def prefill_draft(model: Transformer, cache: StreamingCache, prompt: Tensor, kept: int = 0) -> None:
-    """Let a cache stand behind a prompt (T,), of which it holds the first `kept` tokens.
+def prefill_draft(
+    model: Transformer, cache: StreamingCache, prompt: Tensor, cached: int = 0
+) -> None:
+    """Advance the draft cache to the end of `prompt` (T,), whose first `cached` tokens it holds.
 
-    It begins anew where less of its window would be left than reading that again fills.
+    The cache is reset if less of its window would remain than a full prefill fills.
     """
     window = cache.shape.window
     is_short = cache.oldest > 0 and len(prompt) - cache.oldest < window
-    if not kept or kept < cache.oldest or is_short or len(prompt) - kept > window:
+    if not cached or cached < cache.oldest or is_short or len(prompt) - cached > window:
         cache.reset()
-        _read(model, cache, prompt)
+        _prefill(model, cache, prompt)
     else:
-        cache.crop(kept)
-        _advance(model, cache, prompt[kept:])
+        cache.crop(cached)
+        _advance(model, cache, prompt[cached:])
 
 
 def partial_progress(progress: Progress, done: int, part: int, tokens: int) -> Progress:
-    """Return what tells of a part, behind `done` of so many tokens, as `progress` of all of them.
+    """Return a callback for the progress of one part, reported to `progress` as that of the whole.
 
-    The part has `part` tokens.
+    The part has `part` of all `tokens`, after `done` finished ones.
     """
 
-    def tell(units: int, total: int) -> None:
+    def report(units: int, total: int) -> None:
         progress(done * total + part * units, tokens * total)
 
-    return tell
+    return report
 
 
 def check_cancelled(group: TensorParallelGroup, is_cancelled: Callable[[], bool]) -> None:
-    """Raise RequestCancelled on all ranks where rank 0's `is_cancelled` says so; all of them call it."""
-    (given_up,) = group.broadcast_ints([int(group.rank == 0 and is_cancelled())], 1)
-    if given_up:
-        raise RequestCancelled("the text was given up while its prompt was read.")
+    """Raise RequestCancelled on all ranks if rank 0's `is_cancelled` returns True.
+
+    All ranks call it.
+    """
+    (cancelled,) = group.broadcast_ints([int(group.rank == 0 and is_cancelled())], 1)
+    if cancelled:
+        raise RequestCancelled("the request was cancelled during prefill.")
 
 
-def _read(model: Transformer, cache: StreamingCache, prompt: Tensor) -> None:
-    """Read what the draft's cache can keep of the prompt: the sinks and the last window."""
+def _prefill(model: Transformer, cache: StreamingCache, prompt: Tensor) -> None:
+    """Prefill the tokens that the draft's cache retains: the sinks and the last window."""
     rest = prompt
     if (skipped := len(rest) - cache.shape.sinks - cache.shape.window) > 0:
         _advance(model, cache, rest[: cache.shape.sinks])
@@ -59,6 +64,6 @@ def _read(model: Transformer, cache: StreamingCache, prompt: Tensor) -> None:
 
 
 def _advance(model: Transformer, cache: Cache, tokens: Tensor) -> None:
-    for part in tokens.split(DRAFT_SLACK):
-        model(part, cache, 1)
-        cache.advance(len(part))
+    for chunk in tokens.split(DRAFT_SLACK):
+        model(chunk, cache, 1)
+        cache.advance(len(chunk))

@@ -1,4 +1,4 @@
-"""The engine: models in memory on all ranks, and one text after another through them."""
+"""The engine: models in memory on all ranks, and the requests they serve one after another."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ from decoding.text.prompt import Template
 from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
 from parallel.ranks.process_group import TensorParallelGroup
 
-KEEP_ALIVE_S = 300  # other ranks wait for two hours at most (`Group.from_environment`)
+# other ranks wait for at most two hours (`TensorParallelGroup.from_environment`)
+KEEP_ALIVE_S = 300
 
 
 class Engine:
-    """Exact decoding of long texts with a model on one or more ranks.
+    """Exact decoding of long sequences with a model on one or more ranks.
 
-    Under torchrun every rank makes an Engine; rank 0 generates text after text, and the others
-    `follow` until it closes. `stats` tells what the text being generated, or the last one, took.
+    Under torchrun every rank creates an Engine; rank 0 generates, and the others call `run_worker`
+    until it closes. `stats` has the counts of the current request, or of the last one.
     """
 
     def __init__(self, runtime: Runtime, tokenizer: Any, stop_tokens: frozenset[int]):
         self.runtime, self.tokenizer, self.stop_tokens = runtime, tokenizer, stop_tokens
         self.group: TensorParallelGroup = runtime.target.group
         self.stats = Stats()
-        self.lengths: dict[str, Lengths] = {}  # by mode, from text to text
-        self.is_busy = False  # a text is being generated, and the arena is its own
-        self._conversation: Conversation | None = None  # whose caches stay from text to text
-        config, wanted = runtime.target.config, runtime.settings.context
-        config.check_context(wanted or 1)
-        self.context = wanted or config.context_limit
+        self.lengths: dict[str, Lengths] = {}  # draft lengths by mode, adapted over all requests
+        self.is_busy = False  # a request is being processed, and owns the arena
+        self._conversation: Conversation | None = None  # its caches persist between requests
+        config, context = runtime.target.config, runtime.settings.context
+        config.check_context(context or 1)
+        self.context = context or config.context_limit
         self.sessions = SequenceManager(runtime)
 
     @classmethod
@@ -57,64 +58,64 @@ class Engine:
         device: str = "auto",
         group: TensorParallelGroup | None = None,
     ) -> Engine:
-        """Load a target, and a draft of the same tokenizer.
+        """Load a target model, and a draft model with the same tokenizer.
 
         Args:
             model: the target: a Hugging Face folder, a GGUF file, a hub name, or `smollm2`.
             draft: the draft model, likewise. Its vocabulary may be padded to another size.
-            settings: how the engine runs; by default as `Settings()` says.
+            settings: how the engine runs; by default `Settings()`.
             device: auto, cpu or cuda.
-            group: the ranks, by default those a launcher started.
+            group: the ranks; by default those that a launcher started.
 
         Returns:
             An engine, the same on every rank.
 
-        Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError,
+        Raises TierForceError on all ranks if any rank fails: ConfigError, CheckpointError,
         InsufficientMemoryError.
         """
         group = group or TensorParallelGroup.from_environment(device)
         return cls(*load(model, draft, settings or Settings(), group))
 
-    def plan(self, prompt: int, new: int, concurrency: int = 1) -> MemoryPlan:
-        """Plan a text of `prompt` + `new` tokens as it would be written now; this rank's plan.
+    def plan(self, prompt_tokens: int, max_new_tokens: int, concurrency: int = 1) -> MemoryPlan:
+        """Return this rank's memory plan for a request of this size, if it started now.
 
-        It is one of `concurrency`, which share the memory. All ranks call it. Raises InsufficientMemoryError, on all
-        ranks, when the text would not fit.
+        It is one of `concurrency` requests that share the memory. All ranks call it. Raises
+        InsufficientMemoryError on all ranks if the request would not fit.
         """
-        return self.sessions.plan(prompt, new, concurrency)
+        return self.sessions.plan(prompt_tokens, max_new_tokens, concurrency)
 
-    def max_concurrency(self, prompt: int, new: int, most: int) -> int:
-        """Return how many such texts, at most `most`, go together at no cost to each.
+    def max_concurrency(self, prompt_tokens: int, max_new_tokens: int, limit: int) -> int:
+        """Return how many such requests, at most `limit`, run concurrently at no cost to each.
 
-        Each keeps as much of its KV on the device as it would alone. It is one where passes are not
-        shared, or that would not pay. All ranks call it. Raises InsufficientMemoryError, on all ranks, when one
-        alone would not fit.
+        Each keeps as much of its KV on the device as it would alone. The result is 1 if forwards
+        are not shared, or sharing them would not pay. All ranks call it. Raises
+        InsufficientMemoryError on all ranks if one alone would not fit.
         """
         pays = concurrency_pays(self.runtime.requirements, bool(self.runtime.settings.graphs))
-        shares = pays and not self.runtime.settings.deterministic
-        return self.sessions.max_fitting(prompt, new, most if shares else 1)
+        is_shared = pays and not self.runtime.settings.deterministic
+        return self.sessions.max_fitting(prompt_tokens, max_new_tokens, limit if is_shared else 1)
 
     def stream(
         self,
-        text: str,
+        prompt: str,
         max_new_tokens: int = NEW_TOKENS,
         sampling: Sampling | None = None,
         progress: Progress | None = None,
         chat: bool = False,
         name: str = "",
     ) -> Iterator[str]:
-        """Yield what follows a text of any length, in pieces of whole characters.
+        """Yield the continuation of a prompt of any length, in pieces of whole characters.
 
-        Of a text longer than the context the beginning is dropped; `stats.truncated_tokens` tells how
-        much. Special tokens are left out. All else is as in `generate`.
+        The beginning of a prompt longer than the context is dropped; `stats.truncated_tokens` says
+        how much. Special tokens are left out. Otherwise as `generate`.
 
         Args:
-            text: the text to continue, in which nothing is taken for a special token.
-            max_new_tokens: tokens to write at most.
-            sampling: the law they are drawn from; by default `Sampling()`, as on the command line.
-            progress: called with units of prefill done, and in all.
-            chat: ask the text as a user's message, through the tokenizer's chat template.
-            name: what people call the text, where it is kept on disk (`Settings.keep`).
+            prompt: the string to continue; nothing in it is parsed as a special token.
+            max_new_tokens: maximum number of tokens to generate.
+            sampling: how they are sampled; by default `Sampling()`, as on the command line.
+            progress: called with the finished units of prefill, and their total.
+            chat: send the prompt as a user message, through the tokenizer's chat template.
+            name: display name in the prompt cache (`Settings.prompt_cache`).
 
         Returns:
             Pieces of text, as their tokens are verified.
@@ -122,13 +123,13 @@ class Engine:
         if self.group.rank:
             self.sessions.run_worker()
             return
-        check_request(text, max_new_tokens, sampling, takes_tokens=False)
+        check_request(prompt, max_new_tokens, sampling, takes_tokens=False)
         room = self.context - max_new_tokens
         template = Template.chat(self.tokenizer) if chat else Template.plain(self.tokenizer)
-        prompt, dropped = template.build(self.tokenizer, text, room, keep_end=True)
-        request = Request(prompt, max_new_tokens, sampling or Sampling(), dropped, progress, name)
-        with closing(self.submit(request)) as tokens:
-            yield from detokenize_stream(self.tokenizer, tokens)
+        tokens, dropped = template.build(self.tokenizer, prompt, room, keep_end=True)
+        request = Request(tokens, max_new_tokens, sampling or Sampling(), dropped, progress, name)
+        with closing(self.submit(request)) as new_tokens:
+            yield from detokenize_stream(self.tokenizer, new_tokens)
 
     def generate(
         self,
@@ -138,18 +139,17 @@ class Engine:
         progress: Progress | None = None,
         name: str = "",
     ) -> Generator[int, None, None]:
-        """Yield new tokens as they are verified, up to and without a stop token.
+        """Yield new tokens as they are verified, up to and excluding a stop token.
 
-        Raises InvalidRequestError when this text cannot be processed; the engine is good for the next
-        one. On ranks other than 0 it takes part in one text that rank 0 accepts, and yields
-        nothing.
+        Raises InvalidRequestError if this request cannot be processed; the engine remains usable.
+        On ranks other than 0, takes part in one request that rank 0 accepts, and yields nothing.
 
         Args:
-            prompt: token ids, or a text, in which nothing is taken for a special token.
-            max_new_tokens: tokens to write at most; with the prompt they must fit the context.
-            sampling: the law they are drawn from; by default `Sampling()`, as on the command line.
-            progress: called with units of prefill done, and in all.
-            name: what people call the text, where it is kept on disk (`Settings.keep`).
+            prompt: token ids, or a string, in which nothing is parsed as a special token.
+            max_new_tokens: maximum number of tokens; with the prompt they must fit the context.
+            sampling: how they are sampled; by default `Sampling()`, as on the command line.
+            progress: called with the finished units of prefill, and their total.
+            name: display name in the prompt cache (`Settings.prompt_cache`).
 
         Returns:
             Token ids, in rounds of one or more.
@@ -165,17 +165,16 @@ class Engine:
         yield from self.submit(request)
 
     def submit(self, request: Request) -> Generator[int, None, None]:
-        """Yield the new tokens of a request as they are verified; for rank 0.
+        """Yield the new tokens of a request as they are verified, as `generate`; for rank 0.
 
-        All is as in `generate`, which makes one. Raises RequestCancelled when the request says so while
-        its prompt is read.
+        Raises RequestCancelled if the request is cancelled during prefill.
         """
         self._check_not_busy()
-        # before other ranks hear of it
+        # before other ranks are notified
         request.validate(self.context, self.runtime.target.config.vocab)
         with ExitStack() as stack:
-            stack.enter_context(self._one_text())
-            self.stats = Stats()  # the caches of the text before go before memory is planned
+            stack.enter_context(self._exclusive())
+            self.stats = Stats()  # frees the previous request's caches before memory is planned
             conversation = self._conversation
             if conversation is None:
                 conversation = stack.enter_context(closing(self._new_conversation(0)))
@@ -183,21 +182,23 @@ class Engine:
 
     @contextmanager
     def conversation(self, room: int = DEFAULT_ROOM) -> Iterator[None]:
-        """Keep the caches of a text from one `generate` or `stream` to the next, inside.
+        """Keep the caches of a sequence from one `generate` or `stream` to the next, inside.
 
-        A prompt that begins like the text before, with what was written behind it, goes on in its
-        caches: the rest alone is read. What is written is what it would be behind the whole prompt.
-        On ranks other than 0 `follow` takes part.
+        A prompt that starts with the previous prompt and its output continues in their caches: only
+        the rest is prefilled. The output is the same as after prefilling the whole prompt. Other
+        ranks take part in `run_worker`.
 
         Args:
-            room: tokens of later turns that memory is planned for when a text is begun, and each
+            room: tokens of later turns that memory is planned for when a sequence starts, and each
                 time it has outgrown its caches.
         """
         if self.group.rank:
-            raise TierForceError("rank 0 leads conversations: call `follow` on the other ranks.")
+            raise TierForceError(
+                "rank 0 leads conversations: call `run_worker` on the other ranks."
+            )
         self._check_not_busy()
         if self._conversation is not None:
-            raise TierForceError("one conversation at a time: leave the one before.")
+            raise TierForceError("one conversation at a time: leave the previous one first.")
         self._conversation = self._new_conversation(room)
         try:
             yield
@@ -206,16 +207,16 @@ class Engine:
             conversation.close()
 
     def generate_batch(self, requests: Iterable[Request], concurrency: int) -> Iterator[Completion]:
-        """Yield what comes of each text, as it is done; up to `concurrency` are written together.
+        """Yield the completion of each request as it finishes; up to `concurrency` run at a time.
 
         A request is taken when there is room for it. One that cannot be processed is yielded with
-        its error, and the others go on. On ranks other than 0 it takes part until rank 0 closes the
-        engine, and yields nothing. Raises TierForceError for several at once that are to be
+        its error, and the others continue. Other ranks take part until rank 0 closes the engine,
+        and yield nothing. Raises TierForceError for several concurrent requests with
         `deterministic`.
 
         Args:
-            requests: the texts, in their order.
-            concurrency: texts that share memory and passes, at most.
+            requests: the requests, in order.
+            concurrency: maximum number of requests that share memory and forwards.
         """
         if self.group.rank:
             self.run_worker()
@@ -223,36 +224,38 @@ class Engine:
         self._check_not_busy()
         if self.runtime.settings.deterministic and concurrency > 1:
             raise TierForceError(
-                f"`concurrency` {concurrency}, but `deterministic` texts share no passes: leave it out, "
-                "or use 1."
+                f"`concurrency` {concurrency} cannot be combined with `deterministic`, whose "
+                "requests share no forwards: leave it out, or use 1."
             )
         if self._conversation is not None:
-            raise TierForceError("texts are not written together in a conversation: leave it.")
-        batch = Scheduler(self.sessions, self.context, self.stop_tokens, self.lengths, concurrency)
-        with self._one_text(), closing(batch.run(requests)) as texts:
-            self.stats = Stats()  # the caches of the text before go before memory is planned
-            for written in texts:
-                self.stats = written.stats
-                yield written
+            raise TierForceError("a batch cannot run inside a conversation: leave it first.")
+        scheduler = Scheduler(
+            self.sessions, self.context, self.stop_tokens, self.lengths, concurrency
+        )
+        with self._exclusive(), closing(scheduler.run(requests)) as completions:
+            self.stats = Stats()  # frees the previous request's caches before memory is planned
+            for completion in completions:
+                self.stats = completion.stats
+                yield completion
 
     def run_worker(self) -> None:
-        """Take part in all texts until rank 0 closes the engine; on the other ranks."""
+        """Take part in all requests until rank 0 closes the engine; for the other ranks."""
         while self.sessions.run_worker():
             pass
-        self.group.graph_capturer.reset()  # as in `close`, which may not follow
+        self.group.graph_capturer.reset()  # as in `close`, which may not be called
 
     @contextmanager
     def keep_workers_alive(self) -> Iterator[None]:
-        """Let the other ranks wait as long as the block takes; nothing is generated in it."""
+        """Let the other ranks wait while the block runs; nothing is generated in it."""
         if self.group.size == 1:
             yield
             return
-        over = Event()
+        is_over = Event()
 
         def keep_alive() -> None:
-            # where a rank is lost, whatever comes next says so
+            # the next collective reports a lost rank
             with suppress(TierForceError):
-                while not over.wait(KEEP_ALIVE_S):
+                while not is_over.wait(KEEP_ALIVE_S):
                     self.sessions.keep_alive()
 
         thread = Thread(target=keep_alive, name="keep-alive", daemon=True)
@@ -260,14 +263,14 @@ class Engine:
         try:
             yield
         finally:
-            over.set()
+            is_over.set()
             thread.join()
 
     def close(self) -> None:
-        """Let go of the link, and on rank 0 of the other ranks.
+        """Close the host link, and on rank 0 release the other ranks.
 
-        Of several ranks nothing recorded stays: `torch.distributed.destroy_process_group`, which a
-        program may call next, would hang (`Recorder.reset`).
+        With several ranks no captured graph stays: `torch.distributed.destroy_process_group`, which
+        a program may call next, would hang (`GraphCapturer.reset`).
         """
         if self.group.rank == 0:
             self.group.broadcast(None)
@@ -279,22 +282,22 @@ class Engine:
         return Conversation(self.sessions, self.stop_tokens, self.lengths, self.context, room)
 
     @contextmanager
-    def _one_text(self) -> Iterator[None]:
-        """Keep other texts out, and tell memory that runs out from other errors."""
+    def _exclusive(self) -> Iterator[None]:
+        """Block other requests, and convert out-of-memory errors to InsufficientMemoryError."""
         self.is_busy = True
         try:
             yield
         except (RuntimeError, MemoryError, OSError) as error:
             if self.group.size > 1 or not is_out_of_memory(error):
-                # other ranks are in the middle of the same pass: there is no going on together
+                # other ranks are in the middle of the same forward and cannot continue
                 raise
             raise InsufficientMemoryError(f"out of memory: {one_line(error)}") from error
         finally:
             self.is_busy = False
 
     def _check_not_busy(self) -> None:
-        """Raise TierForceError while a text is being generated."""
+        """Raise TierForceError while a request is being processed."""
         if self.is_busy:
             raise TierForceError(
-                "one text at a time: exhaust or close the generator of the text before."
+                "one request at a time: exhaust or close the previous request's generator."
             )

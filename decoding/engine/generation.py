@@ -1,4 +1,4 @@
-"""One text in the making on rank 0: its session, its decoders, and what it took so far."""
+"""The generation of one request on rank 0: its sequence state, its decoders, and its counts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from decoding.speculation.sequence import TokenSequence
 
 
 class Generation:
-    """A text whose session is open: the prompt is read first, then round after round is made."""
+    """A request with an open sequence: prefill comes first, then round after round."""
 
-    decoder: Decoder  # once the prompt has been read
+    decoder: Decoder  # set by `sample_first`
 
     def __init__(self, request: Request, session: SequenceState, stats: Stats, started: float):
-        """`started`: when the text was asked for, by `time.perf_counter`."""
+        """`started`: the `time.perf_counter` when the request arrived."""
         self.request, self.session, self.stats = request, session, stats
         self._started = started
         self._clock: Callable[[], float] = time.perf_counter
-        self._decoding_since = 0.0  # by that clock
+        self._decoding_since = 0.0  # seconds of `_clock`
         stats.prompt_tokens, stats.truncated_tokens = len(request.prompt), request.truncated_tokens
         stats.plan, stats.mode = session.plan, session.runtime.mode
         stats.strategy = session.choice
@@ -43,53 +43,53 @@ class Generation:
         logits: Tensor,
         clock: Callable[[], float] = time.perf_counter,
     ) -> list[int]:
-        """Draw the first new token, and return it.
+        """Sample the first new token, and return it.
 
-        Raises InvalidRequestError where a law is not made of numbers.
+        Raises InvalidRequestError if the logits are not finite.
 
         Args:
-            lengths: draft lengths of texts before, by mode.
-            logits: (1, V) behind the prompt, which has been read.
-            clock: tells seconds.
+            lengths: draft lengths by mode, adapted over past requests.
+            logits: (1, V), those that follow the prefilled prompt.
+            clock: returns seconds.
         """
         session, stats, request = self.session, self.stats, self.request
-        sampling, device = request.sampling, session.prompt.device
-        runtime = session.runtime
-        chance = make_randomness(sampling, device, runtime.settings.deterministic)
-        law = chance.probs(sampling, logits)[0]
-        new = to_host(chance.draw(law, len(request.prompt)), law)
+        sampling, runtime = request.sampling, session.runtime
+        device = session.prompt.device
+        randomness = make_randomness(sampling, device, runtime.settings.deterministic)
+        probs = randomness.probs(sampling, logits)[0]
+        tokens = to_host(randomness.draw(probs, len(request.prompt)), probs)
         if request.on_logits:
             request.on_logits(logits)
-        text = TokenSequence([*session.prompt.tolist(), *new])
-        own = lengths.setdefault(runtime.mode, draft_lengths(runtime.settings))
-        self.decoder = session.decoder(text, sampling, chance, own, clock)
+        sequence = TokenSequence([*session.prompt.tolist(), *tokens])
+        own_lengths = lengths.setdefault(runtime.mode, draft_lengths(runtime.settings))
+        self.decoder = session.decoder(sequence, sampling, randomness, own_lengths, clock)
         stats.rounds = self.decoder.rounds
         self.decoder.on_logits = request.on_logits
         stats.attach(session, self.decoder)
         stats.first_token_s = time.perf_counter() - self._started
         self._clock, self._decoding_since = clock, clock()
-        return new
+        return tokens
 
     def rollback_drafts(self) -> list[int]:
-        """Let no level hold what does not stand; return the text, whose beginning each cache holds.
+        """Drop unaccepted draft tokens from every level, and return the committed sequence.
 
-        To be called between rounds.
+        Each cache then holds a prefix of it. Called between rounds.
         """
         for level in self.decoder.levels():
             level.sync([])
         return self.decoder.sequence.tokens_from(0)
 
     def round(self) -> Steps[list[int]]:
-        """Make one more round, by passes; return its tokens."""
+        """Run one more round, as steps of one forward each; return its tokens."""
         return self.decoder.round(self.request.max_new_tokens - self.stats.new_tokens)
 
-    def generate(self, new: Sequence[int], stop_tokens: frozenset[int]) -> Iterator[int]:
-        """Yield a round's tokens up to and without a stop token, and count them.
+    def emit(self, tokens: Sequence[int], stop_tokens: frozenset[int]) -> Iterator[int]:
+        """Yield a round's tokens up to and excluding a stop token, and count them.
 
-        Behind the last of a text that is as long as it may be, or that stops, it `is_done`.
+        After a stop token, or the request's last token, the generation `is_done`.
         """
         stats = self.stats
-        for token in new:
+        for token in tokens:
             if token in stop_tokens:
                 stats.finish_reason = "stop"
                 return

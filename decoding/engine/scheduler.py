@@ -1,8 +1,8 @@
-"""Several texts at once: where they wait for passes of one model, these are made as one.
+"""Continuous batching: concurrent requests that wait for the same model share one forward.
 
-A pass reads all weights of its model, however few its tokens are. Texts that share it read them
-once. Texts join and leave between passes (continuous batching, Yu et al. 2022, Orca, section 4.1),
-each with its own caches, generator and counts.
+A forward reads all weights of its model, however few its tokens are; requests that share it read
+them once. Requests join and leave between forwards (Yu et al. 2022, Orca, section 4.1), each with
+its own caches, generator and counts.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from parallel.ranks.environment import RankLost
 
 @dataclass
 class Completion:
-    """What has come of a request so far, and at last."""
+    """The output of a request so far, and its final state."""
 
     request: Request
     stats: Stats = field(default_factory=Stats)
     tokens: list[int] = field(default_factory=list)
-    error: TierForceError | None = None  # why there will be no more
+    error: TierForceError | None = None  # set if the request failed
 
 
 class _Running:
-    """A text whose session is open: it waits for its prompt to be read, then pass after pass."""
+    """A request with an open sequence, which waits for its prefill, then for one forward a time."""
 
-    passes: Steps[list[int]]  # of the round that is under way
-    asked: ForwardRequest
+    steps: Steps[list[int]]  # the current round
+    forward: ForwardRequest  # the forward it waits for
 
-    def __init__(self, written: Completion, writing: Generation):
-        self.written, self.writing = written, writing
+    def __init__(self, completion: Completion, generation: Generation):
+        self.completion, self.generation = completion, generation
 
     @property
     def depth(self) -> int:
-        """Return how far inside its hierarchy the text waits; at the target it is 0."""
-        levels = self.writing.session.levels
-        return [level.cache for level in levels].index(self.asked.cache)
+        """Return the index of the level that waits for a forward; the target is 0."""
+        levels = self.generation.session.levels
+        return [level.cache for level in levels].index(self.forward.cache)
 
 
 class Scheduler:
-    """Texts that are written together, on rank 0; the other ranks follow its passes."""
+    """Runs concurrent requests on rank 0; the other ranks take part in its forwards."""
 
     def __init__(
         self,
@@ -62,21 +62,21 @@ class Scheduler:
         lengths: dict[str, Lengths],
         concurrency: int,
     ):
-        """Write texts of at most `context` tokens, `concurrency` of which share the memory.
+        """Run sequences of at most `context` tokens, `concurrency` of which share the memory.
 
-        `lengths` are the draft lengths by mode: all texts share them and learn from all.
+        `lengths` are the draft lengths by mode: all requests share them and adapt them.
         """
         self.sessions, self.context, self.stop_tokens = sessions, context, stop_tokens
         self.lengths, self.concurrency = lengths, concurrency
         self.clock = Clock()
         self._running: list[_Running] = []
-        self._alone: list[Request] = []  # what memory did not do for beside others
+        self._too_large: list[Request] = []  # those that need all of the memory
 
     def run(self, requests: Iterable[Request]) -> Generator[Completion, None, None]:
-        """Yield each text as it is done, or has failed: one that fails leaves the others alone.
+        """Yield each completion as it finishes or fails; a failure does not affect the others.
 
         A request is taken when there is room for it. One that does not fit its share of the memory
-        is written alone at the end. Raises RankLost.
+        runs alone at the end. Raises RankLost.
         """
         waiting = iter(requests)
         try:
@@ -90,24 +90,25 @@ class Scheduler:
                 if not self._running:
                     break
                 yield from self._step()
-            while self._alone:
-                yield from self._join(Completion(self._alone.pop(0)), 1)
+            while self._too_large:
+                yield from self._join(Completion(self._too_large.pop(0)), 1)
                 while self._running:
                     yield from self._step()
         finally:
-            sessions = [running.writing.session for running in self._running]
+            sessions = [running.generation.session for running in self._running]
             self._running = []
-            with ExitStack() as closing:  # all of them, whatever one raises
+            with ExitStack() as closing:  # closes all of them, even if one raises
                 for session in sessions:
                     closing.callback(self.sessions.close, session)
 
-    def _join(self, written: Completion, concurrency: int) -> Iterator[Completion]:
-        """Open a text and read its prompt; yield it where there is no more to come."""
+    def _join(self, completion: Completion, concurrency: int) -> Iterator[Completion]:
+        """Open a sequence and prefill its prompt; yield the completion if it is already over."""
         with self.clock.paused():
-            yield from self._joined(written, concurrency)
+            yield from self._prefill(completion, concurrency)
 
-    def _joined(self, written: Completion, concurrency: int) -> Iterator[Completion]:
-        request, started = written.request, time.perf_counter()
+    def _prefill(self, completion: Completion, concurrency: int) -> Iterator[Completion]:
+        request = completion.request
+        started = time.perf_counter()
         is_alone = concurrency == 1
         try:
             request.validate(self.context, self.sessions.runtime.target.config.vocab)
@@ -115,107 +116,107 @@ class Scheduler:
                 request.prompt, request.max_new_tokens, concurrency, request.name
             )
         except Exception as error:
-            yield from self._failed(written, error, is_alone)
+            yield from self._fail(completion, error, is_alone)
             return
-        running = _Running(written, Generation(request, session, written.stats, started))
+        running = _Running(completion, Generation(request, session, completion.stats, started))
         self._running.append(running)
         for each in self._running:
-            count = max(each.written.stats.concurrency, len(self._running))
-            each.written.stats.concurrency = count
+            count = max(each.completion.stats.concurrency, len(self._running))
+            each.completion.stats.concurrency = count
         try:
             logits = session.prefill(request.progress)
-            new = running.writing.sample_first(self.lengths, logits, self.clock)
-            is_going_on = self._next_round(running, new)
+            tokens = running.generation.sample_first(self.lengths, logits, self.clock)
+            is_running = self._next_round(running, tokens)
         except Exception as error:
             self._end(running)
-            yield from self._failed(written, error, is_alone)
+            yield from self._fail(completion, error, is_alone)
             return
-        if not is_going_on:
+        if not is_running:
             yield self._end(running)
 
     def _step(self) -> Iterator[Completion]:
-        """Make the innermost passes that texts wait for, as one; yield the texts that are done.
+        """Run the innermost forwards that requests wait for, as one; yield finished completions.
 
-        So texts that are ahead wait until all stand before a pass of the same level, and the outer
+        Requests that are ahead wait until all need a forward of the same level, so that the outer
         ones, which cost most, are shared by all.
         """
         depth = max(running.depth for running in self._running)
         waiting = [running for running in self._running if running.depth == depth]
-        model = waiting[0].asked.model
-        together = [running for running in waiting if running.asked.model is model]
+        model = waiting[0].forward.model
+        batch = [running for running in waiting if running.forward.model is model]
         try:
-            answers = self.sessions.executor([running.asked for running in together])
-        except Exception as error:  # a pass that is left half made is not made again
+            outputs = self.sessions.executor([running.forward for running in batch])
+        except Exception as error:  # an interrupted forward cannot be resumed
             is_alone = self._is_alone()
-            for running in together:
+            for running in batch:
                 self._end(running)
-            for running in together:
-                yield from self._failed(running.written, error, is_alone)
+            for running in batch:
+                yield from self._fail(running.completion, error, is_alone)
             return
-        over: list[Completion] = []
-        for running, logits in zip(together, answers, strict=True):
+        finished: list[Completion] = []
+        for running, logits in zip(batch, outputs, strict=True):
             try:
-                is_going_on = self._feed(running, logits)
+                is_running = self._feed(running, logits)
             except Exception as error:
                 is_alone = self._is_alone()
                 self._end(running)
-                over += self._failed(running.written, error, is_alone)
+                finished += self._fail(running.completion, error, is_alone)
             else:
-                if not is_going_on:
-                    over.append(self._end(running))
-        yield from over
+                if not is_running:
+                    finished.append(self._end(running))
+        yield from finished
 
     def _feed(self, running: _Running, logits: Tensor) -> bool:
-        """Give a text the logits it waits for; return whether it goes on."""
+        """Send a request the logits it waits for; return whether it continues."""
         try:
-            running.asked = running.passes.send(logits)
-        except StopIteration as over:
-            return self._next_round(running, over.value)
+            running.forward = running.steps.send(logits)
+        except StopIteration as end:
+            return self._next_round(running, end.value)
         return True
 
-    def _next_round(self, running: _Running, new: list[int]) -> bool:
-        """Take a round's tokens and begin the next one; return whether there is one."""
-        writing = running.writing
-        running.written.tokens += writing.generate(new, self.stop_tokens)
-        if writing.is_done:
-            # rounds that others shared say nothing of what this text would cost alone over a link
-            if writing.stats.concurrency == 1 or not writing.session.uses_link:
-                self.sessions.record(writing.session, writing.stats.rounds)
+    def _next_round(self, running: _Running, tokens: list[int]) -> bool:
+        """Add a round's tokens and start the next round; return whether there is one."""
+        generation = running.generation
+        running.completion.tokens += generation.emit(tokens, self.stop_tokens)
+        if generation.is_done:
+            # timings of shared offloaded rounds do not show what one request alone would cost
+            if generation.stats.concurrency == 1 or not generation.session.uses_link:
+                self.sessions.record(generation.session, generation.stats.rounds)
             return False
-        running.passes = writing.round()
-        running.asked = next(running.passes)
+        running.steps = generation.round()
+        running.forward = next(running.steps)
         return True
 
     def _end(self, running: _Running) -> Completion:
-        """Close a text and let go of its caches; return what has come of it."""
+        """Close a sequence and free its caches; return its completion."""
         self._running.remove(running)
-        self.sessions.close(running.writing.session)
-        running.written.stats.release()
-        return running.written
+        self.sessions.close(running.generation.session)
+        running.completion.stats.release()
+        return running.completion
 
     def _is_alone(self) -> bool:
-        """Return whether one text has all the memory to itself."""
+        """Return whether one request has all the memory to itself."""
         return len(self._running) == 1
 
-    def _failed(
-        self, written: Completion, error: Exception, is_alone: bool
+    def _fail(
+        self, completion: Completion, error: Exception, is_alone: bool
     ) -> Iterator[Completion]:
-        """Yield a text with what ended it, or put it aside to be written alone.
+        """Yield a completion with its error, or postpone the request to run it alone.
 
-        Raises what ends all texts.
+        Raises errors that end all requests.
         """
         own = self._request_error(error)
         if isinstance(own, InsufficientMemoryError) and not is_alone:
-            self._alone.append(written.request)
+            self._too_large.append(completion.request)
             return
-        written.error = own
-        yield written
+        completion.error = own
+        yield completion
 
     def _request_error(self, error: Exception) -> TierForceError:
-        """Return what ends one text alone. Raises what ends all of them."""
+        """Return an error that ends one request. Raises errors that end all of them."""
         if not isinstance(error, TierForceError):
             if self.sessions.group.size > 1 or not is_out_of_memory(error):
-                # other ranks are in the middle of the same pass: there is no going on together
+                # other ranks are in the middle of the same forward and cannot continue
                 raise error
             error = InsufficientMemoryError(f"out of memory: {one_line(error)}")
         if isinstance(error, RankLost):

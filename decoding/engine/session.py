@@ -1,4 +1,4 @@
-"""One text in the making: its memory plan, its caches and the decoders nested over them."""
+"""The state of one sequence: its memory plan, its caches and the decoders nested over them."""
 
 from __future__ import annotations
 
@@ -42,52 +42,54 @@ from parallel.model.transformer import Progress
 
 
 class SequenceState:
-    """The caches of one text on this rank, and on rank 0 its decoders.
+    """The caches of one sequence on this rank, and on rank 0 its decoders.
 
-    `levels` are those of the text's mode (`DecodingLevels`). With a keeper the prompt's beginning may
-    come from disk, and what was read goes there behind decoding.
+    `levels` are those of its mode (`DecodingLevels`). With a prompt cache, a prefix of the prompt
+    may be loaded from disk, and the prompt's KV is saved in the background of decoding.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         prompt: list[int],
-        new: int,
+        max_new_tokens: int,
         choice: StrategyChoice | None = None,
         plan: MemoryPlan | None = None,
-        keeper: PrefixCacheManager | None = None,
+        prefix_cache: PrefixCacheManager | None = None,
         name: str = "",
     ):
-        """Allocate everything the text needs. Raises InsufficientMemoryError.
+        """Allocate everything that the sequence needs. Raises InsufficientMemoryError.
 
         Args:
-            runtime: what it is decoded with.
+            runtime: models and settings.
             prompt: token ids.
-            new: new tokens, at most.
-            choice: how the runtime came by its way.
-            plan: where its KV goes on this rank; by default in all the memory there is.
-            keeper: of prompts on disk.
-            name: what people call the text there.
+            max_new_tokens: maximum number of new tokens.
+            choice: the runtime's strategy, and why it was chosen.
+            plan: where the KV is placed on this rank; by default planned for all free memory.
+            prefix_cache: prompts cached on disk.
+            name: display name in the prompt cache.
         """
-        self.runtime, self.new, self.choice = runtime, new, choice
+        self.runtime, self.max_new_tokens, self.choice = runtime, max_new_tokens, choice
         runtime.link.peak_bytes()
-        self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
+        self.peaks: dict[str, int | None] = {}  # peak memory by phase (`Link.peak_bytes`)
         self.prompt = torch.tensor(prompt, device=runtime.target.group.device)
         self.max_tokens = runtime.requirements.max_forward_tokens
-        self._make_caches(plan or runtime.plan(len(prompt), new))
-        self._keeper, self._name = keeper, name
-        self.saving: BackgroundWriter | None = None  # of what was read
-        self.loaded_tokens = 0  # of the prompt, from disk
-        self.is_cancelled: Callable[[], bool] = lambda: False  # what is being read; rank 0 tells
+        self._make_caches(plan or runtime.plan(len(prompt), max_new_tokens))
+        self._prefix_cache, self._name = prefix_cache, name
+        self.saving: BackgroundWriter | None = None  # saves the last prefilled prompt
+        self.loaded_tokens = 0  # prompt tokens loaded from disk
+        # aborts a prefill; only rank 0's counts
+        self.is_cancelled: Callable[[], bool] = lambda: False
 
     def prefill(self, progress: Progress | None = None) -> Tensor:
-        """Read the prompt on all ranks, behind what is on disk; return the logits (1, V).
+        """Load the cached prefix and prefill the rest of the prompt; return the logits (1, V).
 
-        Raises InsufficientMemoryError, and RequestCancelled where the text is given up meanwhile, on all ranks.
+        All ranks call it. Raises InsufficientMemoryError, and RequestCancelled if the request is
+        cancelled meanwhile, on all ranks.
         """
-        if self._keeper is not None:
+        if self._prefix_cache is not None:
             prompt = self.prompt.tolist()
-            self.loaded_tokens = self._keeper.load(self._identity, prompt, self.target)
+            self.loaded_tokens = self._prefix_cache.load(self._identity, prompt, self.target)
         rest = self.prompt[self.loaded_tokens :]
         if progress is not None and self.loaded_tokens:
             progress = partial_progress(progress, self.loaded_tokens, len(rest), len(self.prompt))
@@ -103,80 +105,81 @@ class SequenceState:
     def extend(
         self,
         tokens: Sequence[int],
-        kept: int,
-        rooms: Sequence[int] = (),
+        cached: int,
+        reserve: Sequence[int] = (),
         progress: Progress | None = None,
     ) -> Tensor:
-        """Read the text on, on all ranks, or another with the same beginning; return the logits.
+        """Replace the sequence by `tokens`, and prefill those after the first `cached` of them.
 
-        It is `tokens` now, of which the first `kept`, not all, are what it was; the logits (1, V)
-        are those behind it. What the target's cache lacks is read in parts of `extend_chunk`, each
-        layer by layer, or in a pass like any other where it takes no more rows. With `rooms`
-        there are new caches first, for so many new tokens, the first that fit. Raises InsufficientMemoryError, on
-        all ranks, where none do; the session is good for nothing then.
+        The two share these `cached` tokens, fewer than all of `tokens`. Returns the logits (1, V)
+        that follow them. The missing tokens are prefilled in parts of `extend_chunk`, each layer by
+        layer, or in a decoding forward if one has room for it. With `reserve` the caches are
+        reallocated first, for the first of these numbers of new tokens that fits. All ranks call
+        it. Raises InsufficientMemoryError on all ranks if none fits; the state is unusable then.
         """
         self.peaks["decoding"] = self.runtime.link.peak_bytes()
         self.peaks = {}
         self.loaded_tokens = 0
-        self._finish_saving(kept, bool(rooms))
+        self._finish_saving(cached, bool(reserve))
         self.prompt = torch.tensor(tokens, device=self.prompt.device)
         for level in self.levels:
             level.cache.traffic.reset()
-        self.target.truncate(kept)
-        if rooms:
-            self._reallocate(rooms)
+        self.target.truncate(cached)
+        if reserve:
+            self._reallocate(reserve)
         target = self.target
         rest = self.prompt[target.length :]
-        pieces = shares(len(rest), ceil_div(len(rest), self.extend_chunk))
+        sizes = shares(len(rest), ceil_div(len(rest), self.extend_chunk))
         done = 0
-        for part in rest.split(pieces):
-            tell = (
+        for part in rest.split(sizes):
+            report = (
                 None if progress is None else partial_progress(progress, done, len(part), len(rest))
             )
-            logits = self._prefill_chunk(part, tell)
+            logits = self._prefill_chunk(part, report)
             done += len(part)
-        self._prefill_draft(kept)
+        self._prefill_draft(cached)
         self._save(logits)
         self.peaks["prefill"] = self.runtime.link.peak_bytes()
         return logits
 
     @property
     def capacity(self) -> int:
-        """Return the tokens that its caches were made for."""
+        """Return the number of tokens that the caches were allocated for."""
         return self.target.shape.capacity
 
-    def same_rope_as(self, prompt: int, new: int) -> bool:
-        """Return whether a text of `prompt` + `new` tokens would have the angles of this one."""
-        angles = self.runtime.target.config.rope_key
-        return angles(self._planned, self.capacity) == angles(prompt, prompt + new)
+    def same_rope_as(self, prompt_tokens: int, max_new_tokens: int) -> bool:
+        """Return whether a sequence of this size would have the same rotary angles."""
+        rope_key = self.runtime.target.config.rope_key
+        own = rope_key(self._planned, self.capacity)
+        return own == rope_key(prompt_tokens, prompt_tokens + max_new_tokens)
 
     @cached_property
     def runner(self) -> GraphRunner:
-        """The runner of the text's passes, from when its prompt has been read."""
+        """The runner of the sequence's forwards after prefill."""
         runtime = self.runtime
         return GraphRunner(bool(runtime.settings.graphs), runtime.target.group.graph_capturer)
 
-    def run_forward(self, passes: Sequence[ForwardRequest]) -> list[Tensor]:
-        """Make passes as one on this rank, the first on a cache of this text."""
-        return self.runner.run(passes)
+    def run_forward(self, forwards: Sequence[ForwardRequest]) -> list[Tensor]:
+        """Run forwards as one on this rank, the first on a cache of this sequence."""
+        return self.runner.run(forwards)
 
     def evict_shared_graphs(self, other: OpenSequence) -> None:
-        """Let go of recordings that work on another text's caches."""
+        """Free captured graphs that use another sequence's caches."""
         if "runner" in self.__dict__:
             self.runner.evict(level.cache for level in other.levels)
 
     def decoder(
         self,
-        text: TokenSequence,
+        sequence: TokenSequence,
         sampling: Sampling,
-        chance: Randomness,
+        randomness: Randomness,
         lengths: Lengths | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Decoder:
-        """Return the nested decoders of this text's mode, to go on behind `text`.
+        """Return the nested decoders of the sequence's mode, to continue `sequence`.
 
-        For rank 0, after prefill: `text` is the prompt and the first token. `lengths` None: the
-        settings'. `clock` tells seconds.
+        For rank 0, after prefill: `sequence` is the prompt and the first token. `lengths` defaults
+        to those of the settings. `clock` returns seconds.
         """
         runtime = self.runtime
         lengths = lengths or draft_lengths(runtime.settings)
@@ -186,123 +189,125 @@ class SequenceState:
         verifying = [level for level in self.levels if level.model is runtime.target]
         inner: Proposer | None = None
         for level in self.levels[len(verifying) :]:
-            inner = self._draft_decoder(level, text, sampling, chance)
+            inner = self._draft_decoder(level, sequence, sampling, randomness)
         if ngram := runtime.requirements.ngram:
             inner = PromptLookup(
-                text, ngram, runtime.target.config.vocab, self.prompt.device, inner
+                sequence, ngram, runtime.target.config.vocab, self.prompt.device, inner
             )
         for level, length in reversed(list(zip(verifying, lengths, strict=False))):
             name, model, cache = level.name, level.model, level.cache
             if inner is None:
-                inner = Autoregressive(name, model, cache, text, sampling, chance)
+                inner = Autoregressive(name, model, cache, sequence, sampling, randomness)
             else:
-                above = Speculative(name, model, cache, inner, length, sampling, chance)
-                above.clock = clock
-                inner = above
+                outer = Speculative(name, model, cache, inner, length, sampling, randomness)
+                outer.clock = clock
+                inner = outer
         assert isinstance(inner, Decoder)
         inner.sync([])
         return inner
 
     def close(self) -> None:
-        """End the text: nothing recorded stays, and no copy that works on its caches."""
+        """End the sequence: wait for saving and copies, and free captured graphs."""
         if self.saving is not None:
             self.saving.wait()
         self._evict_graphs()
         self.peaks["decoding"] = self.runtime.link.peak_bytes()
 
     def _evict_graphs(self) -> None:
-        """Let no recording stay, and no copy that works on the caches."""
+        """Free captured graphs, and wait for copies that use the caches."""
         self.runtime.link.drain()
         for level in self.levels:
             if isinstance(level.cache, TieredCache):
-                # they hold the target's cache, which would hold them
+                # breaks a reference cycle: observers reference the target's cache
                 level.cache.observers.clear()
         self.runner.evict()
 
     def _save(self, logits: Tensor) -> None:
-        """Begin to write what was read, unless rank 0 is busy with that or logits are no numbers.
+        """Start to save the prompt, unless rank 0 is still saving or logits are not finite.
 
         All ranks call it.
         """
-        if self._keeper is None:
+        if self._prefix_cache is None:
             return
-        tokens, before = self.prompt.tolist(), self.saving
-        is_free = before is None or not before.is_busy  # rank 0's waits for the others'
+        tokens = self.prompt.tolist()
+        previous = self.saving
+        is_free = previous is None or not previous.is_busy  # rank 0's waits for the others'
         may_save = is_free and bool(logits.isfinite().all())
-        saving = self._keeper.save(self._identity, self._name, tokens, self.target, may_save)
-        self.saving = saving or before
+        saving = self._prefix_cache.save(self._identity, self._name, tokens, self.target, may_save)
+        self.saving = saving or previous
 
-    def _finish_saving(self, kept: int, grows: bool) -> None:
-        """Let what is being written not be read where a turn behind `kept` tokens changes it.
+    def _finish_saving(self, cached: int, is_reallocated: bool) -> None:
+        """Finish saving before a turn after `cached` tokens changes the KV that is being read.
 
-        It is given up where the turn has nearly all of it, and will be kept in its place.
+        It is cancelled if the turn shares nearly all of it, and will be saved in its place.
         """
         saving = self.saving
-        if saving is None or not (grows or kept < saving.tokens):
+        if saving is None or not (is_reallocated or cached < saving.tokens):
             return
-        if is_worth_saving(saving.tokens, kept):
+        if is_worth_saving(saving.tokens, cached):
             saving.wait()
         else:
             saving.cancel()
 
     @property
     def _identity(self) -> str:
-        """Return what the KV depends on, beside the tokens."""
-        assert self._keeper is not None
+        """Return a digest of all that the KV depends on, except for the tokens."""
+        assert self._prefix_cache is not None
         config = self.runtime.target.config
-        return self._keeper.identity.of_text(config, self._planned, self.capacity)
+        return self._prefix_cache.fingerprint.kv_identity(config, self._planned, self.capacity)
 
     def _make_caches(self, plan: MemoryPlan) -> None:
-        """Allocate what the text needs where it goes by the plan. Raises InsufficientMemoryError."""
-        runtime, needs, prompt = self.runtime, self.runtime.requirements, len(self.prompt)
+        """Allocate the caches as planned. Raises InsufficientMemoryError."""
+        runtime, needs = self.runtime, self.runtime.requirements
+        prompt = len(self.prompt)
         self.plan = plan
         self._planned = prompt
-        # that are read at once behind the text, at most; `SequenceManager` lets all ranks agree
-        self.extend_chunk = extend_chunk(needs, plan, prompt, self.new)
+        # maximum tokens that `extend` prefills at once; `SequenceManager` takes the ranks' minimum
+        self.extend_chunk = extend_chunk(needs, plan, prompt, self.max_new_tokens)
         self.uses_link = needs.uses_link(plan)
-        made = DecodingLevels(runtime, plan, prompt, self.new)
-        self.target, self.levels = made.target, made.levels
-        self.retrieval, self.draft = made.retrieval, made.draft
+        levels = DecodingLevels(runtime, plan, prompt, self.max_new_tokens)
+        self.target, self.levels = levels.target, levels.levels
+        self.retrieval, self.draft = levels.retrieval, levels.draft
 
-    def _reallocate(self, rooms: Sequence[int]) -> None:
-        """Make caches for the text, and as many new tokens as fit, which hold what the target's do.
+    def _reallocate(self, reserve: Sequence[int]) -> None:
+        """Reallocate the caches for as many new tokens as fit, and copy the target's KV.
 
-        Raises InsufficientMemoryError on all ranks, where none of the `rooms` fits.
+        Raises InsufficientMemoryError on all ranks if none of `reserve` fits.
         """
-        group, before = self.runtime.target.group, self.target.traffic
+        group, traffic = self.runtime.target.group, self.target.traffic
         with group.sync_errors():
-            held, tokens = self.target.copy_to_host(), self.target.length
+            layers, tokens = self.target.copy_to_host(), self.target.length
         self._evict_graphs()
-        # what was there goes before what comes, and so does the memory of recordings
+        # frees the old caches and captured graphs before new ones are allocated
         self.__dict__.pop("runner", None)
         self.levels, self.retrieval, self.draft = [], None, None
         del self.target
-        plan = self._planned_for(rooms)
+        plan = self._plan_first(reserve)
         with group.sync_errors():
             self._make_caches(plan)
-            with Prefill(self.target, tokens) as way:
-                for layer in range(len(held)):
-                    way.load_blocks(layer, head_blocks(held.pop(0)))
+            with Prefill(self.target, tokens) as prefill:
+                for layer in range(len(layers)):
+                    prefill.load_blocks(layer, head_blocks(layers.pop(0)))
             self.target.onload_deferred()
-        self.target.traffic.add(before)
+        self.target.traffic.add(traffic)
         self.extend_chunk = min(group.gather(self.extend_chunk))
 
-    def _planned_for(self, rooms: Sequence[int]) -> MemoryPlan:
-        """Return the plan for the first number of new tokens for which there is memory."""
-        for room in rooms:
-            self.new = room
+    def _plan_first(self, reserve: Sequence[int]) -> MemoryPlan:
+        """Return the plan for the first of these numbers of new tokens that fits."""
+        for max_new_tokens in reserve:
+            self.max_new_tokens = max_new_tokens
             try:
                 with self.runtime.target.group.sync_errors():
-                    return self.runtime.plan(len(self.prompt), room)
+                    return self.runtime.plan(len(self.prompt), max_new_tokens)
             except InsufficientMemoryError:
-                if room == rooms[-1]:
+                if max_new_tokens == reserve[-1]:
                     raise
-        raise ValueError("no room is asked for")
+        raise ValueError("`reserve` is empty")
 
     def _prefill_chunk(self, part: Tensor, progress: Progress | None) -> Tensor:
-        """Read tokens (T,) behind what the target's cache holds; return the logits (1, V)."""
+        """Append tokens (T,) to the target's cache; return the logits (1, V)."""
         model, target = self.runtime.target, self.target
-        target.truncate(target.length)  # the last part is what followers choose by
+        target.truncate(target.length)  # observers select by the last part alone
         if len(part) <= self.max_tokens and target.is_block_aligned:
             logits = model(part, target, 1)
             target.advance(len(part))
@@ -312,34 +317,34 @@ class SequenceState:
         return self._prefill(part, progress)
 
     def _prefill(self, tokens: Tensor, progress: Progress | None) -> Tensor:
-        """Read tokens (T,) into the target's cache layer by layer; return the logits (1, V)."""
+        """Prefill tokens (T,) into the target's cache layer by layer; return the logits (1, V)."""
         model = self.runtime.target
 
         def check() -> None:
             check_cancelled(model.group, self.is_cancelled)
 
-        with Prefill(self.target, len(tokens)) as way:
+        with Prefill(self.target, len(tokens)) as prefill:
             return model.prefill(
-                tokens, way, self.runtime.requirements.prefill_chunk, progress, check
+                tokens, prefill, self.runtime.requirements.prefill_chunk, progress, check
             )
 
-    def _prefill_draft(self, kept: int = 0) -> None:
-        """Let the draft's cache stand behind the prompt, of which it may hold `kept` tokens."""
+    def _prefill_draft(self, cached: int = 0) -> None:
+        """Advance the draft cache to the end of the prompt, after at most `cached` tokens."""
         model, cache = self.runtime.draft, self.draft
         if model is not None and cache is not None:
             vocab = self.runtime.target.config.vocab
             prompt = clamp_to_vocab(self.prompt, model.config.vocab, vocab)
-            prefill_draft(model, cache, prompt, min(kept, cache.length))
+            prefill_draft(model, cache, prompt, min(cached, cache.length))
 
     def _draft_decoder(
         self,
         level: Level,
-        text: TokenSequence,
+        sequence: TokenSequence,
         sampling: Sampling,
-        chance: Randomness,
+        randomness: Randomness,
     ) -> Decoder:
-        """Return the draft model's own decoder, whose laws are over the target's vocabulary."""
+        """Return the draft model's decoder, with probs over the target's vocabulary."""
         rows, vocab = level.model.config.vocab, self.runtime.target.config.vocab
-        law = sampling if rows == vocab else sampling.padded_to(vocab)
-        own = (level.name, level.model, level.cache, text, law, chance)
-        return Autoregressive(*own) if rows == vocab else PaddedVocabDraft(rows, vocab, *own)
+        padded = sampling if rows == vocab else sampling.padded_to(vocab)
+        args = (level.name, level.model, level.cache, sequence, padded, randomness)
+        return Autoregressive(*args) if rows == vocab else PaddedVocabDraft(rows, vocab, *args)

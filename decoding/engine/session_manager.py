@@ -1,4 +1,4 @@
-"""Sessions, opened on all ranks together: each text's memory is planned, then allocated."""
+"""Sequences, opened on all ranks together: the memory of each is planned, then allocated."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from parallel.ranks.process_group import TensorParallelGroup
 
 @dataclass(frozen=True)
 class _Nothing:
-    """What rank 0 tells the others while no text is opened."""
+    """Rank 0's message to the others while no sequence is opened."""
 
 
 @dataclass(frozen=True)
 class _Opening:
-    """What rank 0 tells the others of a text that is opened."""
+    """Rank 0's message to the others about a sequence that is opened."""
 
     prompt: list[int]
-    new: int
-    concurrency: int  # texts that share the memory, this one among them
-    name: str  # that people know it by
+    max_new_tokens: int
+    concurrency: int  # number of sequences, this one included, that share the memory
+    name: str  # display name in the prompt cache
 
 
 class SequenceManager:
-    """The sessions of texts on the same models, each on all ranks or on none."""
+    """The open sequences of one set of models, each open on all ranks or on none."""
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
@@ -51,108 +51,110 @@ class SequenceManager:
                 prior = runtime.prior(rate)
         self.selector = StrategySelector(MeasuredCosts(rate), prior)
         self.executor = TensorParallelExecutor(self.group)
-        self._arenas = [runtime.arena]  # one for each text that was open at once
-        self._free = Memory(0, 0)  # what there was when no text was open
+        self._arenas = [runtime.arena]  # one for each concurrent sequence
+        self._free = Memory(0, 0)  # the free memory when no sequence was open
         self.prefix_cache = runtime.prefix_cache()
 
-    def plan(self, prompt: int, new: int, concurrency: int = 1) -> MemoryPlan:
-        """Plan a text of that many tokens as `open` would now; this rank's plan.
+    def plan(self, prompt_tokens: int, max_new_tokens: int, concurrency: int = 1) -> MemoryPlan:
+        """Return this rank's plan for a sequence of this size, as `open` would make it now.
 
-        All ranks call it. Raises InsufficientMemoryError, on all ranks, when the text would not fit.
+        All ranks call it. Raises InsufficientMemoryError on all ranks if it would not fit.
         """
+        size = prompt_tokens, max_new_tokens
         memory = self._memory().divided(concurrency)
         with self.group.sync_errors():
-            plans = feasible_plans(self.runtime.requirements, memory, prompt, new)
+            plans = feasible_plans(self.runtime.requirements, memory, *size)
         if self.runtime.requirements.has_choice and not self._common(plans):
             raise InsufficientMemoryError(
-                "no one mode and retrieval budget fit all ranks: set `mode` and `retrieval_budget`, or free "
-                "memory on the fullest GPU."
+                "no mode and retrieval budget fit all ranks: set `mode` and `retrieval_budget`, or "
+                "free memory on the fullest GPU."
             )
-        choice = self.select_strategy(prompt, new, memory)
+        choice = self.select_strategy(*size, memory)
         with self.group.sync_errors():
-            return fit(
-                self.runtime.with_strategy(choice.strategy).requirements, memory, prompt, new
-            )
+            return fit(self.runtime.with_strategy(choice.strategy).requirements, memory, *size)
 
-    def max_fitting(self, prompt: int, new: int, most: int) -> int:
-        """Return how many such texts, at most `most`, are each planned as they would be alone.
+    def max_fitting(self, prompt_tokens: int, max_new_tokens: int, limit: int) -> int:
+        """Return how many such sequences, at most `limit`, each get the plan that one alone gets.
 
-        All ranks call it. Raises InsufficientMemoryError, on all ranks, when one alone would not fit.
+        All ranks call it. Raises InsufficientMemoryError on all ranks if one alone would not fit.
         """
-        alone = self.plan(prompt, new)
-        for count in range(2, most + 1):
+        alone = self.plan(prompt_tokens, max_new_tokens)
+        for count in range(2, limit + 1):
             try:
-                shared = self.plan(prompt, new, count)
+                shared = self.plan(prompt_tokens, max_new_tokens, count)
             except InsufficientMemoryError:
                 return count - 1
             if any(self.group.gather(shared != alone)):
                 return count - 1
-        return max(1, most)
+        return max(1, limit)
 
     def select_strategy(
-        self, prompt: int, new: int, memory: Memory | None = None
+        self, prompt_tokens: int, max_new_tokens: int, memory: Memory | None = None
     ) -> StrategyChoice:
-        """Choose a text's mode and retrieval budget, the same on all ranks.
+        """Choose a sequence's mode and retrieval budget, the same on all ranks.
 
-        `memory` is this rank's, by default what there is. What fits nowhere is left to `open` to
-        refuse.
+        `memory` is this rank's, by default all that is free. If nothing fits, `open` will raise.
         """
         needs = self.runtime.requirements
         if not needs.has_choice:
             return StrategyChoice(needs.strategy, "set")
         memory = memory or self._memory()
-        refused = Strategy(needs.mode, min_budget(needs))
+        infeasible = Strategy(needs.mode, min_budget(needs))
         try:
-            plans = feasible_plans(needs, memory, prompt, new)
+            plans = feasible_plans(needs, memory, prompt_tokens, max_new_tokens)
         except InsufficientMemoryError:
             plans = {}
-            refused = closest_infeasible(needs, memory, prompt, new) or refused
+            closest = closest_infeasible(needs, memory, prompt_tokens, max_new_tokens)
+            infeasible = closest or infeasible
         if not (common := self._common(plans)):
-            return self.group.broadcast(StrategyChoice(refused, "nothing fits"))
-        return self.group.broadcast(self.selector.select(needs, common, prompt, memory.concurrency))
-
-    def open(
-        self, prompt: Sequence[int], new: int, concurrency: int = 1, name: str = ""
-    ) -> SequenceState:
-        """Begin a text on all ranks: allocate what it takes in the way that is chosen; for rank 0.
-
-        It gets an equal share of the memory that there is. Prefill is to follow, and `close` to end
-        it. `name` is what people call it where it is kept on disk. Raises InsufficientMemoryError, on all ranks.
-        """
-        self.executor.broadcast_open()
-        return self._open(self.group.broadcast(_Opening(list(prompt), new, concurrency, name)))
-
-    def cached_prefix(self, prompt: Sequence[int], new: int) -> int:
-        """Return how many tokens of a prompt need not be read, for they are kept; for rank 0."""
-        if self.prefix_cache is None:
-            return 0
-        return self.prefix_cache.find(self._identity(prompt, new), prompt)
-
-    def is_cached(self, prompt: Sequence[int], new: int) -> bool:
-        """Return whether a prompt is kept, or nearly all of it; for rank 0."""
-        return self.prefix_cache is not None and self.prefix_cache.has(
-            self._identity(prompt, new), prompt
+            return self.group.broadcast(StrategyChoice(infeasible, "nothing fits"))
+        return self.group.broadcast(
+            self.selector.select(needs, common, prompt_tokens, memory.concurrency)
         )
 
-    def _identity(self, prompt: Sequence[int], new: int) -> str:
+    def open(
+        self, prompt: Sequence[int], max_new_tokens: int, concurrency: int = 1, name: str = ""
+    ) -> SequenceState:
+        """Open a sequence on all ranks: select a strategy and allocate its caches; for rank 0.
+
+        It gets an equal share of the free memory. Prefill follows, and `close` ends it. `name` is
+        its display name in the prompt cache. Raises InsufficientMemoryError on all ranks.
+        """
+        self.executor.broadcast_open()
+        opening = _Opening(list(prompt), max_new_tokens, concurrency, name)
+        return self._open(self.group.broadcast(opening))
+
+    def cached_prefix(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        """Return how many tokens of a prompt the prompt cache can load; for rank 0."""
+        if self.prefix_cache is None:
+            return 0
+        return self.prefix_cache.find(self._identity(prompt, max_new_tokens), prompt)
+
+    def is_cached(self, prompt: Sequence[int], max_new_tokens: int) -> bool:
+        """Return whether the prompt cache has a prompt, or nearly all of it; for rank 0."""
+        return self.prefix_cache is not None and self.prefix_cache.has(
+            self._identity(prompt, max_new_tokens), prompt
+        )
+
+    def _identity(self, prompt: Sequence[int], max_new_tokens: int) -> str:
         assert self.prefix_cache is not None
         config, tokens = self.runtime.target.config, len(prompt)
-        return self.prefix_cache.identity.of_text(config, tokens, tokens + new)
+        return self.prefix_cache.fingerprint.kv_identity(config, tokens, tokens + max_new_tokens)
 
     def extend(
         self,
         session: SequenceState,
         tokens: Sequence[int],
-        kept: int,
-        rooms: Sequence[int],
+        cached: int,
+        reserve: Sequence[int],
         progress: Progress | None = None,
     ) -> Tensor:
-        """Read an open text on, on all ranks, as `Session.extend` does; for rank 0."""
-        self.executor.broadcast_extend(session, tokens, kept, rooms)
-        return session.extend(tokens, kept, rooms, progress)
+        """Extend an open sequence on all ranks, as `SequenceState.extend` does; for rank 0."""
+        self.executor.broadcast_extend(session, tokens, cached, reserve)
+        return session.extend(tokens, cached, reserve, progress)
 
     def close(self, session: SequenceState) -> None:
-        """End a text on all ranks; for rank 0."""
+        """Close a sequence on all ranks; for rank 0."""
         try:
             self.executor.broadcast_close(session)
         except TierForceError:
@@ -162,9 +164,9 @@ class SequenceManager:
             self.executor.close(session)
 
     def keep_alive(self) -> None:
-        """Let the other ranks go on waiting for what rank 0 does next: they do so for hours only.
+        """Keep the other ranks waiting for rank 0's next message: they time out after hours.
 
-        For rank 0, between two passes.
+        For rank 0, between two forwards.
         """
         if self.executor.sequences:
             self.executor.broadcast_idle()
@@ -172,108 +174,108 @@ class SequenceManager:
             self.group.broadcast(_Nothing())
 
     def record(self, session: SequenceState, rounds: list[RoundStats]) -> None:
-        """Learn from a text that is done what the next one's mode and budget may go by."""
+        """Record a finished sequence's rounds, on which later choices of strategy are based."""
         self.selector.record(
             session.runtime.requirements, session.plan, len(session.prompt), rounds
         )
 
     def run_worker(self) -> bool:
-        """Take part in the text that rank 0 begins, and in those it begins before that is over.
+        """Take part in the next sequence that rank 0 opens, and in those opened before it closes.
 
-        For the other ranks. Returns whether there was one: rank 0 may have closed the engine.
+        For the other ranks. Returns False if rank 0 has closed the engine instead.
         """
-        if not self._follow_one():
+        if not self._run_opening():
             return False
         try:
             while self.executor.sequences:
-                over = self.executor.worker_loop()
-                if over is None:
-                    self._follow_one()
+                closed = self.executor.worker_loop()
+                if closed is None:
+                    self._run_opening()
                 else:
-                    self.executor.close(over)
+                    self.executor.close(closed)
         except BaseException:
-            for each in self._sessions():
-                _cancel(each)
+            for session in self._sessions():
+                _cancel(session)
             raise
         finally:
-            for text in list(self.executor.sequences):
-                self.executor.close(text)
+            for sequence in list(self.executor.sequences):
+                self.executor.close(sequence)
         return True
 
-    def _follow_one(self) -> bool:
-        """Open what rank 0 opens, and read its prompt; return whether there is anything."""
-        request: _Opening | _Nothing | None = _Nothing()
-        while isinstance(request, _Nothing):
-            request = self.group.broadcast(request)
-        if request is None:
+    def _run_opening(self) -> bool:
+        """Open the sequence that rank 0 opens, and prefill it; return False if there is none."""
+        opening: _Opening | _Nothing | None = _Nothing()
+        while isinstance(opening, _Nothing):
+            opening = self.group.broadcast(opening)
+        if opening is None:
             return False
-        # raised on rank 0 too, which tells
+        # the same error is raised on rank 0, which reports it
         with suppress(TierForceError):
-            self._open(request).prefill()
+            self._open(opening).prefill()
         return True
 
-    def _open(self, request: _Opening) -> SequenceState:
-        prompt, new = request.prompt, request.new
+    def _open(self, opening: _Opening) -> SequenceState:
+        prompt, max_new_tokens = opening.prompt, opening.max_new_tokens
         if not self.executor.sequences:
-            self._count_arenas(request.concurrency)
-        self._count_memory()
-        memory = self._free.divided(request.concurrency)
-        choice = self.select_strategy(len(prompt), new, memory)
+            self._trim_arenas(opening.concurrency)
+        self._update_free()
+        memory = self._free.divided(opening.concurrency)
+        choice = self.select_strategy(len(prompt), max_new_tokens, memory)
         runtime = self.runtime.with_strategy(choice.strategy)
         with self.group.sync_errors():
-            plan = runtime.plan(len(prompt), new, memory)
+            plan = runtime.plan(len(prompt), max_new_tokens, memory)
         with self.group.sync_errors():
             runtime = replace(runtime, arena=self._free_arena())
             session = SequenceState(
-                runtime, prompt, new, choice, plan, self.prefix_cache, request.name
+                runtime, prompt, max_new_tokens, choice, plan, self.prefix_cache, opening.name
             )
         session.extend_chunk = min(self.group.gather(session.extend_chunk))
         self.executor.add(session)
         return session
 
-    def _count_arenas(self, texts: int) -> None:
-        """Keep one for each text."""
-        for arena in self._arenas[texts:]:
+    def _trim_arenas(self, count: int) -> None:
+        """Free all arenas but the first `count`."""
+        for arena in self._arenas[count:]:
             arena.free()
-        del self._arenas[texts:]
+        del self._arenas[count:]
 
-    def _count_memory(self) -> None:
-        """Take note of the memory there is where no text is open.
+    def _update_free(self) -> None:
+        """Update the memory that would be free without open sequences.
 
-        Where some are, it is no more than what they may take and what is free now.
+        While some are open, it is bounded by their plans plus what is free now.
         """
         now = self._memory()
-        if not (plans := [text.plan for text in self._sessions()]):
+        if not (plans := [session.plan for session in self._sessions()]):
             self._free = now
             return
         device = now.device + sum(plan.device_bytes for plan in plans)
         self._free = Memory(min(self._free.device, device), min(self._free.host, now.host))
 
     def _sessions(self) -> list[SequenceState]:
-        return [text for text in self.executor.sequences if isinstance(text, SequenceState)]
+        return [each for each in self.executor.sequences if isinstance(each, SequenceState)]
 
     def _free_arena(self) -> HostArena:
-        """Return an arena that no open text uses; there is one more where all are taken."""
-        taken = [text.runtime.arena for text in self._sessions()]
+        """Return an arena that no open sequence uses, a new one if all are in use."""
+        in_use = [session.runtime.arena for session in self._sessions()]
         for arena in self._arenas:
-            if all(arena is not each for each in taken):
+            if all(arena is not each for each in in_use):
                 return arena
         self._arenas.append(HostArena(self.runtime.link, self.runtime.dtype))
         return self._arenas[-1]
 
     def _memory(self) -> Memory:
-        """Return what the next text may use on this rank, where no other text is open."""
+        """Return what the next sequence may use on this rank if no other is open."""
         memory = self.runtime.memory()
         others = sum(arena.nbytes for arena in self._arenas if arena is not self.runtime.arena)
         return replace(memory, host=memory.host + others)
 
     def _common(self, plans: Mapping[Strategy, MemoryPlan]) -> dict[Strategy, MemoryPlan]:
-        """Return this rank's plans of the ways that fit all ranks; all call it."""
+        """Return this rank's plans for the strategies that fit all ranks; all ranks call it."""
         common = set.intersection(*self.group.gather(set(plans)))
-        return {way: plan for way, plan in plans.items() if way in common}
+        return {strategy: plan for strategy, plan in plans.items() if strategy in common}
 
 
 def _cancel(session: SequenceState) -> None:
-    """Let nothing of a text be written any more: a rank is lost, and nobody would keep it."""
+    """Stop saving a prompt: a rank is lost, so it could not be completed."""
     if session.saving is not None:
         session.saving.cancel()

@@ -1,4 +1,4 @@
-"""What a text cost, in counts and seconds."""
+"""The counts and seconds of one request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.traffic import ByteCounters
 
 @dataclass(frozen=True)
 class LevelSnapshot:
-    """What is kept of a level whose text is over: no caches."""
+    """The counts of a level, without its caches."""
 
     name: str
     stats: LevelStats
@@ -26,36 +26,34 @@ class LevelSnapshot:
 
 @dataclass
 class Stats:
-    """The counts of one text, as they grow. Bytes are those of one rank's own link."""
+    """The counts of one request, live. Bytes are those of one rank's own host link."""
 
     prompt_tokens: int = 0
-    truncated_tokens: int = 0  # of a longer text: from its beginning, to fit the context
-    reused_tokens: int = 0  # of the prompt: what the caches held from the turn before
-    # that the caches held from the turn before and that this prompt could not go on from
-    discarded_tokens: int = 0
-    loaded_tokens: int = 0  # of the prompt: what came from disk
-    concurrency: int = 1  # that this one shared memory and passes with, itself among them
+    truncated_tokens: int = 0  # tokens dropped from the input to fit the context
+    reused_tokens: int = 0  # prompt tokens still in the caches from the previous turn
+    discarded_tokens: int = 0  # cached tokens of the previous turn that this prompt does not share
+    loaded_tokens: int = 0  # prompt tokens loaded from the prompt cache on disk
+    concurrency: int = 1  # maximum number of requests, this one included, that ran concurrently
     token_ids: list[int] = field(default_factory=list, repr=False)  # new tokens, in order
-    # "stop" or "length"; None while generating, or when it was given up
+    # "stop" or "length"; None while generating, or after cancellation
     finish_reason: str | None = None
-    first_token_s: float = 0.0  # from the text's turn to the first token: prefill
+    first_token_s: float = 0.0  # from the start of the request to its first token: prefill
     decode_s: float = 0.0  # from the first token on
     plan: MemoryPlan | None = None
     mode: str = ""
-    strategy: StrategyChoice | None = None  # of mode and retrieval budget
+    strategy: StrategyChoice | None = None  # mode and retrieval budget
     levels: Sequence[Proposer | LevelSnapshot] = field(default_factory=list, repr=False)
     traffic: dict[str, ByteCounters] = field(default_factory=dict)  # per level
     prefill_link_in: int = 0
     prefill_link_out: int = 0
     retrieval: RetrievalCache | None = field(default=None, repr=False)
-    last_selections: int | None = None  # what `selections` was when the text let go of its caches
-    # rank 0's memory in use at most, bytes, by phase
-    peak_bytes: dict[str, int | None] = field(default_factory=dict)
-    cuda_graphs: dict[str, Any] | None = None  # kinds of short passes, where these are replayed
-    rounds: list[RoundStats] = field(default_factory=list, repr=False)  # of the target
+    last_selections: int | None = None  # `selections` when the caches were freed
+    peak_bytes: dict[str, int | None] = field(default_factory=dict)  # on rank 0, by phase
+    cuda_graphs: dict[str, Any] | None = None  # kinds of captured forwards, if there are any
+    rounds: list[RoundStats] = field(default_factory=list, repr=False)  # rounds of the target
 
     def attach(self, session: SequenceState, decoder: Decoder) -> None:
-        """Count from here on what the levels of a text do; its prompt was read."""
+        """Start to count the levels of a sequence, after prefill."""
         self.levels = levels = decoder.levels()
         self.traffic = {
             level.name: level.cache.traffic for level in levels if isinstance(level, Decoder)
@@ -73,41 +71,41 @@ class Stats:
 
     @property
     def ms_per_token(self) -> float | None:
-        """Return the milliseconds a token of decoding; the first token is prefill's."""
+        """Return the ms/token of decoding; the first token belongs to prefill."""
         return 1e3 * self.decode_s / (self.new_tokens - 1) if self.new_tokens > 1 else None
 
     @property
     def tokens_per_verification(self) -> float | None:
-        """Return the tokens that one pass of the target makes, on average."""
+        """Return the mean number of tokens per forward of the target."""
         return self.levels[0].stats.tokens_per_forward if self.levels else None
 
     @property
     def acceptance(self) -> dict[str, float | None]:
-        """Return the acceptance rate at each level that verifies."""
+        """Return the acceptance rate of each level that verifies."""
         return {level.name: level.stats.acceptance_rate for level in self._verifying()}
 
     @property
     def num_draft_tokens(self) -> dict[str, float | None]:
-        """Return the tokens put before each level that verifies, on average over its passes."""
+        """Return the mean number of draft tokens per forward, for each level that verifies."""
         return {level.name: level.stats.drafted_per_forward for level in self._verifying()}
 
     @property
     def selections(self) -> int | None:
-        """Return how often the retrieval cache was chosen, the first time behind the prompt."""
+        """Return the number of retrieval cache selections, the one after prefill included."""
         return self.retrieval.selector.selections if self.retrieval else self.last_selections
 
     @property
     def link_bytes_per_token(self) -> float | None:
         """Return the bytes streamed to the device per new token.
 
-        The first token does not count: it needed none.
+        The first token is excluded: it belongs to prefill.
         """
         if self.new_tokens < 2 or "target" not in self.traffic:
             return None
         return (self.traffic["target"].link_in - self.prefill_link_in) / (self.new_tokens - 1)
 
     def release(self) -> None:
-        """Keep the counts of a text that is over, and none of its caches: others need the room."""
+        """Drop all references to the caches of a finished sequence, and keep its counts."""
         self.levels = [
             LevelSnapshot(level.name, level.stats, _verifies(level)) for level in self.levels
         ]
@@ -117,8 +115,9 @@ class Stats:
         self.retrieval = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what a record keeps of a text."""
-        choice = self.strategy if self.selections is not None else None  # of a budget
+        """Return the fields of a record."""
+        # a retrieval budget was chosen only if there is a retrieval cache
+        choice = self.strategy if self.selections is not None else None
         return {
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
@@ -142,7 +141,7 @@ class Stats:
             "gpu_kv_layers": self.plan.resident_layers if self.plan else None,
             "deferred_layers": self.plan.deferred_layers if self.plan else None,
             "split_kv_layers": self.plan.split_layers if self.plan else None,
-            # of a process, so of all texts together
+            # a value of the process, hence of all concurrent requests
             "peak_memory_bytes": dict(self.peak_bytes) if self.concurrency == 1 else None,
             "cuda_graphs": self.cuda_graphs and dict(self.cuda_graphs),
             "retrieval_budget": choice.strategy.budget if choice else None,

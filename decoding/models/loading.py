@@ -109,7 +109,7 @@ def _weights(folder: Path, settings: Settings, group: TensorParallelGroup) -> We
     cache = PromptCache(Path(settings.prompt_cache))
     cache.create()
     with _check_readable(folder):
-        return WeightDigests.of(folder, cache.folder)
+        return WeightDigests.compute(folder, cache.folder)
 
 
 def _identity(

@@ -17,7 +17,7 @@ class Forecast:
     """The predicted times of one document in seconds, and the yield of a decoding round."""
 
     prefill_s: float
-    prefill_bound: str  # arithmetic, sums over ranks, or write-back
+    prefill_bound: str  # compute, all-reduce, or write-back
     verification_s: float  # one target forward; in plain mode, one token
     verification_bound: str  # link or compute
     link_s: float  # per verification

@@ -180,7 +180,7 @@ class ForwardCost:
     def prefill(self, tokens: int, written: int) -> tuple[float, str]:
         """Return the seconds of a layer-major prefill, and its bound.
 
-        Arithmetic, sums over ranks and write-back overlap. `written` is the bytes of KV that one
+        Arithmetic, all-reduces and write-back overlap. `written` is the bytes of KV that one
         rank copies to the host.
         """
         hardware = self.hardware
@@ -189,7 +189,7 @@ class ForwardCost:
         arithmetic += scores / (hardware.prefill_attention or hardware.matmul)
         times = {
             "arithmetic": arithmetic / self.ranks,
-            "sums over ranks": 2 * (self.config.layers - 1) * self._all_reduce_s(tokens),
+            "all-reduce": 2 * (self.config.layers - 1) * self._all_reduce_s(tokens),
             "write-back": written / hardware.link_out,
         }
         bound = max(times, key=times.__getitem__)

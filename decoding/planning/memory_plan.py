@@ -58,19 +58,19 @@ def device_breakdown(
         "retrieval cache": retrieval,
         "draft cache": requirements.draft,
         "rotary tables": requirements.tables,
-        "cutting slices": shape.splitting_bytes,
+        "splitting buffers": shape.splitting_bytes,
     }
     prefill = {
         **shape.device_breakdown(True),
         **fixed,
         "hidden states": requirements.hidden,
-        "a pass": 0,
+        "forward": 0,
     }
     decode = {
         **shape.device_breakdown(False),
         **fixed,
         "hidden states": 0,
-        "a pass": requirements.forwards,
+        "forward": requirements.forwards,
     }
     return prefill, decode
 

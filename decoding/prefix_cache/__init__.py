@@ -1,1 +1,1 @@
-"""Prompts that were prefilled, on disk; knows nothing of decoding."""
+"""The prompt cache: the KV of prefilled prompts on disk; independent of decoding."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and locks that end with the process."""
+"""Atomic file writes, and file locks that end with the process."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from secrets import token_hex
 
 from offload.regular_files import UnsuitableFileError, open_regular
 
-_POLL_S = 0.02  # between two tries of a lock
+_POLL_S = 0.02  # seconds between two attempts to lock
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a new file, to the disk itself. Raises OSError."""
+    """Write a new file and flush it to disk. Raises OSError."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Put a file in another's place, at once. Raises OSError."""
-    new = path.with_name(f"{path.name}.{token_hex(4)}")
+def write_atomic(path: Path, content: bytes) -> None:
+    """Create or replace a file atomically. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.{token_hex(4)}")
     try:
-        write_synced(new, content)
-        new.replace(path)
+        write_synced(temporary, content)
+        temporary.replace(path)
     finally:
-        new.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:
-    """Let the disk have the names of a folder. Raises OSError."""
+    """Flush a folder's directory entries to disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -45,56 +45,55 @@ def sync_folder(path: Path) -> None:
 
 
 def rank_file(folder: Path, rank: int, kind: str) -> Path:
-    """Return a file that says how far a rank is with its part of a prompt.
+    """Return the path of a file with the state of a rank's part of a prompt.
 
-    Kinds: `lock`, which it has locked as long as it writes; `json`, the checksums of what it has
-    written; `given-up`, where it will not write it.
+    Kinds: `lock`, locked while the rank writes; `json`, the checksums once it has finished;
+    `given-up`, present if writing was cancelled.
     """
     return folder / f"rank-{rank}.{kind}"
 
 
 @contextmanager
-def locked(path: Path, limit_s: float = math.inf) -> Iterator[None]:
+def file_lock(path: Path, timeout_s: float = math.inf) -> Iterator[None]:
     """Hold a file's lock; the file is created if it is missing.
 
-    Raises OSError, also where another process has held the lock for `limit_s` seconds, and
-    UnsuitableFileError for what is no regular file.
+    Raises OSError, also if another process holds the lock for longer than `timeout_s` seconds, and
+    UnsuitableFileError if the path is not a regular file.
     """
-    until = time.monotonic() + limit_s
+    deadline = time.monotonic() + timeout_s
     try:
         file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     except UnsuitableFileError as error:
-        raise UnsuitableFileError(error.errno, f"{path.name} in it is no regular file") from error
+        raise UnsuitableFileError(
+            error.errno, f"{path.name} in it is not a regular file"
+        ) from error
     with file:
         while not _try_lock(file.fileno()):
-            if time.monotonic() >= until:
-                why = f"another job has held its {path.name} for {limit_s:g} s"
+            if time.monotonic() >= deadline:
+                why = f"another job has held its {path.name} for {timeout_s:g} s"
                 raise OSError(errno.ETIMEDOUT, why)
             time.sleep(_POLL_S)
         try:
             yield
         finally:
-            # a forked child may have the file, too, and with it the lock
+            # a forked child may have inherited the file and its lock
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def hold_lock(path: Path) -> ExitStack:
-    """Lock a file until the stack that is returned is closed, or the process ends.
-
-    Raises OSError.
-    """
+    """Lock a file until the returned stack is closed, or the process ends. Raises OSError."""
     stack = ExitStack()
-    stack.enter_context(locked(path))
+    stack.enter_context(file_lock(path))
     return stack
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether some process holds a file's lock, or may do so where that cannot be told."""
+    """Return whether any process holds a file's lock; True if it cannot be determined."""
     try:
-        with locked(path, limit_s=0):
+        with file_lock(path, timeout_s=0):
             return False
     except UnsuitableFileError:
-        return False  # no process of ours has made it
+        return False  # not a lock file of ours
     except OSError:
         return True
 

@@ -1,4 +1,4 @@
-"""What texts have to do with prompts on disk: on each rank, in step with the others."""
+"""Loading and saving of prompts in the prompt cache, on all ranks in step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from decoding.prefix_cache.files import hold_lock, locked, rank_file
+from decoding.prefix_cache.files import file_lock, hold_lock, rank_file
 from decoding.prefix_cache.store import (
     MAX_TOKENS,
     MIN_TOKENS,
     CachedPrompt,
     Manifest,
     PromptCache,
-    digest_of_text,
     is_worth_saving,
+    prompt_digest,
 )
 from decoding.prefix_cache.writer import BackgroundWriter, files_of, load_saved
 from offload.errors import CorruptCacheError, TierForceError, one_line
@@ -31,74 +31,81 @@ from parallel.ranks.process_group import TensorParallelGroup
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """What the KV of a model's texts depends on, and what people call the model."""
+    """A digest of all that makes a model's KV, and the model's display name."""
 
-    digest: str  # of weights, config, number format, ranks and device
+    digest: str  # covers weights, config, dtype, ranks and device
     model: str
 
-    def of_text(self, config: ModelConfig, prompt: int, length: int) -> str:
-        """Return that of a prompt in a text of `length` tokens, whose angles may depend on both."""
+    def kv_identity(self, config: ModelConfig, prompt: int, length: int) -> str:
+        """Return the digest for a prompt in a sequence of `length` tokens.
+
+        The rotary angles may depend on both lengths.
+        """
         return sha256(self.digest.encode() + config.rope_key(prompt, length)).hexdigest()
 
 
 class PrefixCacheManager:
-    """Prompts on disk, as the texts of an engine use them."""
+    """The prompt cache as an engine's sequences use it."""
 
     def __init__(
-        self, folder: str, limit: int | None, identity: ModelFingerprint, group: TensorParallelGroup
+        self,
+        folder: str,
+        limit: int | None,
+        fingerprint: ModelFingerprint,
+        group: TensorParallelGroup,
     ):
-        """Open the folder; all ranks call it. Raises TierForceError, on all of them."""
-        self.identity, self.group = identity, group
-        # on rank 0; from another thread, too
+        """Open the folder; all ranks call it. Raises TierForceError on all ranks."""
+        self.fingerprint, self.group = fingerprint, group
+        # called on rank 0, from any thread
         self.warn: Callable[[str], None] = partial(warnings.warn, stacklevel=2)
         self._cache: PromptCache | None = None
-        self._is_tidy = False
+        self._is_clean = False
         with group.sync_errors():
             if group.rank == 0:
                 self._cache = PromptCache(Path(folder).absolute(), limit)
-                self._cache.warn = lambda line: self.warn(line)  # whatever it is by then
+                self._cache.warn = lambda line: self.warn(line)  # `warn` may be replaced later
                 self._cache.create()
 
     def find(self, identity: str, prompt: Sequence[int]) -> int:
-        """Return how many tokens of a prompt need not be read; on rank 0."""
-        return self._found(identity, prompt)[1]
+        """Return how many tokens of a prompt can be loaded; on rank 0."""
+        return self._find_usable(identity, prompt)[1]
 
     def has(self, identity: str, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt is kept, or nearly all of it; on rank 0."""
-        return not is_worth_saving(len(prompt), self._known(identity, prompt)[1])
+        """Return whether a prompt, or nearly all of it, is cached; on rank 0."""
+        return not is_worth_saving(len(prompt), self._find(identity, prompt)[1])
 
     def load(self, identity: str, prompt: Sequence[int], cache: TieredCache) -> int:
-        """Let an empty cache hold the first tokens of a prompt, and return how many; on all ranks.
+        """Load a prefix of a prompt into an empty cache, and return its length; on all ranks.
 
-        At least those are left that the prompt's followers see. Where a rank cannot read its part,
-        none holds anything, and it is told; what is damaged is removed.
+        At least those tokens are left that the prompt's observers see. If a rank cannot read its
+        part, nothing is loaded on any and a warning is issued; a corrupt prompt is removed.
         """
-        found: tuple[CachedPrompt, int, bytes] | None = None
+        match: tuple[CachedPrompt, int, bytes] | None = None
         if self.group.rank == 0:
-            best, count = self._found(identity, prompt)
+            best, count = self._find_usable(identity, prompt)
             if best is not None:
-                found = best, count, best.digest()
-        found = self.group.broadcast(found)
-        if found is None:
+                match = best, count, best.digest()
+        match = self.group.broadcast(match)
+        if match is None:
             return 0
-        kept, count, text = found
-        trouble = None
+        cached, count, digest = match
+        failure = None
         with self.group.sync_errors():
             try:
-                self._load(kept, count, text, cache)
+                self._load(cached, count, digest, cache)
             except CorruptCacheError as error:
-                trouble = str(error), True
+                failure = str(error), True
             except OSError as error:
-                # what lacks a file is damaged, unless another process has removed all of it
-                is_missing = isinstance(error, FileNotFoundError) and kept.folder.exists()
-                is_damage = is_missing or error.errno == errno.EIO
-                trouble = error.strerror or one_line(error), is_damage
-            if trouble is not None:
+                # a missing file is corruption, unless another process has removed the whole prompt
+                is_missing = isinstance(error, FileNotFoundError) and cached.folder.exists()
+                is_corrupt = is_missing or error.errno == errno.EIO
+                failure = error.strerror or one_line(error), is_corrupt
+            if failure is not None:
                 cache.link.drain()
-        troubles = [each for each in self.group.gather(trouble) if each]
+        failures = [each for each in self.group.gather(failure) if each]
         if self.group.rank == 0:
-            self._used(kept, troubles)
-        cache.truncate(0 if troubles else count)
+            self._finish_load(cached, failures)
+        cache.truncate(0 if failures else count)
         return cache.length
 
     def save(
@@ -109,85 +116,85 @@ class PrefixCacheManager:
         cache: TieredCache,
         may_save: bool = True,
     ) -> BackgroundWriter | None:
-        """Begin to write a prompt that was read, where it is worth it; all ranks call it.
+        """Start to save a prefilled prompt if it is worth it; all ranks call it.
 
-        Nothing is begun where rank 0 says that it `may_save` nothing.
+        Nothing is saved if `may_save` is False on rank 0.
         """
         group, layout = self.group, cache.layout
         nbytes = sum(group.gather(layout.bytes(len(prompt))))
-        begun, lock = None, None
-        if group.rank == 0 and may_save and (own := self._begun(identity, prompt, nbytes)):
-            lock = own[1]
-            begun = own[0], digest_of_text(identity, prompt)  # the other ranks have no identity
-        begun = group.broadcast(begun)
-        if begun is None:
+        entry, lock = None, None
+        if group.rank == 0 and may_save and (begun := self._begin(identity, prompt, nbytes)):
+            lock = begun[1]
+            entry = begun[0], prompt_digest(identity, prompt)  # other ranks have no identity
+        entry = group.broadcast(entry)
+        if entry is None:
             return None
-        folder, text = begun
+        folder, digest = entry
         if lock is None:
-            with suppress(OSError):  # rank 0 will find no part of this one
+            with suppress(OSError):  # rank 0 then finds this rank's part missing
                 lock = hold_lock(rank_file(folder, group.rank, "lock"))
-        group.gather(None)  # rank 0 waits for the locks of all
+        group.gather(None)  # until all ranks hold their locks
         if lock is None:
             return None
         finish = None
         if self._cache is not None:
             counts = len(prompt), group.size, nbytes
-            manifest = Manifest(identity, name, self.identity.model, *counts)
+            manifest = Manifest(identity, name, self.fingerprint.model, *counts)
             finish = partial(self._finish, folder, manifest, list(prompt))
         try:
-            files = files_of(folder, group.rank, layout, len(prompt), text)
+            files = files_of(folder, group.rank, layout, len(prompt), digest)
             layers = list(zip(files, cache.host_readers(), strict=True))
             return BackgroundWriter(folder, group.rank, lock, layers, finish)
-        except (RuntimeError, MemoryError, TierForceError) as error:  # no memory, no thread
+        except (RuntimeError, MemoryError, TierForceError) as error:  # out of memory or threads
             lock.close()
             if self._cache is not None:
                 self._cache.discard(folder)
                 self._warn_not_saved(one_line(error))
             return None
 
-    def _known(self, identity: str, prompt: Sequence[int]) -> tuple[CachedPrompt | None, int]:
-        """Return what is kept of a prompt, and how many tokens; nothing if it cannot be told."""
+    def _find(self, identity: str, prompt: Sequence[int]) -> tuple[CachedPrompt | None, int]:
+        """Return the best match, and its number of common tokens; none if the folder fails."""
         assert self._cache is not None
-        with suppress(TierForceError):  # writing will tell
-            if not self._is_tidy:
+        with suppress(TierForceError):  # saving reports it
+            if not self._is_clean:
                 self._cache.collect_garbage()
-                self._is_tidy = True
+                self._is_clean = True
             return self._cache.find(identity, prompt)
         return None, 0
 
-    def _found(self, identity: str, prompt: Sequence[int]) -> tuple[CachedPrompt | None, int]:
-        """Return what is kept of a prompt, and how much of it is of use."""
-        kept, count = self._known(identity, prompt)
+    def _find_usable(self, identity: str, prompt: Sequence[int]) -> tuple[CachedPrompt | None, int]:
+        """Return the best match, and the number of tokens to load; none if these are too few."""
+        cached, count = self._find(identity, prompt)
         count = min(count, len(prompt) - OBSERVED_ROWS)
-        return (kept, count) if count >= MIN_TOKENS else (None, 0)
+        return (cached, count) if count >= MIN_TOKENS else (None, 0)
 
-    def _load(self, kept: CachedPrompt, count: int, text: bytes, cache: TieredCache) -> None:
-        """Fill a cache on this rank with so many tokens. Raises CorruptCacheError, OSError."""
+    def _load(self, cached: CachedPrompt, count: int, digest: bytes, cache: TieredCache) -> None:
+        """Load the first `count` tokens on this rank. Raises CorruptCacheError, OSError."""
         rank = self.group.rank
-        files = files_of(kept.folder, rank, cache.layout, kept.manifest.tokens, text)
-        with Prefill(cache, count) as way:
-            for layer, pieces in load_saved(kept.folder, rank, files, count):
-                way.load_blocks(layer, pieces)
+        files = files_of(cached.folder, rank, cache.layout, cached.manifest.tokens, digest)
+        with Prefill(cache, count) as prefill:
+            for layer, blocks in load_saved(cached.folder, rank, files, count):
+                prefill.load_blocks(layer, blocks)
 
-    def _used(self, kept: CachedPrompt, troubles: list[tuple[str, bool]]) -> None:
-        """Note that a prompt was used, or tell why it was not, and remove it if it is damaged."""
+    def _finish_load(self, cached: CachedPrompt, failures: list[tuple[str, bool]]) -> None:
+        """Mark a prompt as used, or warn why it was not, and remove it if it is corrupt."""
         assert self._cache is not None
-        if not troubles:
-            kept.touch()
+        if not failures:
+            cached.touch()
             return
-        name = f"what was kept of {kept.manifest.name}"
-        damage = [text for text, is_damage in troubles if is_damage]
-        if not damage:
-            self.warn(f"{name} cannot be read ({troubles[0][0]}): the text is read anew")
+        name = f"the cached prompt of {cached.manifest.name}"
+        corruption = [reason for reason, is_corrupt in failures if is_corrupt]
+        if not corruption:
+            self.warn(f"{name} cannot be read ({failures[0][0]}): prefilling it again")
             return
-        self.warn(f"{name} is damaged ({damage[0]}): it is removed, and the text is read anew")
+        self.warn(f"{name} is corrupt ({corruption[0]}): removing it, and prefilling it again")
         with suppress(OSError):
-            self._cache.drop(kept)
+            self._cache.drop(cached)
 
-    def _begun(
+    def _begin(
         self, identity: str, prompt: Sequence[int], nbytes: int
     ) -> tuple[Path, ExitStack] | None:
-        """Return a folder for a prompt; None where it is not worth it, or there is no room."""
+        """Return a folder for a prompt; None if it is not worth saving, or there is no room."""
         assert self._cache is not None
         if MIN_TOKENS <= len(prompt) <= MAX_TOKENS and not self.has(identity, prompt):
             try:
@@ -201,30 +208,30 @@ class PrefixCacheManager:
         folder: Path,
         manifest: Manifest,
         prompt: list[int],
-        saving: BackgroundWriter,
-        trouble: str | None,
+        writer: BackgroundWriter,
+        failure: str | None,
     ) -> None:
-        """Let what all ranks have written be a prompt; on the thread that wrote rank 0's part."""
+        """Publish a prompt that all ranks have written; on the thread that wrote rank 0's part."""
         assert self._cache is not None
         ranks = range(self.group.size)
         is_cancelled = False
         try:
             for rank in ranks[1:]:
-                with locked(rank_file(folder, rank, "lock")):
-                    pass  # it has written all that it will
-            given_up = [rank_file(folder, rank, "given-up").exists() for rank in ranks]
-            is_cancelled = saving.is_cancelled or any(given_up)
+                with file_lock(rank_file(folder, rank, "lock")):
+                    pass  # waits until the rank has finished
+            cancelled = [rank_file(folder, rank, "given-up").exists() for rank in ranks]
+            is_cancelled = writer.is_cancelled or any(cancelled)
             missing = [rank for rank in ranks if not rank_file(folder, rank, "json").exists()]
             if missing:
-                trouble = trouble or f"rank {missing[0]} could not write its part"
-            if trouble is None:
+                failure = failure or f"rank {missing[0]} could not write its part"
+            if failure is None:
                 self._cache.add(folder, manifest, prompt)
-        except Exception as error:  # whatever it is, the text goes on
-            trouble = one_line(error)
-        if trouble is not None:
+        except Exception as error:  # no error may end decoding
+            failure = one_line(error)
+        if failure is not None:
             self._cache.discard(folder)
             if not is_cancelled:
-                self._warn_not_saved(trouble)
+                self._warn_not_saved(failure)
 
     def _warn_not_saved(self, why: str) -> None:
-        self.warn(f"the text that was read is not kept: {why}")
+        self.warn(f"the prompt is not cached: {why}")

@@ -1,4 +1,4 @@
-"""A prompt's KV on its way to the disk, behind decoding, and back from there."""
+"""Writing a prompt's KV to disk in the background of decoding, and reading it back."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from offload.layout import KVLayout
 from offload.regular_files import UnsuitableFileError, read_json
 from offload.tiered.kv_file import HostReader, KVBlock, KVFile
 
-_THREADS = 4  # that read
-_AHEAD = 8  # pieces of a layer that are read before they are asked for
-_NICENESS = 19  # of the thread that writes
-_NOT_DONE = "it was not finished"
-_CHECKSUM_BYTES = 16  # in JSON: ten digits and what parts them, or the brackets of a layer
+_THREADS = 4  # reader threads
+_READ_AHEAD = 8  # blocks of a layer that are read in advance
+_NICENESS = 19  # the writer thread has the lowest priority
+_UNFINISHED = "it was not finished"
+_CHECKSUM_BYTES = 16  # in JSON: ten digits and a separator, or a layer's brackets
 
 
 class WriteCancelled(Exception):
-    """Nobody waits for what is being written any more."""
+    """The write was cancelled."""
 
 
 class BackgroundWriter:
-    """One rank's part of a prompt, which a thread writes while passes are made.
+    """Writes one rank's part of a prompt on a thread, while decoding goes on.
 
-    `finish` is called on that thread behind it, with what went wrong, or None.
+    `finish` is called on that thread at the end, with the reason of a failure, or None.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class BackgroundWriter:
         layers: Sequence[tuple[KVFile, HostReader]],
         finish: Callable[[BackgroundWriter, str | None], None] | None = None,
     ):
-        """Begin to write; `lock` is this rank's in the folder, and is closed at the end."""
+        """Start to write; `lock`, this rank's in the folder, is closed at the end."""
         self.tokens = layers[0][0].tokens
         self._folder, self._rank, self._lock = folder, rank, lock
         self._layers, self._finish = list(layers), finish
-        self._is_given_up = Event()
+        self._cancelled = Event()
         self._thread = Thread(target=self._run, name="prompt-cache-writer", daemon=True)
         self._thread.start()
 
@@ -60,68 +60,68 @@ class BackgroundWriter:
 
     @property
     def is_cancelled(self) -> bool:
-        return self._is_given_up.is_set()
+        return self._cancelled.is_set()
 
     def wait(self) -> None:
-        """Wait until all is written; an interrupt gives it up."""
+        """Wait until all is written; an interrupt cancels it."""
         try:
             self._thread.join()
         except BaseException:
-            self.cancel()  # before others get the memory that is being read
+            self.cancel()  # before the memory that is being read is reused
             raise
 
     def cancel(self) -> None:
-        """Leave it, and read none of its memory any more."""
-        self._is_given_up.set()
+        """Stop writing, and return once no memory of the prompt is being read."""
+        self._cancelled.set()
         self._thread.join()
 
     def _run(self) -> None:
-        trouble: str | None = _NOT_DONE
-        with suppress(OSError, AttributeError):  # whoever decodes goes first
+        failure: str | None = _UNFINISHED
+        with suppress(OSError, AttributeError):  # decoding has priority
             os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICENESS)
         try:
             checksums = []
-            while self._layers:  # what is written is let go of
-                file, excerpt = self._layers.pop(0)
-                checksums.append(file.write(self._wanted(excerpt)))
+            while self._layers:  # frees each layer once it is written
+                file, reader = self._layers.pop(0)
+                checksums.append(file.write(self._cancellable(reader)))
             path = rank_file(self._folder, self._rank, "json")
             write_synced(path, json.dumps(checksums).encode())
-            trouble = None
+            failure = None
         except WriteCancelled as error:
-            trouble = str(error)
-            with suppress(OSError):  # before rank 0 asks
+            failure = str(error)
+            with suppress(OSError):  # before the lock is released, when rank 0 checks for it
                 rank_file(self._folder, self._rank, "given-up").touch()
-        except Exception as error:  # whatever it is, the text goes on
-            trouble = one_line(error)
+        except Exception as error:  # no error may end decoding
+            failure = one_line(error)
         finally:
             self._layers.clear()
             try:
                 if self._finish is not None:
-                    self._finish(self, trouble)
+                    self._finish(self, failure)
             finally:
                 self._lock.close()
 
-    def _wanted(self, excerpt: HostReader) -> HostReader:
-        """Return an excerpt that raises GivenUp once nobody waits for it."""
+    def _cancellable(self, reader: HostReader) -> HostReader:
+        """Return a reader that raises WriteCancelled after `cancel`."""
 
         def read(head: int, start: int, end: int) -> Tensor:
             if self.is_cancelled:
-                raise WriteCancelled("it was given up")
-            return excerpt(head, start, end)
+                raise WriteCancelled("it was cancelled")
+            return reader(head, start, end)
 
         return read
 
 
-def files_of(folder: Path, rank: int, layout: KVLayout, tokens: int, text: bytes) -> list[KVFile]:
+def files_of(folder: Path, rank: int, layout: KVLayout, tokens: int, digest: bytes) -> list[KVFile]:
     """Return the files of a rank's layers.
 
-    Their checksums depend on `text`, the digest of all that the KV depends on, tokens included, and
-    on rank and layer: a file that was put in another one's place is noticed.
+    Their checksums depend on `digest`, that of all that the KV depends on, tokens included, and on
+    rank and layer: a file swapped for another one is detected.
     """
 
     def file_of(layer: int) -> KVFile:
         name = f"rank-{rank}-layer-{layer}.kv"
-        return KVFile(folder / name, layout, tokens, zlib.crc32(text + name.encode()))
+        return KVFile(folder / name, layout, tokens, zlib.crc32(digest + name.encode()))
 
     return [file_of(layer) for layer in range(layout.layers)]
 
@@ -129,23 +129,25 @@ def files_of(folder: Path, rank: int, layout: KVLayout, tokens: int, text: bytes
 def load_saved(
     folder: Path, rank: int, files: Sequence[KVFile], tokens: int
 ) -> Iterator[tuple[int, Iterator[KVBlock]]]:
-    """Yield each layer with the pieces of its first tokens; some are read ahead.
+    """Yield each layer with the blocks of its first `tokens`; some blocks are read ahead.
 
-    Raises CorruptCacheError where they are not what was written, and OSError.
+    Raises CorruptCacheError if they do not match their checksums, and OSError.
     """
     checksums = _read_checksums(folder, rank, files)
     with ThreadPoolExecutor(_THREADS) as pool:
         for layer, (file, sums) in enumerate(zip(files, checksums, strict=True)):
-            yield layer, _ahead(pool, file.readers(tokens, sums))
+            yield layer, _read_ahead(pool, file.readers(tokens, sums))
 
 
-def _ahead(pool: ThreadPoolExecutor, calls: Iterator[Callable[[], KVBlock]]) -> Iterator[KVBlock]:
-    """Yield what calls return, in order, of which a few are made ahead."""
-    waiting = deque(pool.submit(call) for call in islice(calls, _AHEAD))
-    while waiting:
-        done = waiting.popleft().result()
-        waiting.extend(pool.submit(call) for call in islice(calls, 1))
-        yield done
+def _read_ahead(
+    pool: ThreadPoolExecutor, readers: Iterator[Callable[[], KVBlock]]
+) -> Iterator[KVBlock]:
+    """Yield the readers' blocks in order; up to `_READ_AHEAD` readers run in advance."""
+    pending = deque(pool.submit(reader) for reader in islice(readers, _READ_AHEAD))
+    while pending:
+        block = pending.popleft().result()
+        pending.extend(pool.submit(reader) for reader in islice(readers, 1))
+        yield block
 
 
 def _read_checksums(folder: Path, rank: int, files: Sequence[KVFile]) -> list[list[int]]:
@@ -157,7 +159,9 @@ def _read_checksums(folder: Path, rank: int, files: Sequence[KVFile]) -> list[li
     except UnsuitableFileError as error:
         raise CorruptCacheError(f"the checksums of rank {rank}: {error.strerror}") from error
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise CorruptCacheError(f"the checksums of rank {rank} are none") from error
+        raise CorruptCacheError(f"the checksums of rank {rank} are invalid") from error
     if len(checksums) != len(files):
-        raise CorruptCacheError(f"the checksums of rank {rank} are of {len(checksums)} layers")
+        raise CorruptCacheError(
+            f"the checksums of rank {rank} are those of {len(checksums)} layers, not {len(files)}"
+        )
     return checksums

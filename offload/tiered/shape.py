@@ -296,9 +296,10 @@ class TieredCacheSpec:
         return {
             "resident layers": layers * self._bytes(self.layer_shape),
             "ring, in prefill one layer": self.ring_numel * self.layout.dtype.itemsize,
-            "recent tokens": self._bytes(self.tails_shape),
+            "device tail": self._bytes(self.tails_shape),
             "high_bytes": split * self._layer_high_bytes() + self._outliers_bytes(),
-            "joining slices": self._bytes(self.reconstruct_shape) + prod(self.writeback_shape),
+            "reconstruction buffers": self._bytes(self.reconstruct_shape)
+            + prod(self.writeback_shape),
         }
 
     def device_bytes(self, prefill: bool = False) -> int:

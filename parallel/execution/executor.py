@@ -46,7 +46,7 @@ class _Extension:
 
     tokens: list[int]  # the whole sequence
     cached: int  # number of leading tokens that stay in the caches
-    max_new_tokens: list[int]  # choices for larger caches, the first that fits is taken; or empty
+    reserve: list[int]  # numbers of new tokens to reallocate for, the first that fits; or empty
     lengths: list[int]  # lengths of the broadcast levels' caches
 
 
@@ -67,7 +67,7 @@ class OpenSequence(Protocol):
         """Free the graphs captured here of forwards shared with another sequence."""
         ...
 
-    def extend(self, tokens: Sequence[int], cached: int, max_new_tokens: Sequence[int]) -> Tensor:
+    def extend(self, tokens: Sequence[int], cached: int, reserve: Sequence[int]) -> Tensor:
         """Extend the sequence, or replace it by one with the same beginning; return logits (1, V).
 
         If larger caches are requested, raises InsufficientMemoryError on all ranks.
@@ -130,7 +130,7 @@ class TensorParallelExecutor:
         sequence: OpenSequence,
         tokens: Sequence[int],
         cached: int,
-        max_new_tokens: Sequence[int],
+        reserve: Sequence[int],
     ) -> None:
         """Notify the other ranks that a sequence is extended.
 
@@ -139,7 +139,7 @@ class TensorParallelExecutor:
         """
         lengths = [level.cache.length for level in sequence.levels if level.is_sharded]
         self._broadcast([_EXTEND, self.sequences.index(sequence)])
-        self.group.broadcast(_Extension(list(tokens), cached, list(max_new_tokens), lengths))
+        self.group.broadcast(_Extension(list(tokens), cached, list(reserve), lengths))
 
     def broadcast_close(self, sequence: OpenSequence) -> None:
         """Notify the other ranks that a sequence is closed."""
@@ -173,7 +173,7 @@ class TensorParallelExecutor:
             level.cache.set_length(length)
         # Rank 0 raises the same error, and reports it.
         with suppress(TierForceError):
-            sequence.extend(extension.tokens, extension.cached, extension.max_new_tokens)
+            sequence.extend(extension.tokens, extension.cached, extension.reserve)
 
     def _run_broadcast_forward(self, count: int, numbers: list[int]) -> None:
         requests = list[ForwardRequest]()

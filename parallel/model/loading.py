@@ -53,7 +53,7 @@ def _download(name: str) -> Path:
         return fetch_model(name, _PATTERNS)
     except NotFound as error:
         raise CheckpointError(
-            f"{name} is neither a local folder nor a model the hub could give ({error})."
+            f"{name} is neither a local folder nor a model found on the hub ({error})."
         ) from error
 
 

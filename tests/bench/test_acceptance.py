@@ -26,7 +26,7 @@ from offload.retrieval.shape import RetrievalCacheSpec
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO
-from support.texts import prompt
+from support.prompts import prompt
 
 NUCLEUS = Sampling(0.6, top_p=0.9)
 EVERYTHING = Variant("attention", 4096)

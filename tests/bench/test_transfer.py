@@ -10,7 +10,7 @@ from bench.speed.transfer import LAYERS, settings_of, time_verification, useful_
 from decoding import Engine, Settings
 from decoding.engine.session import SequenceState
 from support.engines import DEMO
-from support.texts import prompt
+from support.prompts import prompt
 
 SHARES = {"streamed": 1.0, "compressed": 0.75, "split": 0.25}
 

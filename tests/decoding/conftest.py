@@ -1,4 +1,4 @@
-"""Fixtures of most engine tests: a small target and its draft, and a prompt cache folder."""
+"""Fixtures of most engine tests: a small target, its draft, and a prompt cache folder."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def models(folders: Folders) -> Pair:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> str:
-    return str(tmp_path / "kept")
+def cache_folder(tmp_path: Path) -> str:
+    return str(tmp_path / "cache")

@@ -37,12 +37,12 @@ from parallel.model.transformer import Attention
 from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.process_group import TensorParallelGroup
 from standin import Machine, gpu_or_standin, standin
-from support.batches import alone, tokens, written
+from support.batches import run_alone, run_batch, tokens
+from support.captures import count_replays
 from support.engines import DEMO, MODES
+from support.prompts import prompt
 from support.ranks import run_ranks
-from support.recording import count_replays
 from support.slow import slow_except
-from support.texts import prompt
 
 pytestmark = pytest.mark.cuda
 # many more tokens than the retrieval budget, and enough new tokens for a few rounds
@@ -127,9 +127,9 @@ def test_concurrent_requests_match_sequential_ones(
     assert engine.runtime.settings.graphs
     sizes = ((200, 16), (130, 26))
     requests = [Request(PROMPT[-length:], new_tokens, GREEDY) for length, new_tokens in sizes]
-    expected = alone(engine, requests)
+    expected = run_alone(engine, requests)
     replays = count_replays(monkeypatch)
-    completions = written(engine, requests, 2)
+    completions = run_batch(engine, requests, 2)
     assert tokens(completions) == expected
     assert (2, 1) in replays
     counts = [completion.stats.cuda_graphs for completion in completions]
@@ -415,7 +415,7 @@ def test_split_layers_on_a_gpu(split: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("purpose", "mode", "deterministic"),
-    [("slices", "split", False), ("--deterministic", "plain", True)],
+    [("split KV", "split", False), ("--deterministic", "plain", True)],
 )
 def test_missing_kernels_give_a_warning(
     purpose: str,

@@ -1,1 +1,1 @@
-"""What tests share: checkpoints, engines, links, references, laws, and running the command."""
+"""Helpers that tests share: checkpoints, engines, links, references, statistics, and commands."""

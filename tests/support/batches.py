@@ -1,4 +1,4 @@
-"""Requests of random tokens, and what comes of them together and alone."""
+"""Requests of random tokens, and their outputs in a batch and alone."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ SMALL: dict[str, Any] = {**engines.SMALL, "selection_interval": 1, "prompt_looku
 
 
 def requests(sampling: Sampling, sizes: Iterable[tuple[int, int]]) -> list[Request]:
+    """Return a request for each pair of prompt tokens and new tokens."""
     return [
         Request(random_tokens(prompt, seed=prompt).tolist(), new, sampling) for prompt, new in sizes
     ]
 
 
-def written(engine: Engine, asked: list[Request], concurrency: int) -> list[Completion]:
-    """What comes of each request, in their order."""
-    found = {id(text.request): text for text in engine.generate_batch(asked, concurrency)}
-    assert len(found) == len(asked)
-    return [found[id(request)] for request in asked]
+def run_batch(engine: Engine, batch: list[Request], concurrency: int) -> list[Completion]:
+    """Return the completions of concurrent requests, in the order of the requests."""
+    completions = {id(each.request): each for each in engine.generate_batch(batch, concurrency)}
+    assert len(completions) == len(batch)
+    return [completions[id(request)] for request in batch]
 
 
-def tokens(texts: list[Completion]) -> list[list[int]]:
-    for text in texts:
-        if text.error is not None:
-            raise text.error
-    return [text.tokens for text in texts]
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    """Return the tokens of each completion; raise the first error."""
+    for completion in completions:
+        if completion.error is not None:
+            raise completion.error
+    return [completion.tokens for completion in completions]
 
 
-def alone(engine: Engine, asked: list[Request]) -> list[list[int]]:
+def run_alone(engine: Engine, batch: list[Request]) -> list[list[int]]:
+    """Return the tokens of each request when they run one after another."""
     return [
-        list(engine.generate(each.prompt, each.max_new_tokens, each.sampling)) for each in asked
+        list(engine.generate(each.prompt, each.max_new_tokens, each.sampling)) for each in batch
     ]

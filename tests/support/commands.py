@@ -1,5 +1,5 @@
-"""Running the command: in interpreters of its own, as its users do, or, where start-up is not the
-matter, in forks of a process that has imported all of it.
+"""Run the command in its own interpreter, like users, or, if start-up is not tested, in a fork of
+a process that has already imported everything.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from support.ranks import PRELOAD
 DEMO = Path(__file__).parents[2] / "demo"
 TARGET, DRAFT = DEMO / "target", DEMO / "draft"
 MODELS = ("--model", str(TARGET), "--draft", str(DRAFT), "--device", "cpu")
-STEADY = ("--dtype", "float32", "--temperature", "0")  # the same text on any number of ranks
+GREEDY_FP32 = ("--dtype", "float32", "--temperature", "0")  # the same output on any number of ranks
 BIN = Path(sys.executable).parent
 TIERFORCE = ("tierforce",)
 TORCHRUN = ("torchrun", "--nproc-per-node", "2", "-m", "decoding.cli")
-PATIENCE = 120.0  # seconds; what takes longer hangs
+PATIENCE = 120.0  # seconds after which a command counts as hanging
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(PRELOAD)
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command left behind."""
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -50,56 +50,54 @@ class Finished:
 
 
 class Running(ABC):
-    """A command under way, with all its processes."""
+    """A running command, with all its processes."""
 
-    process: Any  # has a pid
-    torchrun: bool  # which has an account of its own, a traceback, of a rank that failed
+    process: Any  # with a pid
+    torchrun: bool  # started by torchrun, which prints a traceback when a rank fails
 
     @abstractmethod
     def processes(self) -> list[psutil.Process]:
-        """Return all that is left of the command."""
+        """Return the command's live processes."""
 
     @abstractmethod
     def rank(self, number: int) -> psutil.Process | None:
-        """Return the process of a rank, once it is there."""
+        """Return the process of a rank; None until it has started."""
 
     @abstractmethod
     def has_ended(self) -> bool:
-        """Tell whether the command itself has ended; others of its processes may not have."""
+        """Return whether the main process has ended; others may still run."""
 
     @abstractmethod
     def wait(self, patience: float) -> Finished:
-        """Wait for the end of the command itself; raises where it takes longer."""
+        """Wait for the main process to end; raises if it takes longer."""
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the command itself."""
+        """Send a signal to the main process."""
         os.kill(self.process.pid, number)
 
     def finish(self, patience: float = PATIENCE) -> Finished:
-        """Wait for the end of the command and of all its processes, at most `patience` seconds, or
-        fail.
-        """
+        """Wait at most `patience` seconds for the command to end; fail if a process is left."""
         try:
             finished = self.wait(patience)
-            assert not self.processes(), "the command left processes behind"
+            assert not self.processes(), "the command left processes running"
             assert self.torchrun or "Traceback" not in finished.err, finished.err
         finally:
             for process in self.processes():
                 process.kill()
         return finished
 
-    def wait_for(self, condition: Callable[[], Any], every: float = 0.02) -> None:
-        """Wait until the condition holds; fails when the command ends before, or takes too long.
+    def wait_for(self, condition: Callable[[], Any], interval_s: float = 0.02) -> None:
+        """Wait until the condition holds; fail if the command ends first, or it takes too long.
 
-        `every`: seconds from one look to the next, where looking takes time from the command.
+        `interval_s` is the polling interval, longer for conditions that slow the command down.
         """
-        wait_for(lambda: condition() or self.has_ended(), every)
+        wait_for(lambda: condition() or self.has_ended(), interval_s)
         assert not self.has_ended(), self.wait(PATIENCE).err
 
 
 class Job(Running):
-    """A command in interpreters of its own, which import all they need, in seconds. Its mark is in
-    the environment of every process it starts.
+    """A command in new interpreters, which take seconds to import everything. Its mark is in the
+    environment of all its processes.
     """
 
     def __init__(
@@ -152,11 +150,11 @@ class Job(Running):
 
 
 class Fork(Running):
-    """A command in a fork of a process that has imported it, and so are its ranks. All else is as
-    in a `Job`: the launcher is torch's, and ranks have sessions and environments of their own.
+    """A command in a fork of a process that has imported it, with forked ranks. All else is as in a
+    `Job`: torch's launcher is used, and ranks have their own sessions and environments.
 
-    What it writes is kept beside `folder`. `out`, a FIFO, takes standard output instead. `before`,
-    a module's own, is called first in each process of the command.
+    Its output is written to files beside `folder`, or standard output to `out`, a FIFO. `before`, a
+    module-level function, is called first in each process of the command.
     """
 
     def __init__(
@@ -169,19 +167,19 @@ class Fork(Running):
     ):
         self.torchrun = command == TORCHRUN
         self.folder = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}-"))
-        self.piped = out is not None
+        self.is_piped = out is not None
         streams = (out or self.folder / "out", self.folder / "err")
         start = _Start(self.folder, (*command, *arguments), before)
         self.process = _forks.Process(target=start, args=streams)
         self.process.start()
 
     def processes(self) -> list[psutil.Process]:
-        pids = [self.process.pid, *map(_number_in, self.folder.glob("rank[0-9]"))]
-        return [process for process in map(_running, pids) if process]
+        pids = [self.process.pid, *map(_read_pid, self.folder.glob("rank[0-9]"))]
+        return [process for process in map(_live_process, pids) if process]
 
     def rank(self, number: int) -> psutil.Process | None:
         path = self.folder / f"rank{number}"
-        return _running(_number_in(path)) if path.exists() else None
+        return _live_process(_read_pid(path)) if path.exists() else None
 
     def has_ended(self) -> bool:
         return self.process.exitcode is not None
@@ -189,25 +187,25 @@ class Fork(Running):
     def wait(self, patience: float) -> Finished:
         self.process.join(patience)
         assert self.has_ended(), "the command hangs"
-        out = "" if self.piped else (self.folder / "out").read_text(encoding="utf-8")
+        out = "" if self.is_piped else (self.folder / "out").read_text(encoding="utf-8")
         err = (self.folder / "err").read_text(encoding="utf-8")
         return Finished(self.process.exitcode, out, err)
 
 
 @dataclass(frozen=True)
 class _Start:
-    """What a fork does instead of what it was."""
+    """The function that a fork runs."""
 
     folder: Path
     command: tuple[str, ...]
     before: Callable[[], None] | None
 
     def __call__(self, out: Path, err: Path) -> None:
-        """Become the command, with these files for its output."""
+        """Run the command, with these files for its output."""
         from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
         redirect(out, err)
-        os.sched_getaffinity = lambda _: {0}  # on a busy machine two threads wait for each other
+        os.sched_getaffinity = lambda _: {0}  # two threads would wait for each other
         SubprocessHandler._popen = lambda _, command, environment: self._fork(command, environment)
         if self.command[: len(TORCHRUN)] == TORCHRUN:
             from torch.distributed.run import main
@@ -224,17 +222,17 @@ class _Start:
         main()
 
     def _fork(self, command: tuple[str, ...], environment: dict[str, str]) -> subprocess.Popen:
-        """Fork a rank in place of what torch's launcher would start. Its command is never run, for
-        the rank does not return.
+        """Fork a rank instead of starting the command of torch's launcher, which is never run: the
+        rank does not return.
         """
-        become = partial(self._become_rank, command, environment)
-        # its signals stay as Python has them: a rank whose peer is gone is not to die of SIGPIPE
+        start_rank = partial(self._become_rank, command, environment)
+        # Python's signal handlers stay: a rank whose peer is gone must not die of SIGPIPE.
         return subprocess.Popen(
-            command, preexec_fn=become, start_new_session=True, restore_signals=False
+            command, preexec_fn=start_rank, start_new_session=True, restore_signals=False
         )
 
     def _become_rank(self, command: tuple[str, ...], environment: dict[str, str]) -> None:
-        # among them what tells Popen, by its end, that the command has started
+        # including the pipe whose closing tells Popen that the command has started
         os.closerange(3, 1024)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
@@ -249,7 +247,7 @@ class _Start:
 
 
 def redirect(out: Path, err: Path) -> None:
-    """Let files take what this process, and those that it starts, write."""
+    """Redirect the output of this process and its children to files."""
     for number, path in ((1, out), (2, err)):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
@@ -266,9 +264,7 @@ def forked(folder: Path, *arguments: str, before: Callable[[], None] | None = No
 
 
 def refused(result: Finished) -> str:
-    """Fails unless the command ended as one that cannot start has to; returns the one line it
-    said.
-    """
+    """Fail unless the command failed with one line on standard error; return that line."""
     assert result.code > 0, result
     assert result.out == ""
     assert result.err.startswith("tierforce: "), result.err
@@ -278,17 +274,17 @@ def refused(result: Finished) -> str:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Of an output file in which every line must be whole."""
-    *whole, torn = path.read_text(encoding="utf-8").split("\n")
+    """Return the records of an output file, whose lines must all be complete."""
+    *complete, torn = path.read_text(encoding="utf-8").split("\n")
     assert not torn
-    return [json.loads(line) for line in whole]
+    return [json.loads(line) for line in complete]
 
 
-def wait_for(condition: Callable[[], Any], every: float = 0.02) -> None:
+def wait_for(condition: Callable[[], Any], interval_s: float = 0.02) -> None:
     end = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(every)
+        assert time.monotonic() < end, "timed out"
+        time.sleep(interval_s)
 
 
 def lines(path: Path) -> int:
@@ -301,8 +297,9 @@ def variant(
     edit: Callable[[dict[str, Tensor]], Any] | None = None,
     **config: Any,
 ) -> tuple[str, ...]:
-    """A changed copy of a checkpoint in `folder`: `edit` works on its tensors, `config` replaces
-    fields. Returns its --model.
+    """Copy a checkpoint to `folder`, edit its tensors with `edit`, and replace config fields.
+
+    Returns its --model and --device options.
     """
     shutil.copytree(source, folder)
     path = folder / "config.json"
@@ -321,8 +318,8 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
-def _running(pid: int) -> psutil.Process | None:
-    """A process, unless it has ended."""
+def _live_process(pid: int) -> psutil.Process | None:
+    """Return the process unless it has ended."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process
@@ -330,5 +327,5 @@ def _running(pid: int) -> psutil.Process | None:
         return None
 
 
-def _number_in(path: Path) -> int:
+def _read_pid(path: Path) -> int:
     return int(path.read_text())

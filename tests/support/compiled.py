@@ -1,7 +1,7 @@
-"""Compile the fused kernels for GPUs that need not be there: run as a module, without a device.
+"""Compile the fused kernels for GPUs without a GPU: `python -m support.compiled first|all`.
 
-Triton's interpreter takes what its compiler refuses. Whether `all` shapes are compiled, for all
-generations, or just the `first` for one, the argument says.
+Triton's interpreter accepts code that its compiler rejects. `all` compiles every shape for every
+compute capability, `first` only the first shape for one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from offload.kernels import split_float as split_kernels
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 
-GENERATIONS = {80: 166_912, 89: 101_376, 90: 232_448}  # A100, RTX 4090, H100: bytes of a block
-PROCESSOR, RESERVED = 102_400, 1_024  # of an RTX 4090: bytes of a processor, and CUDA's of a block
+# maximum shared memory of a block on the A100, RTX 4090 and H100, by compute capability
+MAX_SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}
+SM_SHARED_BYTES = 102_400  # shared memory of an SM of the RTX 4090
+RESERVED_BYTES = 1_024  # CUDA's own share of it per block
 ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SPLIT = {"bf16": {"LOW_BITS": 4, "SHARED": True}, "fp16": {"LOW_BITS": 8, "SHARED": False}}
 SIZES = {"BLOCK": 1024, "GROUPS": 4, "ROWS": 16, "KEYS": 64, "DIM": 128, "UPCAST": False}
-# of attention to codes: elements, rows and dimensions of a block
-BLOCKS = {
+# attention over high bytes: dtype, rows and dimensions of a block
+SPLIT_SHAPES = {
     80: [("fp16", 16, 64)],
     89: [
         *(("bf16", rows, columns) for columns in (128, 256) for rows in (16, 32, 64)),
@@ -33,13 +35,13 @@ BLOCKS = {
     ],
     90: [("bf16", 64, 128)],
 }
-# numbers that are multiples of 16, as a launch finds: only then are tiles of codes loaded ahead
+# arguments that are multiples of 16, as at a launch: tiles of high bytes are only prefetched then
 MULTIPLES = {"dim", "count"}
 MULTIPLES |= {"high_part", "high_head", "low_part", "low_head", "out_part", "out_head"}
 POINTERS = {"high": "*u8", "low": "*u8", "offsets": "*i32", "out": "*i16"}
 POINTERS |= {"outs": "*fp32", "lses": "*fp32", "scale": "fp32"}
-# of steady attention: elements, dimensions of a head, and query heads to a KV head
-STEADY = {
+# batch-invariant attention: dtype, head dimension, and query heads per KV head
+BATCH_INVARIANT_SHAPES = {
     80: [("fp16", 128, 1)],
     89: [
         *(("bf16", 64, 3), ("bf16", 80, 1), ("bf16", 128, 4), ("bf16", 128, 16)),
@@ -49,48 +51,52 @@ STEADY = {
 }
 
 
-def compiled(
-    kernel: Any, element: str, generation: int, sizes: dict[str, Any], **options: int
+def compile_kernel(
+    kernel: Any, element: str, capability: int, sizes: dict[str, Any], **options: int
 ) -> Any:
-    """Return a kernel compiled for elements of this kind, which fits such a GPU."""
+    """Compile a kernel for this dtype and compute capability, and check that it fits the GPU."""
     constants = {name: sizes[name] for name in kernel.arg_names if name in sizes}
     types = dict.fromkeys(("q", "prefix", "recent", "attended"), f"*{element}") | POINTERS
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
     }
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     for each in kernel.params:
-        # else a launch of the self-test would not compile what a model's launches need
+        # a specialized argument: the self-test's launches would not compile a model's variant
         varies = signature[each.name] == "i32" and each.name not in MULTIPLES
         assert each.do_not_specialize or not varies, each.name
-    # memory on a GPU begins at multiples of 16 bytes, and so do tokens in it
+    # GPU memory, and each token in it, starts at a multiple of 16 bytes
     aligned = {
         (each.num,): [["tt.divisibility", 16]]
         for each in kernel.params
         if signature[each.name].startswith("*")
         or (each.name in MULTIPLES and not each.do_not_specialize)
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
-    target = GPUTarget("cuda", generation, 32)
-    made = triton.compile(source, target=target, options=options or None)
-    assert made.metadata.shared <= GENERATIONS[generation], (element, sizes, made.metadata.shared)
-    return made
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
+    target = GPUTarget("cuda", capability, 32)
+    binary = triton.compile(source, target=target, options=options or None)
+    shared = binary.metadata.shared
+    assert shared <= MAX_SHARED_BYTES[capability], (element, sizes, shared)
+    return binary
 
 
-def codes(generation: int, shapes: int | None) -> None:
-    """Compile attention to codes: two programs fit a processor up to head dimension 128."""
-    for element, rows, columns in BLOCKS[generation][:shapes]:
+def compile_split_kernels(capability: int, shapes: int | None) -> None:
+    """Compile attention over high bytes; two programs fit an SM up to head dimension 128."""
+    for element, rows, columns in SPLIT_SHAPES[capability][:shapes]:
         sizes = SIZES | SPLIT[element] | {"ROWS": rows, "DIM": columns}
-        ahead = split_kernels.stages(rows, columns)
-        made = compiled(split_kernels._attend, element, generation, sizes, num_stages=ahead)
-        if generation == 89 and columns <= 128:
-            assert 2 * (made.metadata.shared + RESERVED) <= PROCESSOR, (rows, columns)
+        stages = split_kernels.stages(rows, columns)
+        binary = compile_kernel(
+            split_kernels._attend, element, capability, sizes, num_stages=stages
+        )
+        if capability == 89 and columns <= 128:
+            block_bytes = binary.metadata.shared + RESERVED_BYTES
+            assert 2 * block_bytes <= SM_SHARED_BYTES, (rows, columns)
 
 
-def steady(generation: int, shapes: int | None) -> None:
-    """Compile the kernels for steady attention in shapes in which they are launched."""
-    for element, dim, groups in STEADY[generation][:shapes]:
+def compile_batch_invariant_kernels(capability: int, shapes: int | None) -> None:
+    """Compile batch-invariant attention in shapes in which it is launched."""
+    for element, dim, groups in BATCH_INVARIANT_SHAPES[capability][:shapes]:
         columns = triton.next_power_of_2(dim)
         rows = batch_invariant_kernels.program_rows(groups, columns, ELEMENTS[element])
         sizes = {
@@ -105,16 +111,16 @@ def steady(generation: int, shapes: int | None) -> None:
             "TILE": batch_invariant_kernels._TILE,
         }
         sizes |= {"COLUMNS": columns, "UPCAST": False}
-        compiled(batch_invariant_kernels._attend, element, generation, sizes, num_stages=1)
-        compiled(batch_invariant_kernels._merge, element, generation, sizes)
+        compile_kernel(batch_invariant_kernels._attend, element, capability, sizes, num_stages=1)
+        compile_kernel(batch_invariant_kernels._merge, element, capability, sizes)
 
 
 if __name__ == "__main__":
-    extents: dict[str, Any] = {"first": ([89], 1), "all": (GENERATIONS, None)}
-    generations, shapes = extents[sys.argv[1]]
-    for generation in generations:
-        element = "fp16" if generation == 80 else "bf16"
-        compiled(split_kernels._reconstruct, element, generation, SIZES | SPLIT[element])
-        codes(generation, shapes)
-        steady(generation, shapes)
+    extents: dict[str, Any] = {"first": ([89], 1), "all": (MAX_SHARED_BYTES, None)}
+    capabilities, shapes = extents[sys.argv[1]]
+    for capability in capabilities:
+        element = "fp16" if capability == 80 else "bf16"
+        compile_kernel(split_kernels._reconstruct, element, capability, SIZES | SPLIT[element])
+        compile_split_kernels(capability, shapes)
+        compile_batch_invariant_kernels(capability, shapes)
     print("compiled")

@@ -1,4 +1,4 @@
-"""Engines on models that are loaded once: the demo pair, or tiny random checkpoints that have no
+"""Engines on models that are loaded once: the demo pair, or tiny random checkpoints without a
 tokenizer.
 """
 
@@ -19,7 +19,7 @@ from parallel.ranks.process_group import TensorParallelGroup
 
 T = TypeVar("T")
 DEMO = Path(__file__).parents[2] / "demo"
-# settings that put every level to work behind a prompt of a few hundred tokens, over a link
+# settings that use every level after a prompt of a few hundred tokens, with offloaded layers
 EVERY_LEVEL: dict[str, Any] = {
     "dtype": "float32",
     "retrieval_budget": 300,
@@ -29,8 +29,8 @@ EVERY_LEVEL: dict[str, Any] = {
     "gpu_kv_layers": 1,
 }
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
-# so small that even short texts outgrow every cache; with lengths of their own, since those that
-# adapt go by the clock
+# Even short sequences outgrow such small caches; draft lengths are fixed, since adaptive ones
+# depend on timings.
 SMALL: dict[str, Any] = {
     "retrieval_budget": 32,
     "chunk_size": 4,
@@ -39,19 +39,16 @@ SMALL: dict[str, Any] = {
     "num_draft_tokens": 5,
     "num_inner_draft_tokens": 2,
 }
-# links, and how many layers are on the device
-PLACES = [("view", 1), ("emulated:50", 0), ("emulated:50", 1), ("emulated:50", 2)]
-IDENTITY = ModelFingerprint(
-    "0123", "a pair"
-)  # where prompts are kept: each test in a folder of its own
+# host links, and numbers of on-device layers
+PLACEMENTS = [("view", 1), ("emulated:50", 0), ("emulated:50", 1), ("emulated:50", 2)]
+# one for all models: each test has a prompt cache of its own
+IDENTITY = ModelFingerprint("0123", "a pair")
 
-Folders = tuple[Path, Path]  # of a target and its draft
+Folders = tuple[Path, Path]  # a target's and its draft's
 
 
 class Pair:
-    """A target and a draft on this rank; engines in any mode and with any settings share their
-    weights.
-    """
+    """A target and a draft on this rank, whose weights engines of any mode and settings share."""
 
     def __init__(
         self,
@@ -60,7 +57,7 @@ class Pair:
         group: TensorParallelGroup | None = None,
         dtype: str = "float32",
     ):
-        # as conftest does for a test; a fixture of a whole module comes before it
+        # conftest does so for each test, but after the fixtures of a module
         torch.set_num_threads(1)
         self.group = group or TensorParallelGroup()
         self.dtype = dtype
@@ -69,11 +66,12 @@ class Pair:
         self.draft = load_model(draft, alone, dtype) if self.group.rank == 0 else None
 
     @contextmanager
-    def engine(self, mode: str, stop: Sequence[int] = (), **choices: Any) -> Iterator[Engine]:
-        """An engine for lists of token ids. `choices` are those of Settings; without `stop`, no
-        token ends a text.
+    def engine(self, mode: str, stop: Sequence[int] = (), **options: Any) -> Iterator[Engine]:
+        """Yield an engine for lists of token ids.
+
+        `options` are those of Settings; without `stop`, no token ends a sequence.
         """
-        settings = Settings(mode=mode, dtype=self.dtype, **choices)
+        settings = Settings(mode=mode, dtype=self.dtype, **options)
         resolved = settings.resolved_mode(has_draft=True)
         runtime = Runtime.create(self.target, self.draft, resolved, settings, IDENTITY)
         try:
@@ -81,26 +79,27 @@ class Pair:
         finally:
             runtime.link.close()
 
-    def text(
+    def generate(
         self,
         mode: str,
         prompt: Sequence[int],
-        new: int,
+        max_new_tokens: int,
         sampling: Sampling = GREEDY,
-        **choices: Any,
+        **options: Any,
     ) -> list[int]:
-        """What an engine of its own writes behind the prompt; [] on ranks other than 0."""
-        with self.engine(mode, **choices) as engine:
-            return list(engine.generate(prompt, new, sampling))
+        """Return what a new engine generates after the prompt; [] on ranks other than 0."""
+        with self.engine(mode, **options) as engine:
+            return list(engine.generate(prompt, max_new_tokens, sampling))
 
 
-def lead(engine: Engine, what: Callable[[Engine], T]) -> list[T]:
-    """Let rank 0 do something with an engine and close it, while the other ranks follow; what came
-    of it is in the list of rank 0.
+def lead(engine: Engine, function: Callable[[Engine], T]) -> list[T]:
+    """Call a function with an engine on rank 0, and run workers on the other ranks.
+
+    Closes the engine. Returns the result in a list on rank 0, and [] on the others.
     """
     if engine.group.rank:
         engine.run_worker()
         return []
-    found = what(engine)
+    result = function(engine)
     engine.close()
-    return [found]
+    return [result]

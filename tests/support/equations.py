@@ -1,6 +1,6 @@
-"""Llama's equations at single positions of a long text, in float64, straight from the weights.
+"""Llama's equations at single positions of a long sequence, in float64, from the weights.
 
-It shares nothing with the engine, for it is what the engine is held against. One key/value head.
+The reference for the engine, with which it shares no code. One key/value head.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-_PIECE = 16_384  # keys at a time
+_KEY_BLOCK = 16_384  # keys per step of the running softmax
 
-# returns the keys and values (N, D) from one position to another of a layer
+# (start, end) -> a layer's keys and values (N, D) at these positions
 KeysAndValues = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 class Equations:
-    """A Llama with one key/value head, whose weights are the checkpoint's in float64."""
+    """A Llama with one key/value head and a checkpoint's weights in float64."""
 
     def __init__(self, folder: Path):
         config: Any = LlamaConfig.from_pretrained(folder)
@@ -32,62 +32,62 @@ class Equations:
         }
         self._heads, self._width = config.num_attention_heads, config.head_dim
         self._epsilon = config.rms_norm_eps
-        # positions turn by angles of float32, as in every implementation: at a million they are
-        # rounded to 0.03, which is part of what the model is
+        # float32 angles, as in every implementation: at position 1,000,000 they are rounded to
+        # 0.03, which is part of the model
         halves = torch.arange(0, self._width, 2).float() / self._width
         self._frequencies = 1 / config.rope_parameters["rope_theta"] ** halves
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return what enters the first layer, (N, hidden)."""
+        """Return the first layer's input, (N, hidden)."""
         return self._weights["embed_tokens.weight"][tokens]
 
     def kv(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys, rotated, and values (N, D) of what enters a layer."""
+        """Return rotated keys, and values (N, D), of a layer's input."""
         normed = self._norm(f"layers.{layer}.input_layernorm", hidden)
-        keys = self._product(f"layers.{layer}.self_attn.k_proj", normed)
-        values = self._product(f"layers.{layer}.self_attn.v_proj", normed)
-        return self._rotated(keys[:, None], positions)[:, 0], values
+        keys = self._linear(f"layers.{layer}.self_attn.k_proj", normed)
+        values = self._linear(f"layers.{layer}.self_attn.v_proj", normed)
+        return self._rotate(keys[:, None], positions)[:, 0], values
 
     def layer(self, layer: int, hidden: Tensor, positions: Tensor, keys: KeysAndValues) -> Tensor:
-        """Return what leaves a layer (P, hidden), of what enters it at `positions` (P,)."""
+        """Return a layer's output (P, hidden) for its input at `positions` (P,)."""
         name = f"layers.{layer}"
         normed = self._norm(f"{name}.input_layernorm", hidden)
-        queries = self._product(f"{name}.self_attn.q_proj", normed)
+        queries = self._linear(f"{name}.self_attn.q_proj", normed)
         queries = queries.unflatten(1, (self._heads, self._width))
-        heads = self._attended(self._rotated(queries, positions), positions, keys)
-        hidden = hidden + self._product(f"{name}.self_attn.o_proj", heads)
+        heads = self._attend(self._rotate(queries, positions), positions, keys)
+        hidden = hidden + self._linear(f"{name}.self_attn.o_proj", heads)
         normed = self._norm(f"{name}.post_attention_layernorm", hidden)
-        gate = torch.nn.functional.silu(self._product(f"{name}.mlp.gate_proj", normed))
-        up = self._product(f"{name}.mlp.up_proj", normed)
-        return hidden + self._product(f"{name}.mlp.down_proj", gate * up)
+        gate = torch.nn.functional.silu(self._linear(f"{name}.mlp.gate_proj", normed))
+        up = self._linear(f"{name}.mlp.up_proj", normed)
+        return hidden + self._linear(f"{name}.mlp.down_proj", gate * up)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (P, V) of what leaves the last layer."""
+        """Return the logits (P, V) of the last layer's output."""
         return self._norm("norm", hidden) @ self._weights["lm_head.weight"].T
 
-    def _attended(self, queries: Tensor, positions: Tensor, keys: KeysAndValues) -> Tensor:
+    def _attend(self, queries: Tensor, positions: Tensor, keys: KeysAndValues) -> Tensor:
         """Attend with (P, H, D) to all keys up to each position; return (P, H * D).
 
-        Piece by piece with a running maximum (Milakov and Gimelshein, arXiv 1805.02867).
+        Blockwise with a running maximum (Milakov and Gimelshein, arXiv 1805.02867).
         """
         maximum = torch.full(queries.shape[:2], -torch.inf, dtype=torch.float64)
         total = torch.zeros_like(maximum)
         out = torch.zeros_like(queries)
-        for start, end in _pieces(int(positions.max()) + 1):
+        for start, end in _key_blocks(int(positions.max()) + 1):
             k, v = keys(start, end)
             scores = queries @ k.double().T / self._width**0.5
-            later = torch.arange(start, end) > positions[:, None]
-            scores = scores.masked_fill(later[:, None], -torch.inf)
-            higher = torch.maximum(maximum, scores.amax(dim=2))
-            kept = torch.exp(maximum - higher)
-            weights = torch.exp(scores - higher[..., None])
-            total = total * kept + weights.sum(dim=2)
-            out = out * kept[..., None] + weights @ v.double()
-            maximum = higher
+            mask = torch.arange(start, end) > positions[:, None]
+            scores = scores.masked_fill(mask[:, None], -torch.inf)
+            new_maximum = torch.maximum(maximum, scores.amax(dim=2))
+            decay = torch.exp(maximum - new_maximum)
+            weights = torch.exp(scores - new_maximum[..., None])
+            total = total * decay + weights.sum(dim=2)
+            out = out * decay[..., None] + weights @ v.double()
+            maximum = new_maximum
         return (out / total[..., None]).flatten(1)
 
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Turn (N, H, D) by position, each dimension with the one half a head further."""
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Apply RoPE to (N, H, D); dimension i is paired with i + D / 2."""
         angles = (positions.float()[:, None] * self._frequencies).double()[:, None]
         first, second = x.chunk(2, dim=2)
         cos, sin = angles.cos(), angles.sin()
@@ -97,10 +97,10 @@ class Equations:
         mean = x.square().mean(dim=1, keepdim=True)
         return x * torch.rsqrt(mean + self._epsilon) * self._weights[f"{name}.weight"]
 
-    def _product(self, name: str, x: Tensor) -> Tensor:
+    def _linear(self, name: str, x: Tensor) -> Tensor:
         return x @ self._weights[f"{name}.weight"].T
 
 
-def _pieces(end: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, end, _PIECE):
-        yield start, min(start + _PIECE, end)
+def _key_blocks(end: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, end, _KEY_BLOCK):
+        yield start, min(start + _KEY_BLOCK, end)

@@ -1,4 +1,4 @@
-"""One tiny model of every family that is not Llama with other numbers."""
+"""One tiny model of every family that differs from Llama in more than its sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "head_dim": 12},
     "qwen3": {"family": "qwen3"},
     "smollm3": {"family": "smollm3"},
-    # half of a head's dimensions turn, and the long factors hold behind 32 tokens
+    # half of a head's dimensions rotate, and the long factors apply after 32 tokens
     "phi3": {
         "family": "phi3",
         "rope_parameters": long_rope(4, partial_rotary_factor=0.5),

@@ -1,4 +1,4 @@
-"""The fused kernels in triton's interpreter, where it runs."""
+"""The fused kernels in triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 
 
-def interpreted(name: str) -> Any:
-    """Return the kernels of a module, in triton's interpreter.
+def import_interpreted(name: str) -> Any:
+    """Return a module of kernels that run in triton's interpreter.
 
-    The test is skipped on a machine with a GPU, where tests/gpu compiles them, and with versions of
-    triton and numpy that do not go together.
+    The test is skipped on a machine with a GPU, where tests/gpu compiles the kernels, and with
+    incompatible versions of triton and numpy.
     """
     if torch.cuda.is_available():
-        pytest.skip("compiled here, for a GPU")
+        pytest.skip("kernels are compiled on a machine with a GPU")
     if _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
         # github.com/triton-lang/triton/issues/9171
         pytest.skip("the interpreter of triton before 3.7 does not run with numpy 2.4 or later")
@@ -25,5 +25,5 @@ def interpreted(name: str) -> Any:
 
 
 def _version(name: str) -> tuple[int, ...]:
-    """Return the first two numbers of what is installed under a name."""
+    """Return the major and minor version of an installed package."""
     return tuple(int(each) for each in version(name).split(".")[:2])

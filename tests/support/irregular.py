@@ -1,4 +1,4 @@
-"""What may lie in a file's place: each kind with what puts it there."""
+"""Irregular files: functions that create one of each kind at a path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 def _socket(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
-        server.bind(short := f"{folder}/socket")  # a path of over 108 bytes cannot be bound
+        server.bind(short := f"{folder}/socket")  # the limit of a bound path is 108 bytes
         os.rename(short, path)
 
 
@@ -21,5 +21,5 @@ IRREGULAR: dict[str, Callable[[Path], object]] = {
     "socket": _socket,
     "endless device": lambda path: path.symlink_to("/dev/zero"),
     "empty device": lambda path: path.symlink_to("/dev/null"),
-    "link in a circle": lambda path: path.symlink_to(path),
+    "circular link": lambda path: path.symlink_to(path),
 }

@@ -1,6 +1,4 @@
-"""A link with the worst manners: it copies in pieces, and sleeps a random while before and after
-each.
-"""
+"""Links for tests, among them one that copies in halves and sleeps at random around each."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ from support.slow import slow_except
 
 CPU = torch.device("cpu")
 LINKS = ["view", "emulated", "delaying"]
-# the fixture `link`: each of them, or in `make test` the one with the worst manners alone
+# parameters of the fixture `link`: all links, or in `make test` only the delaying one
 every_link = pytest.mark.parametrize("link", LINKS, indirect=True)
 worst_link = pytest.mark.parametrize("link", slow_except(LINKS, 2), indirect=True)
 
 
 class DelayingLink(EmulatedLink):
-    """Holds up copies at random, each torn in two: what reads early, or is overwritten late, is
-    caught in the middle.
+    """A link that delays copies at random and splits each in two, so that reads that are too
+    early, and writes that are too late, meet a torn copy.
     """
 
     def __init__(self, seed: int = 0, delay: float = 4e-4):
@@ -33,22 +31,22 @@ class DelayingLink(EmulatedLink):
     def _run(self, jobs: Jobs) -> None:
         while job := jobs.get():
             pairs, _, done = job
-            self._dawdle()
+            self._sleep()
             for destination, source in pairs:
                 half = len(source) // 2
                 destination[half:] = source[half:]
-                self._dawdle()
+                self._sleep()
                 destination[:half] = source[:half]
-            self._dawdle()
+            self._sleep()
             done.set()
 
-    def _dawdle(self) -> None:
+    def _sleep(self) -> None:
         if self._random.random() < 0.3:
             time.sleep(self._random.random() * self._delay)
 
 
 def make_test_link(name: str) -> Link:
-    """`view`, `emulated` (at a rate that costs nothing) or `delaying`."""
+    """Return the link `view`, `emulated` (at a rate that takes no time) or `delaying`."""
     if name == "view":
         return ZeroCopyLink(CPU)
     return EmulatedLink(CPU, rate=1e12) if name == "emulated" else DelayingLink()

@@ -1,4 +1,4 @@
-"""What loading takes, and what a loaded model answers."""
+"""The memory that loading takes, and the logits of a loaded model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from support.links import CPU, make_test_link
 
 
 def load_and_watch(path: Path, warm: Path) -> tuple[int, int]:
-    """Load `path` as rank 0 of 2; return the bytes of its share, and by how much resident memory
-    rose at most meanwhile.
+    """Load `path` as rank 0 of 2; return the bytes of its share, and the peak growth of resident
+    memory. `warm` is loaded first.
     """
     group, process = TensorParallelGroup(rank=0, size=2), psutil.Process()
-    load_model(warm, group)  # what a first load imports is not the weights'
-    before, highest, done = process.memory_info().rss, 0, threading.Event()
+    load_model(warm, group)  # imports of a first load take memory too
+    before = peak = process.memory_info().rss
+    done = threading.Event()
 
     def watch() -> None:
-        nonlocal highest
+        nonlocal peak
         while not done.is_set():
-            highest = max(highest, process.memory_info().rss)
+            peak = max(peak, process.memory_info().rss)
             time.sleep(0.001)
 
     watcher = threading.Thread(target=watch)
@@ -38,11 +39,11 @@ def load_and_watch(path: Path, warm: Path) -> tuple[int, int]:
     model = load_model(path, group)
     done.set()
     watcher.join()
-    return parameter_bytes(model), max(highest, process.memory_info().rss) - before
+    return parameter_bytes(model), max(peak, process.memory_info().rss) - before
 
 
 def all_logits(model: Transformer, tokens: Tensor) -> Tensor:
-    """Return float32 logits (T, V) of tokens (T,), from one pass with all KV on the device."""
+    """Return float32 logits (T, V) of tokens (T,), from one forward with all KV on the device."""
     link, count = make_test_link("view"), len(tokens)
     layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
     rotary = model.config.rotary(count, count, torch.float32, CPU)

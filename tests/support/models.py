@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every supported family, and what transformers answers with them."""
+"""Tiny random checkpoints of every supported family, and their logits by transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TINY: dict[str, Any] = {
-    "vocab_size": 101,  # odd: the vocabulary never splits evenly
+    "vocab_size": 101,  # odd: never divisible among ranks
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -20,7 +20,8 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-DIMENSIONS: dict[str, Any] = {  # of a config of which no model is made
+# a config without a checkpoint
+DIMENSIONS: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
@@ -28,7 +29,7 @@ DIMENSIONS: dict[str, Any] = {  # of a config of which no model is made
     "intermediate_size": 96,
     "vocab_size": 300,
 }
-OF_FAMILY: dict[str, dict[str, Any]] = {
+FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3": {"head_dim": 12},
     # the second of three layers has no RoPE
@@ -59,15 +60,15 @@ def rope(kind: str, theta: float = 10_000.0, **parameters: Any) -> dict[str, Any
 
 
 def long_rope(dimensions: int, **parameters: Any) -> dict[str, Any]:
-    """Return `rope_parameters` of LongRoPE for heads of which so many dimensions turn."""
+    """Return `rope_parameters` of LongRoPE for heads with so many rotated dimensions."""
     short = [1.0 + 0.1 * index for index in range(dimensions // 2)]
     long = [2.0 + index for index in range(dimensions // 2)]
     return rope("longrope", short_factor=short, long_factor=long, **parameters)
 
 
 def tiny_config(family: str = "llama", **overrides: Any) -> Any:
-    """Return a transformers config of a few thousand parameters; any of its fields may be given."""
-    return AutoConfig.for_model(family, **{**TINY, **OF_FAMILY.get(family, {}), **overrides})
+    """Return a transformers config of a few thousand parameters; `overrides` replaces fields."""
+    return AutoConfig.for_model(family, **{**TINY, **FAMILY_FIELDS.get(family, {}), **overrides})
 
 
 def build_checkpoint(
@@ -82,8 +83,9 @@ def build_checkpoint(
 ) -> Path:
     """Write a random checkpoint to `folder`, as transformers does, and return it.
 
-    Every parameter is drawn anew, for transformers starts biases at zero. `scale` is the deviation
-    of the weights: the greater, the further the laws are from uniform.
+    Every parameter is drawn again, since transformers initializes biases with zero. `scale` is the
+    standard deviation of the weights: the greater, the further from uniform the model's
+    distributions are.
     """
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides))
@@ -96,19 +98,19 @@ def build_checkpoint(
 
 
 def random_tokens(count: int, vocab: int = TINY["vocab_size"], seed: int = 0) -> Tensor:
-    """(count,) int64, all of the vocabulary likely."""
+    """Return uniformly drawn tokens, (count,) int64."""
     return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed))
 
 
 @torch.inference_mode()
 def reference_logits(folder: Path, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return what transformers answers to tokens (T,) in one pass: logits (T, V) float32."""
+    """Return the logits (T, V) float32 of tokens (T,) in one forward pass of transformers."""
     return reference_model(folder, dtype)(tokens[None]).logits[0].float()
 
 
 @lru_cache(maxsize=4)
 def reference_model(folder: Path, dtype: torch.dtype) -> Any:
-    """Return the transformers model in a folder, which is not to be written to any more."""
+    """Return the transformers model in a folder; cached, so the folder must not change."""
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()

@@ -1,4 +1,4 @@
-"""A function on several ranks: gloo over the loopback, as torchrun would start them."""
+"""Run a function on several ranks: gloo over the loopback, started as torchrun does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from parallel.ranks.graph_capture import GraphCapturer
 
-# what ranks, and commands forked in tests, would else import in seconds each
+# modules that take seconds to import, preloaded for ranks and for commands forked in tests
 PRELOAD = [
     "torch.distributed.run",
     "transformers.models.auto.tokenization_auto",
@@ -37,13 +37,13 @@ PRELOAD = [
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call a module's own function in `size` fresh processes, and return each rank's result.
+    """Call a module-level function in `size` new processes, and return each rank's result.
 
     The processes have torchrun's environment. The function joins the group itself, as a real rank
-    does: `Group.from_environment("cpu")`. What a rank raises is raised here
-    (torch.multiprocessing.ProcessRaisedException, with the rank's traceback as its text). The
-    processes are forked from a server that imports torch once a session, in seconds less than each
-    for itself; they see the environment the server was started in.
+    does: `TensorParallelGroup.from_environment("cpu")`. An exception of a rank is raised here
+    (torch.multiprocessing.ProcessRaisedException, with the rank's traceback as its message). The
+    processes are forked from a server that imports torch once per session, which saves seconds per
+    process; they inherit the environment in which the server was started.
     """
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(PRELOAD)
@@ -57,16 +57,16 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def leave_group() -> None:
-    """Leave the group of this process if it is in one, also where what ran in it has failed."""
+    """Leave this process's group if it is in one, even after a failure."""
     if dist.is_initialized():
-        for each in gc.get_objects():  # a graph with a collective of NCCL's would keep it waiting
+        for each in gc.get_objects():  # a graph with an NCCL collective would block the end
             if type(each) is GraphCapturer:
                 each.reset()
         dist.destroy_process_group()
 
 
 def free_port() -> int:
-    """Return a port of the loopback that nobody listens on."""
+    """Return a free port on the loopback."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A server in a process of its own, and clients of it."""
+"""A server in its own process, and clients of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from openai import OpenAI
 
 from support.commands import PATIENCE, Finished, Fork
 
-# every token waits for the link
+# a slow link, which every token waits for
 SLOW = ("--link", "emulated:0.01", "--gpu-kv-layers", "0", "--mode", "plain")
 
 
@@ -30,9 +30,9 @@ class Serving:
         """`before` is called first in the server's process."""
         self.job = Fork(folder, "serve", *arguments, "--port", "0", before=before)
         self.job.wait_for(lambda: "listening on" in self.log)
-        found = re.search(r"listening on (http://\S+)", self.log)
-        assert found is not None
-        self.url = found[1]
+        match = re.search(r"listening on (http://\S+)", self.log)
+        assert match is not None
+        self.url = match[1]
         self.model = self.ask("/v1/models")["data"][0]["id"] if self.is_open else ""
 
     @property
@@ -42,26 +42,26 @@ class Serving:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether no key is needed."""
+        """Return whether no API key is required."""
         return self.status("/v1/models") == 200
 
     def client(self, key: str = "none") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
 
     def ask(self, path: str, body: Any = None, **headers: str) -> Any:
-        """Return what is answered, as JSON or text. Raises HTTPError."""
+        """Return the response, parsed JSON or text; raise HTTPError."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode() if body else None
-        sent = {"Content-Type": "application/json", **headers}
-        with urlopen(Request(self.url + path, data, sent), timeout=PATIENCE) as reply:
+        all_headers = {"Content-Type": "application/json", **headers}
+        with urlopen(Request(self.url + path, data, all_headers), timeout=PATIENCE) as reply:
             text = reply.read().decode()
             return json.loads(text) if "json" in reply.headers["Content-Type"] else text
 
     def status(self, path: str, body: Any = None, **headers: str) -> int:
-        """Return the status of what is answered."""
+        """Return the status code of the response."""
         return self.error(path, body, **headers)[0]
 
     def error(self, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, Any]]:
-        """Return the status of what is answered, and what is said of an error."""
+        """Return the status code of the response, and its error object; {} without an error."""
         try:
             self.ask(path, body, **headers)
         except HTTPError as error:
@@ -69,9 +69,9 @@ class Serving:
         return 200, {}
 
     def metric(self, name: str) -> float:
-        """Return a number of /metrics, by its name there."""
-        found = re.search(rf"^{re.escape(name)} (\S+)$", self.ask("/metrics"), re.MULTILINE)
-        return float(found[1]) if found else 0.0
+        """Return the value of a metric of /metrics; 0 if it is not there."""
+        match = re.search(rf"^{re.escape(name)} (\S+)$", self.ask("/metrics"), re.MULTILINE)
+        return float(match[1]) if match else 0.0
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> Finished:
         self.job.send_signal(number)
@@ -82,7 +82,7 @@ class Serving:
 def serving(
     folder: Path, *arguments: str, before: Callable[[], None] | None = None
 ) -> Iterator[Serving]:
-    """Have a server inside, which is ended if it is still there."""
+    """Run a server, and end it on exit if it is still running."""
     server = Serving(folder, *arguments, before=before)
     try:
         yield server

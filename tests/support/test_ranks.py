@@ -1,4 +1,4 @@
-"""What ranks and commands are forked from has imported what they need."""
+"""The fork server of ranks and commands preloads modules that exist."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from support.ranks import PRELOAD
 
 
 @pytest.mark.parametrize("name", PRELOAD)
-def test_what_is_imported_beforehand_exists(name: str) -> None:
-    """The server of forks leaves out what it cannot import, without a word."""
+def test_preloaded_modules_exist(name: str) -> None:
+    """The fork server silently skips modules that it cannot import."""
     assert find_spec(name)

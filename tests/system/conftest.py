@@ -1,4 +1,4 @@
-"""Tests of whole jobs. They are short by default, and `--full` runs them at length:
+"""Tests of whole jobs, short by default and at full length with `--full`:
 
     python -m pytest tests/system/test_soak.py --full --text middlemarch.txt -s
 
@@ -23,14 +23,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Lift the time limit of a test for full runs."""
+    """Remove the time limit per test in full runs."""
     if is_full(config):
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
 
 
 def is_full(config: pytest.Config) -> bool:
-    """Return whether `--full` was given; without this folder on the command line it is unknown."""
+    """Return whether `--full` is set; pytest only knows it with this folder on its command line."""
     return bool(config.getoption("--full", default=False))
 
 
@@ -41,19 +41,19 @@ def full(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def text(request: pytest.FixtureRequest) -> Path | None:
-    """The long text to read; None is Python's language reference."""
+    """Return the path of the long text; None is Python's language reference."""
     path: Path | None = request.config.getoption("--text", default=None)
     return path
 
 
 @pytest.fixture
 def record(full: bool, text: Path | None) -> Callable[..., None]:
-    """Print and keep the rows of a full run: `record(name, title, rows, **more)`."""
+    """Return a function that prints and saves a full run: `record(name, title, rows, **more)`."""
 
-    def keep(name: str, title: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    def print_and_save(name: str, title: str, rows: list[dict[str, Any]], **more: Any) -> None:
         if full:
             document = {"rows": rows, **more}
             save(Path("results") / f"{name}.json", document, {"text": text})
             present(title, document)
 
-    return keep
+    return print_and_save

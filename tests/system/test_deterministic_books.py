@@ -1,8 +1,8 @@
-"""With --deterministic, every way of decoding writes plain decoding's tokens, one by one.
+"""With --deterministic, every decoding strategy produces exactly plain decoding's tokens.
 
-Each book is continued greedily and sampled, on one rank and on two, in ways that share nothing but
-the model, the prompt and the seed. On two ranks plain decoding is that of two ranks, since sums
-over ranks round differently. In full: SmolLM2, 20,000 tokens, some 40 minutes.
+Each book is continued greedily and with sampling, on one rank and on two, by strategies that share
+only the model, the prompt and the seed. Two ranks are compared with plain decoding on two ranks,
+since all-reduces round differently. In full: SmolLM2, 20,000 tokens, some 40 minutes.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from parallel.ranks.process_group import TensorParallelGroup
 from support.commands import DRAFT, TARGET
 from support.ranks import run_ranks
 
-SKIPPED = 30_000  # characters of a book: its title, a list of chapters
-FEW = {"gpu_kv_layers": 1, "link": "emulated:4"}
-PLAIN = {"mode": "plain", "link": "view"}  # all on the device, a token per pass
-WAYS: dict[str, dict[str, Any]] = {
-    "plain, all layers on the host": {**FEW, "mode": "plain", "gpu_kv_layers": 0},
-    "retrieval, one layer resident": {**FEW, "mode": "retrieval", "retrieval_budget": 512},
-    "split, one layer resident": {**FEW, "mode": "split"},
+SKIPPED = 30_000  # leading characters of a book: its title, a list of chapters
+OFFLOADED = {"gpu_kv_layers": 1, "link": "emulated:4"}
+PLAIN = {"mode": "plain", "link": "view"}  # all on the device, one token per forward
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "plain, all layers on the host": {**OFFLOADED, "mode": "plain", "gpu_kv_layers": 0},
+    "retrieval, one layer resident": {**OFFLOADED, "mode": "retrieval", "retrieval_budget": 512},
+    "split, one layer resident": {**OFFLOADED, "mode": "split"},
     "prompt lookup, drafts of 12": {
         "mode": "speculative",
         "prompt_lookup_ngram": 3,
         "num_draft_tokens": 12,
     },
 }
-HIERARCHICAL = {  # for models with a draft
+# only with a draft model
+HIERARCHICAL = {
     "hierarchical, one layer resident": {
-        **FEW,
+        **OFFLOADED,
         "mode": "hierarchical",
         "retrieval_budget": 1024,
         "selection_interval": 8,
@@ -47,34 +48,35 @@ HIERARCHICAL = {  # for models with a draft
 
 @dataclass(frozen=True)
 class Job:
-    """The models, and the prompts with how to sample after each."""
+    """The models, and the prompts, each with its sampling parameters."""
 
     target: str
     draft: str | None
-    new: int
+    max_new_tokens: int
     prompts: list[tuple[list[int], Sampling]]
 
 
 @dataclass(frozen=True)
-class Written:
-    """The texts of one way, with the target's passes and the seconds that they took."""
+class Outputs:
+    """The outputs of one strategy, with the target's verifications and the decoding time."""
 
-    texts: list[list[int]]
+    sequences: list[list[int]]
     verifications: int
     seconds: float
 
 
-def write(ways: Sequence[dict[str, Any]], job: Job) -> list[Written]:
-    """Write all texts in each way, on each rank of the group that the environment describes."""
-    group, written = TensorParallelGroup.from_environment("cpu"), list[Written]()
-    for settings in ways:
+def generate(strategies: Sequence[dict[str, Any]], job: Job) -> list[Outputs]:
+    """Return each strategy's outputs; runs on each rank of the group set in the environment."""
+    group = TensorParallelGroup.from_environment("cpu")
+    outputs = []
+    for settings in strategies:
         gc.collect()
-        written.append(write_once(settings, job, group))
-    return written
+        outputs.append(generate_with(settings, job, group))
+    return outputs
 
 
-def write_once(settings: dict[str, Any], job: Job, group: TensorParallelGroup) -> Written:
-    """Write all texts in one way."""
+def generate_with(settings: dict[str, Any], job: Job, group: TensorParallelGroup) -> Outputs:
+    """Return one strategy's outputs for all prompts."""
     engine = Engine.from_pretrained(
         job.target,
         job.draft if settings["mode"] == "hierarchical" else None,
@@ -83,69 +85,72 @@ def write_once(settings: dict[str, Any], job: Job, group: TensorParallelGroup) -
         group,
     )
     engine.stop_tokens = frozenset()
-    texts, verifications, seconds = [], 0, 0.0
+    sequences, verifications, seconds = [], 0, 0.0
     for prompt, sampling in job.prompts:
-        texts.append(list(engine.generate(prompt, job.new, sampling)))
-        if engine.stats.levels:  # on rank 0
+        sequences.append(list(engine.generate(prompt, job.max_new_tokens, sampling)))
+        if engine.stats.levels:  # only on rank 0
             verifications += engine.stats.levels[0].stats.forwards
             seconds += engine.stats.decode_s
     engine.runtime.link.close()
-    return Written(texts, verifications, seconds)
+    return Outputs(sequences, verifications, seconds)
 
 
-def on_ranks(ranks: int, ways: Sequence[dict[str, Any]], job: Job) -> list[Written]:
-    """Return what rank 0 of so many has written in each way."""
-    return write(ways, job) if ranks == 1 else run_ranks(ranks, write, ways, job)[0]
+def generate_on_ranks(ranks: int, strategies: Sequence[dict[str, Any]], job: Job) -> list[Outputs]:
+    """Return each strategy's outputs on rank 0 of so many."""
+    if ranks == 1:
+        return generate(strategies, job)
+    return run_ranks(ranks, generate, strategies, job)[0]
 
 
 def row_of(
-    ranks: int, way: str, found: Written, plain: Sequence[Sequence[int]] | None
+    ranks: int, strategy: str, outputs: Outputs, plain: Sequence[Sequence[int]] | None
 ) -> dict[str, Any]:
-    """Return how much of the texts is plain decoding's: tokens count up to the first difference.
-
-    `plain` None: these are plain decoding's own.
+    """Return a strategy's row, with the tokens that equal plain decoding's up to the first
+    difference; `plain` is None in plain decoding's own row.
     """
-    decoded = sum(len(text) - 1 for text in found.texts)  # the first of each is prefill's
+    # the first token of each output is prefill's
+    decoded = sum(len(sequence) - 1 for sequence in outputs.sequences)
     row: dict[str, Any] = {
         "ranks": ranks,
-        "way": way,
-        "texts": len(found.texts),
-        "tokens": sum(map(len, found.texts)),
-        "tokens_per_verification": decoded / found.verifications,
-        "ms_per_token": 1e3 * found.seconds / decoded,
+        "way": strategy,
+        "texts": len(outputs.sequences),
+        "tokens": sum(map(len, outputs.sequences)),
+        "tokens_per_verification": decoded / outputs.verifications,
+        "ms_per_token": 1e3 * outputs.seconds / decoded,
     }
     if plain is not None:
-        pairs = list(zip(found.texts, plain, strict=True))
+        pairs = list(zip(outputs.sequences, plain, strict=True))
         row["equal"] = sum(common_prefix(*pair) for pair in pairs)
         row["identical_texts"] = sum(one == list(other) for one, other in pairs)
     return row
 
 
 @pytest.mark.slow
-def test_every_way_writes_what_plain_decoding_does(
+def test_every_strategy_produces_the_tokens_of_plain_decoding(
     full: bool, text: Path | None, record: Callable[..., None]
 ) -> None:
     models = ("smollm2", None) if full else (str(TARGET), str(DRAFT))
-    books, context, new = (5, 2500, 250) if full else (1, 120, 16)
-    ways = WAYS if full else WAYS | HIERARCHICAL
+    books, context, max_new_tokens = (5, 2500, 250) if full else (1, 120, 16)
+    strategies = STRATEGIES if full else STRATEGIES | HIERARCHICAL
     tokenizer, prompts = tokenizer_of(models[0]), list[tuple[list[int], Sampling]]()
-    letters = SKIPPED + 8 * context  # more than any book has in a token
+    characters = SKIPPED + 8 * context  # 8 per token: more than in any book
     source = None if text is None else str(text)
-    for seed, book in enumerate(documents(source, books, letters).values()):
-        prompt = tokenizer(book[SKIPPED:letters]).input_ids[:context]
+    for seed, book in enumerate(documents(source, books, characters).values()):
+        prompt = tokenizer(book[SKIPPED:characters]).input_ids[:context]
         assert len(prompt) == context
         prompts += [(prompt, GREEDY), (prompt, Sampling(0.7, top_p=0.9, seed=seed))]
-    job, rows = Job(*models, new, prompts), list[dict[str, Any]]()
+    job = Job(*models, max_new_tokens, prompts)
+    rows: list[dict[str, Any]] = []
     for ranks in (1, 2):
-        plain, *others = on_ranks(ranks, [PLAIN, *ways.values()], job)
+        plain, *others = generate_on_ranks(ranks, [PLAIN, *strategies.values()], job)
         rows.append(row_of(ranks, "plain", plain, None))
-        for way, found in zip(ways, others, strict=True):
-            rows.append(row_of(ranks, way, found, plain.texts))
-    record("deterministic", "Tokens beside plain decoding's", rows)
+        for strategy, outputs in zip(strategies, others, strict=True):
+            rows.append(row_of(ranks, strategy, outputs, plain.sequences))
+    record("deterministic", "Tokens compared with plain decoding's", rows)
 
     compared = [row for row in rows if "equal" in row]
-    assert len(compared) == 2 * len(ways)
+    assert len(compared) == 2 * len(strategies)
     for row in compared:
-        assert row["equal"] == row["tokens"] == 2 * books * new, row
+        assert row["equal"] == row["tokens"] == 2 * books * max_new_tokens, row
         assert row["identical_texts"] == row["texts"], row
     assert max(row["tokens_per_verification"] for row in compared) > 1.2

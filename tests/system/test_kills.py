@@ -1,8 +1,8 @@
-"""A job over two ranks that is killed again and again: in the end every document has one record.
+"""A job on two ranks that is killed repeatedly: in the end every document has one record.
 
-The launcher, rank 0 or rank 1 gets SIGKILL, SIGTERM or SIGINT while a prompt is read, while text is
-written, or the moment a record reaches the file; then the same command resumes the job. In full: 60
-kills, some 10 minutes.
+The launcher, rank 0 or rank 1 gets SIGKILL, SIGTERM or SIGINT during prefill, during decoding, or
+the moment a record reaches the file; then the same command resumes the job. In full: 60 kills, some
+10 minutes.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from support.commands import MODELS, STEADY, TARGET, Fork, forked, records, wait_for
-from support.texts import passages
+from support.commands import GREEDY_FP32, MODELS, TARGET, Fork, forked, records, wait_for
+from support.prompts import passages
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 VICTIMS = ("launcher", "rank 0", "rank 1")
-MOMENTS = ("reading", "writing", "record")
-STARTED = re.compile(r"context [\d,]+")  # the line that says what runs where
-END_S = 90.0  # a job that takes longer to end hangs
+MOMENTS = ("prefill", "decode", "record")
+STARTED = re.compile(r"context [\d,]+")  # in the line printed at startup
+EXIT_TIMEOUT_S = 90.0
 Kind = tuple[signal.Signals, str, str]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The command, and what its records say where nothing is killed."""
+    """The command, and the content of its records in an undisturbed job."""
 
     arguments: list[str]
     folder: Path
     summaries: dict[str, str]
-    reading_s: float
-    writing_s: float
+    prefill_s: float
+    decode_s: float
 
     @classmethod
     def run(cls, arguments: list[str], folder: Path) -> Batch:
-        """Run it once without interruption."""
+        """Run the command once without interruption."""
         output = folder / "whole.jsonl"
-        done = forked(folder / "whole", *arguments, "--output", str(output))
-        assert done.code == 0, done.err
-        made = records(output)
+        result = forked(folder / "whole", *arguments, "--output", str(output))
+        assert result.code == 0, result.err
+        written = records(output)
         return cls(
             arguments,
             folder,
-            {record["id"]: record["summary"] for record in made},
-            min(record["time_to_first_token_s"] for record in made),
-            min(record["decode_s"] for record in made),
+            {record["id"]: record["summary"] for record in written},
+            min(record["time_to_first_token_s"] for record in written),
+            min(record["decode_s"] for record in written),
         )
 
     def start(self, output: Path) -> Fork:
@@ -64,59 +64,64 @@ class Batch:
         return Fork(self.folder / "job", *self.arguments, "--output", str(output))
 
     def finished(self, output: Path) -> set[str]:
-        """Return the documents with a record, each of which is there once and as it should be."""
+        """Return the documents with a record; each must have one, with the expected content."""
         *lines, _ = output.read_bytes().split(b"\n") if output.exists() else [b""]
-        made = [json.loads(line) for line in lines]
-        summaries = {record["id"]: record.get("summary") for record in made}
-        assert len(summaries) == len(made), "a document has two records"
-        assert summaries.items() <= self.summaries.items(), made
+        written = [json.loads(line) for line in lines]
+        summaries = {record["id"]: record.get("summary") for record in written}
+        assert len(summaries) == len(written), "a document has two records"
+        assert summaries.items() <= self.summaries.items(), written
         return set(summaries)
 
 
-def strike(job: Fork, batch: Batch, output: Path, kind: Kind, chance: random.Random) -> bool:
-    """Send the signal at its moment; return False where the job had ended before."""
+def send_kill(job: Fork, batch: Batch, output: Path, kind: Kind, rng: random.Random) -> bool:
+    """Send the signal at its moment; return False if the job has ended before."""
     number, victim, moment = kind
-    said = job.folder / "err"
-    wait_for(lambda: job.has_ended() or (said.exists() and STARTED.search(said.read_text())))
+    log = job.folder / "err"
+    wait_for(lambda: job.has_ended() or (log.exists() and STARTED.search(log.read_text())))
     if moment == "record":
         before = _size(output)
         while _size(output) == before and not job.has_ended():
             time.sleep(0.0005)
-    elif moment == "reading":
-        time.sleep(chance.uniform(0, batch.reading_s))
+    elif moment == "prefill":
+        time.sleep(rng.uniform(0, batch.prefill_s))
     else:
-        time.sleep(batch.reading_s + chance.uniform(0, batch.writing_s))
+        time.sleep(batch.prefill_s + rng.uniform(0, batch.decode_s))
     with suppress(psutil.Error):
         launcher = psutil.Process(job.process.pid)
-        struck = launcher if victim == "launcher" else job.rank(int(victim[-1]))
-        if struck is not None and not job.has_ended():
-            struck.send_signal(number)
+        process = launcher if victim == "launcher" else job.rank(int(victim[-1]))
+        if process is not None and not job.has_ended():
+            process.send_signal(number)
             return True
     return False
 
 
-def kill_once(batch: Batch, output: Path, kind: Kind, chance: random.Random) -> dict[str, Any]:
-    """Start or resume a job and strike it; return what happened, {} where it ended before."""
-    # the documents before it starts, too: starting repairs the file
+def kill_once(batch: Batch, output: Path, kind: Kind, rng: random.Random) -> dict[str, Any]:
+    """Start or resume a job and kill it; return the outcome, {} if the job has ended before."""
+    # also checked before the start, which repairs the file
     before = batch.finished(output)
     job = batch.start(output)
     try:
-        was_struck = strike(job, batch, output, kind, chance)
+        was_killed = send_kill(job, batch, output, kind, rng)
         before |= batch.finished(output)
-        since = time.monotonic()
-        done = job.wait(END_S)
+        started = time.monotonic()
+        result = job.wait(EXIT_TIMEOUT_S)
         wait_for(lambda: not job.processes())
     finally:
         for process in job.processes():
             process.kill()
-    took = time.monotonic() - since
-    assert "Traceback" not in done.err
+    seconds = time.monotonic() - started
+    assert "Traceback" not in result.err
     lost = before - batch.finished(output)
     assert not lost, f"{kind}: records of {lost} are lost"
-    if not was_struck:
-        assert done.code == 0, done.err
+    if not was_killed:
+        assert result.code == 0, result.err
         return {}
-    return {"signal": kind[0].name, "victim": kind[1], "exit_code": done.code, "s_to_end": took}
+    return {
+        "signal": kind[0].name,
+        "victim": kind[1],
+        "exit_code": result.code,
+        "s_to_end": seconds,
+    }
 
 
 def by_kind(kills: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -139,10 +144,10 @@ def by_kind(kills: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_every_document_has_one_record_after_any_kill(
     tmp_path: Path, full: bool, text: Path | None, record: Callable[..., None]
 ) -> None:
-    wanted, documents, tokens, new = (60, 4, 4096, 96) if full else (2, 2, 1000, 32)
-    chance = random.Random(0)
+    min_kills, documents, tokens, max_new_tokens = (60, 4, 4096, 96) if full else (2, 2, 1000, 32)
+    rng = random.Random(0)
     kinds = list(product(SIGNALS, VICTIMS, MOMENTS))
-    chance.shuffle(kinds)
+    rng.shuffle(kinds)
     folder = tmp_path / "documents"
     folder.mkdir()
     tokenizer: Any = AutoTokenizer.from_pretrained(TARGET, trust_remote_code=False)
@@ -150,15 +155,15 @@ def test_every_document_has_one_record_after_any_kill(
         (folder / f"{number}.txt").write_text(passage, encoding="utf-8")
     batch = Batch.run(
         [
-            *("summarize", *MODELS, *STEADY, "--gpus", "2"),
-            *("--max-new-tokens", str(new), "--input", str(folder)),
+            *("summarize", *MODELS, *GREEDY_FP32, "--gpus", "2"),
+            *("--max-new-tokens", str(max_new_tokens), "--input", str(folder)),
         ],
         tmp_path,
     )
     kills, jobs = list[dict[str, Any]](), 0
-    while len(kills) < wanted:
+    while len(kills) < min_kills:
         output = tmp_path / f"{jobs}.jsonl"
-        if kill := kill_once(batch, output, kinds[len(kills) % len(kinds)], chance):
+        if kill := kill_once(batch, output, kinds[len(kills) % len(kinds)], rng):
             kills.append(kill)
         jobs += len(batch.finished(output)) == documents
     batch.start(tmp_path / f"{jobs}.jsonl").finish()

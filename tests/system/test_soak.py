@@ -1,8 +1,8 @@
-"""A long job over two ranks: what each rank holds between documents does not grow.
+"""A long job on two ranks: the memory, files and threads of a rank between documents do not grow.
 
 Every tenth document is broken: empty, binary, not UTF-8, or longer than the context. The largest
-resident size while documents are processed is recorded too; it depends on their budgets and draft
-lengths, so it is not asserted. In full: 500 documents, half an hour.
+resident size during documents is recorded too, but not asserted: it depends on their budgets and
+draft lengths. In full: 500 documents, half an hour.
 """
 
 from __future__ import annotations
@@ -21,31 +21,34 @@ import pytest
 from transformers import AutoTokenizer
 
 from support.commands import MODELS, TARGET, Fork, lines, records
-from support.texts import passages
+from support.prompts import passages
 
 BROKEN = ("empty", "binary", "not UTF-8", "too long")
 
 
 @dataclass(frozen=True)
 class Size:
-    """How many documents, after how many memory has settled, tokens, and the growth allowed."""
+    """The size of a job: memory is stable after `early` documents, `longest` is in tokens, and
+    `growth` is the largest ratio of memory in the end to memory before document `early`.
+    """
 
     documents: int
     early: int
     longest: int
-    new: int
+    max_new_tokens: int
     growth: float
 
 
-SHORT = Size(documents=40, early=20, longest=400, new=8, growth=1.25)  # it has not settled by then
-FULL = Size(documents=500, early=50, longest=8192, new=32, growth=1.02)
+# a short job ends before memory is stable
+SHORT = Size(documents=40, early=20, longest=400, max_new_tokens=8, growth=1.25)
+FULL = Size(documents=500, early=50, longest=8192, max_new_tokens=32, growth=1.02)
 
 
-def write_documents(folder: Path, count: int, texts: list[str], too_long: str) -> Counter[str]:
-    """Write documents of which every tenth is broken; return how many there are of each kind."""
+def write_documents(folder: Path, count: int, passages: list[str], too_long: str) -> Counter[str]:
+    """Write documents of which every tenth is broken; return the number of each kind."""
     kinds: Counter[str] = Counter()
     for number in range(1, count + 1):
-        text = texts[number % len(texts)]
+        text = passages[number % len(passages)]
         kind = BROKEN[number // 10 % len(BROKEN)] if number % 10 == 0 else "whole"
         kinds[kind] += 1
         contents = {
@@ -59,65 +62,65 @@ def write_documents(folder: Path, count: int, texts: list[str], too_long: str) -
     return kinds
 
 
-def watch(job: Fork, output: Path, size: Size) -> dict[int, dict[str, float]]:
-    """Sample both ranks until the job ends: ten documents before `early`, and the last ten.
+def sample_usage(job: Fork, output: Path, size: Size) -> dict[int, dict[str, float]]:
+    """Sample both ranks until the job ends: in the ten documents before `early`, and the last ten.
 
-    Returns by rank the least and the largest resident size, and the median numbers of open files
-    and threads: a file may be open for a moment, but a leak stays.
+    Returns, by rank, the smallest and largest resident size, and the median numbers of open files
+    and threads: unlike the maximum, the median ignores files that are open for a moment.
     """
-    seen: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
+    samples_by_rank: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
     job.wait_for(lambda: job.rank(0) and job.rank(1))
     ranks = {number: job.rank(number) for number in (0, 1)}
     while not job.has_ended():
         done = lines(output)
-        when = {size.early // 10 - 1: "early", size.documents // 10 - 1: "deferred"}.get(done // 10)
-        for rank, process in ranks.items() if when and done < size.documents else ():
+        phase = {size.early // 10 - 1: "early", size.documents // 10 - 1: "late"}.get(done // 10)
+        for rank, process in ranks.items() if phase and done < size.documents else ():
             with suppress(psutil.Error):
-                now = (process.memory_info().rss, process.num_fds(), process.num_threads())
-                if now[0]:  # a process that has ended has none
-                    seen.setdefault((rank, when), []).append(now)
+                sample = (process.memory_info().rss, process.num_fds(), process.num_threads())
+                if sample[0]:  # 0 once the process has ended
+                    samples_by_rank.setdefault((rank, phase), []).append(sample)
         time.sleep(0.02)
-    held: dict[int, dict[str, float]] = {0: {}, 1: {}}
-    for (rank, when), samples in seen.items():
+    usage: dict[int, dict[str, float]] = {0: {}, 1: {}}
+    for (rank, phase), samples in samples_by_rank.items():
         memory, files, threads = zip(*samples, strict=True)
-        held[rank] |= {
-            f"{when}_mb": min(memory) / 1e6,
-            f"{when}_most_mb": max(memory) / 1e6,
-            f"{when}_files": median_high(files),
-            f"{when}_threads": median_high(threads),
+        usage[rank] |= {
+            f"{phase}_mb": min(memory) / 1e6,
+            f"{phase}_most_mb": max(memory) / 1e6,
+            f"{phase}_files": median_high(files),
+            f"{phase}_threads": median_high(threads),
         }
-    return held
+    return usage
 
 
 @pytest.mark.slow
-def test_ranks_hold_no_more_late_in_a_job_than_early(
+def test_usage_of_ranks_does_not_grow_during_a_job(
     tmp_path: Path, full: bool, text: Path | None, record: Callable[..., None]
 ) -> None:
     size = FULL if full else SHORT
     folder, output = tmp_path / "documents", tmp_path / "out.jsonl"
     folder.mkdir()
     tokenizer: Any = AutoTokenizer.from_pretrained(TARGET, trust_remote_code=False)
-    lengths = [size.longest * step // 9 for step in range(1, 10)]  # ten documents have all of them
-    *texts, too_long = passages(text, tokenizer, [*lengths, 2 * size.longest])
-    kinds = write_documents(folder, size.documents, texts, too_long)
+    lengths = [size.longest * step // 9 for step in range(1, 10)]  # ten documents cover all of them
+    *parts, too_long = passages(text, tokenizer, [*lengths, 2 * size.longest])
+    kinds = write_documents(folder, size.documents, parts, too_long)
     job = Fork(
         tmp_path / "job",
         *("summarize", *MODELS, "--gpus", "2", "--input", str(folder), "--output", str(output)),
-        *("--context", str(size.longest * 5 // 4), "--max-new-tokens", str(size.new)),
+        *("--context", str(size.longest * 5 // 4), "--max-new-tokens", str(size.max_new_tokens)),
     )
     try:
-        held = watch(job, output, size)
+        usage = sample_usage(job, output, size)
     finally:
         finished = job.finish()
-    rows = [{"rank": rank, **each} for rank, each in held.items()]
+    rows = [{"rank": rank, **each} for rank, each in usage.items()]
     record("soak", f"{size.documents} documents", rows, kinds=kinds)
 
     assert finished.code == 1, finished.err  # some documents fail
-    made = records(output)
-    assert len({each["id"] for each in made}) == len(made) == size.documents
+    written = records(output)
+    assert len({each["id"] for each in written}) == len(written) == size.documents
     broken = kinds["empty"] + kinds["binary"] + kinds["not UTF-8"]
-    assert sum("error" in each for each in made) == broken
-    assert sum(each.get("truncated_tokens", 0) > 0 for each in made) == kinds["too long"]
+    assert sum("error" in each for each in written) == broken
+    assert sum(each.get("truncated_tokens", 0) > 0 for each in written) == kinds["too long"]
     for row in rows:
         assert 100 < row["early_mb"] <= row["early_most_mb"]
         assert 100 < row["late_mb"] <= row["late_most_mb"]

@@ -1,4 +1,4 @@
-"""Batch summaries on many machines: documents and records go through Ray Data."""
+"""Batch summaries on many machines, through Ray Data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from decoding.app.batch.cluster_guard import ClusterGuard
 from decoding.app.batch.documents import Document
 from decoding.app.batch.job import BatchJob
 from decoding.app.batch.records import Records
-from decoding.app.batch.summarize import Results, due_documents, failure, job_of, listed
+from decoding.app.batch.summarize import Results, due_documents, failure, list_documents, make_job
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
@@ -33,19 +33,19 @@ from parallel.model.loading import resolve
 from parallel.ranks.launch import require_open_files
 from parallel.ranks.process_group import TensorParallelGroup
 
-_TIMEOUT_S = 10.0  # seconds that a cluster of our own may take to end
-_FILES = 512  # that each of Ray's processes may open at a time
-_TRIES = 3  # of a document whose machine is lost
+_TIMEOUT_S = 10.0  # limit until a cluster started here has stopped
+_OPEN_FILES = 512  # open at the same time in each of Ray's processes
+_MAX_ATTEMPTS = 3  # machines lost per document
 _ADVICE = advice_after_loss(["summarize"])
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the machines are, and how many take part."""
+    """A Ray cluster, and how much of it to use."""
 
-    address: str  # of a Ray cluster; auto for the one that runs here, local for a new one
+    address: str  # host:port, auto for the cluster running here, or local for a new one
     machines: int | None = None  # None: all
-    concurrency: int = 1  # documents that a machine is sent at a time, and writes together
+    concurrency: int = 1  # concurrent documents per machine, sent as one batch
 
 
 def run(
@@ -58,77 +58,77 @@ def run(
 ) -> None:
     """Summarise the documents of `source` into `output` on the machines of a cluster.
 
-    Raises TierForceError for what keeps the job from starting or going on, and at its end where
-    documents failed.
+    Raises TierForceError if the job cannot start or continue, and at the end if documents failed.
     """
     silence_transformers()
-    documents = listed(source, output)
+    documents = list_documents(source, output)
     folder = resolve(common.model, TensorParallelGroup())
-    job = job_of(common, folder, instruction)
+    job = make_job(common, folder, instruction)
     limit = ModelConfig.from_name(str(folder)).with_rope_scaling(common.settings.rope).context_limit
     with Records(output) as records:
         due = due_documents(documents, records, job)
         if not due:
-            say(f"all {len(documents)} documents were finished before, in {output}")
+            say(f"all {len(documents)} documents are already finished in {output}")
             return
         with Display(len(documents), sys.stderr) as display:
             results = Results(documents, due, records, display)
-            interrupts.last_words = _ending_all(results.last_words)
+            interrupts.on_exit = _with_cleanup(results.report_interrupt)
             if rows := list(_readable(due, results)):
-                machines = _ClusterWorkers(cluster, common, job)
+                workers = _ClusterWorkers(cluster, common, job)
                 try:
-                    say(f"{machines.count} machines of a Ray cluster; {len(rows)} documents")
-                    _write(rows, machines, due, results)
+                    say(f"{workers.count} machines of a Ray cluster; {len(rows)} documents")
+                    _write(rows, workers, due, results)
                 finally:
-                    machines.close()
+                    workers.close()
     results.conclude(common.settings.context or limit)
 
 
 def _readable(due: Sequence[Document], results: Results) -> Iterator[dict[str, Any]]:
-    """Yield the documents as rows of a dataset; those that cannot be read have failed."""
-    for place, document in enumerate(due):
+    """Yield the documents as dataset rows; record an error for those that cannot be read."""
+    for index, document in enumerate(due):
         try:
-            yield {"place": place, "text": document.read()}
+            yield {"index": index, "text": document.read()}
         except InvalidRequestError as error:
             results.add(*failure(document.id, error))
 
 
 def _write(
     rows: Sequence[dict[str, Any]],
-    machines: _ClusterWorkers,
+    workers: _ClusterWorkers,
     due: Sequence[Document],
     results: Results,
 ) -> None:
-    """Let what is readable be summarised. Raises TierForceError."""
-    left = {row["place"]: row for row in rows}
-    lost: Counter[int] = Counter()  # how often a document's machine was
-    first = True
-    while left:
-        answered = set[int]()
-        # a text that ends machines is not to take others along again
-        for place, record, line in machines.summaries(list(left.values()), together=first):
-            answered.add(place)
-            if record is not None and left.pop(place, None) is not None:
-                results.add({**record, "id": due[place].id}, line)
-        first = False
-        lost.update(left.keys() - answered)
-        for place in [place for place in left if lost[place] == _TRIES]:
-            del left[place]
+    """Summarise the readable documents. Raises TierForceError."""
+    remaining = {row["index"]: row for row in rows}
+    losses: Counter[int] = Counter()  # machines lost, by document
+    is_first_round = True
+    while remaining:
+        reported = set[int]()
+        # After the first round documents go alone: one that crashes machines fails no others.
+        summaries = workers.summaries(list(remaining.values()), batched=is_first_round)
+        for index, record, line in summaries:
+            reported.add(index)
+            if record is not None and remaining.pop(index, None) is not None:
+                results.add({**record, "id": due[index].id}, line)
+        is_first_round = False
+        losses.update(remaining.keys() - reported)
+        for index in [index for index in remaining if losses[index] == _MAX_ATTEMPTS]:
+            del remaining[index]
             error = TierForceError(
-                f"the machine that had this document was lost {_TRIES} times; its memory may not "
-                "do."
+                f"the machine processing this document was lost {_MAX_ATTEMPTS} times: it may have "
+                "run out of memory."
             )
-            results.add(*failure(due[place].id, error))
+            results.add(*failure(due[index].id, error))
 
 
-def _ending_all(say_last_words: Callable[[str], None]) -> Callable[[str], None]:
-    """Return last words behind which nothing is left of a cluster that was started here."""
+def _with_cleanup(report_interrupt: Callable[[str], None]) -> Callable[[str], None]:
+    """Return an exit handler that also kills the processes of a cluster started here."""
 
-    def say_and_end(name: str) -> None:
-        say_last_words(name)
+    def report_and_kill(name: str) -> None:
+        report_interrupt(name)
         _kill(psutil.Process().children(recursive=True))
 
-    return say_and_end
+    return report_and_kill
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
@@ -138,10 +138,10 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise OSError where nothing listens at host:port; Ray would try for minutes."""
+    """Raise OSError if nothing listens at host:port: Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
-        where = host.rpartition("/")[2]  # behind ray://
+        where = host.rpartition("/")[2]  # without ray://
         socket.create_connection((where, int(port)), timeout=_TIMEOUT_S).close()
 
 
@@ -149,16 +149,16 @@ class _ClusterWorkers:
     """Actors of a Ray cluster, one for each machine."""
 
     def __init__(self, cluster: Cluster, common: Common, job: BatchJob):
-        """Join the cluster. Raises TierForceError where there is none, or no Ray."""
+        """Connect to the cluster. Raises TierForceError if it does not answer or Ray is missing."""
         self._threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anyone
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends no usage data
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # it prints stacks
+        os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # prints stacks
         if cluster.address == "local":
-            # as Ray does on other systems than Linux: all its ports are on the loopback then
+            # Binds all ports to the loopback interface, as Ray does on systems other than Linux.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-            require_open_files(_FILES, "--cluster local")
+            require_open_files(_OPEN_FILES, "--cluster local")
         try:
             import ray
             import ray.data
@@ -178,58 +178,57 @@ class _ClusterWorkers:
             raise
 
     def _join(self) -> None:
-        """Join the cluster, and count its machines. Raises TierForceError."""
+        """Connect to the cluster, and count its machines. Raises TierForceError."""
         ray, cluster, common = self._ray, self._cluster, self._common
-        new = {}
+        options = {}
         if cluster.address == "local":
             processors = max(os.cpu_count() or 1, cluster.machines or 1)
-            new = {"include_dashboard": False, "num_cpus": processors}
+            options = {"include_dashboard": False, "num_cpus": processors}
         try:
             _check_reachable(cluster.address)
             ray.init(
-                address=cluster.address, log_to_driver=False, logging_level=logging.ERROR, **new
+                address=cluster.address, log_to_driver=False, logging_level=logging.ERROR, **options
             )
         except (OSError, OverflowError, ValueError, RuntimeError) as error:
             raise TierForceError(
                 f"--cluster {cluster.address}: no Ray cluster answers ({one_line(error)}). Start "
-                "one with `ray start --head`, or say --cluster local."
+                "one with `ray start --head`, or pass --cluster local."
             ) from error
-        # Ray Data has a log of its own on the terminal, with a traceback of each machine lost
+        # Ray Data logs to the terminal itself, with a traceback for each lost machine.
         for name in ("ray", "ray.data"):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
         gpus, alive = common.gpus or 1, [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self._on_gpus = common.device != "cpu" and any(node.get("GPU", 0) for node in alive)
         kind, needed = ("GPU", gpus) if self._on_gpus else ("CPU", 1)
-        places = [int(node.get(kind, 0)) // needed for node in alive]
-        most = sum(places)
-        self.count = cluster.machines or sum(each > 0 for each in places)
-        if self.count > most or not most:
-            what = f"{gpus} GPUs" if self._on_gpus else "a processor"
+        slots = [int(node.get(kind, 0)) // needed for node in alive]
+        max_count = sum(slots)
+        self.count = cluster.machines or sum(count > 0 for count in slots)
+        if self.count > max_count or not max_count:
+            what = f"{gpus} GPUs" if self._on_gpus else "a CPU"
             raise TierForceError(
-                f"--cluster {cluster.address} has {most} machines with {what} each, and "
-                f"{self.count} are asked for: say fewer --machines, or other --gpus."
+                f"--cluster {cluster.address} has {max_count} machines with {what} each, but "
+                f"{self.count} are requested: lower --machines or --gpus."
             )
 
     def summaries(
-        self, rows: Sequence[dict[str, Any]], together: bool
+        self, rows: Sequence[dict[str, Any]], batched: bool
     ) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
-        """Yield the place of each document, its record and what is said of it.
+        """Yield each document's index, record and line for the terminal.
 
-        The record is None where a machine could not do anything. What was on a machine that is lost
-        is not yielded. `together`: a machine is sent as many at a time as it writes at once. Raises
-        TierForceError where no machine can do anything, and where the cluster is lost.
+        The record is None if its machine could not start. Documents of a lost machine are not
+        yielded. With `batched`, machines get batches of `concurrency` documents, else one at a
+        time. Raises TierForceError if no machine can start, and if the cluster is lost.
         """
         from decoding.app.batch.cluster_worker import ClusterWorker
 
         data = self._ray.data
         context = data.DataContext.get_current()
         context.enable_progress_bars = False
-        # what an actor is told beside its GPUs will be told otherwise from 2.64 on, which setup.py
-        # leaves out
+        # deprecated only from Ray 2.64 on, which setup.py excludes
         warnings.filterwarnings("ignore", message=".*ray_remote_args")
-        context.max_errored_blocks = -1  # what is missing is sent again
-        context.execution_no_progress_timeout_s = -1  # a document may take as long as it takes
-        concurrency = self._cluster.concurrency if together else 1
+        context.max_errored_blocks = -1  # missing documents are sent again
+        context.execution_no_progress_timeout_s = -1  # no time limit per document
+        concurrency = self._cluster.concurrency if batched else 1
         blocks = ceil_div(len(rows), concurrency)
         size = min(self.count, blocks)
         gpus = self._common.gpus or 1
@@ -243,24 +242,24 @@ class _ClusterWorkers:
             max_restarts=-1,
             max_task_retries=0,
         )
-        useless, is_done = set[str](), False
+        failing, has_record = set[str](), False
         try:
             for batch in dataset.iter_batches(batch_size=None, prefetch_batches=0):
-                for place, record, line, machine in zip(
-                    batch["place"].tolist(),
+                for index, record, line, machine in zip(
+                    batch["index"].tolist(),
                     batch["record"],
                     batch["line"],
                     batch["machine"],
                     strict=True,
                 ):
                     if record:
-                        is_done = True
-                        yield place, json.loads(record), line
+                        has_record = True
+                        yield index, json.loads(record), line
                         continue
-                    yield place, None, line
-                    useless.add(machine)
-                    if len(useless) == size and not is_done:
-                        raise TierForceError(f"no machine can do the work: {line}")
+                    yield index, None, line
+                    failing.add(machine)
+                    if len(failing) == size and not has_record:
+                        raise TierForceError(f"no machine can process documents: {line}")
         except self._ray.exceptions.RayError as error:
             raise TierForceError(
                 f"the machines of --cluster {self._cluster.address} are lost "
@@ -268,12 +267,14 @@ class _ClusterWorkers:
             ) from error
 
     def close(self) -> None:
-        """Leave the cluster, and wait for the end of one that was started here."""
+        """Disconnect, and wait for a cluster started here to stop."""
         guard = self._guard.process.pid
-        ours = [each for each in psutil.Process().children(recursive=True) if each.pid != guard]
+        ours = [
+            process for process in psutil.Process().children(recursive=True) if process.pid != guard
+        ]
         try:
             self._ray.shutdown()
-            _, left = psutil.wait_procs(ours, timeout=_TIMEOUT_S)
-            _kill(left)
+            _, remaining = psutil.wait_procs(ours, timeout=_TIMEOUT_S)
+            _kill(remaining)
         finally:
             self._guard.dismiss()

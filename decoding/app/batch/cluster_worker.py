@@ -1,4 +1,4 @@
-"""One machine of a cluster: an engine on all its GPUs, which summarises what it is sent."""
+"""One machine of a cluster: an engine on its GPUs that summarises batches of documents."""
 
 from __future__ import annotations
 
@@ -28,12 +28,19 @@ from parallel.model.loading import resolve
 from parallel.ranks.environment import RankLost
 from parallel.ranks.process_group import TensorParallelGroup
 
-_HELD = 5.0  # seconds that a machine in trouble keeps what others might do
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_FAILURE_DELAY_S = 5.0  # a failed machine answers slowly, which leaves documents to the others
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 class ClusterWorker:
-    """An engine, made once, and called with batch after batch; an actor of Ray Data."""
+    """A Ray Data actor: an engine, loaded once and called with batches."""
 
     engine: Engine
     template: Template
@@ -41,125 +48,129 @@ class ClusterWorker:
     def __init__(self, common: Common, job: BatchJob, concurrency: int, threads: str | None = None):
         """Load the models on `common.gpus` ranks, of which this process is the first.
 
-        `threads`: OMP_NUM_THREADS where the job was started, if it is set there. What keeps it from
-        that is told when it is called: Ray would bury it in a traceback.
+        `threads` is OMP_NUM_THREADS of the driver, if set there. Errors are reported by the first
+        call: Ray would bury them in a traceback.
         """
         silence_transformers()
-        self.job, self.concurrency, self.name = job, concurrency, _own_name()
-        self.trouble: str | None = None
+        self.job, self.concurrency, self.actor_id = job, concurrency, _actor_id()
+        self.startup_error: str | None = None
         try:
-            _join(common, job, threads)
-            self.engine = _engine(common, job)
+            _start_ranks(common, job, threads)
+            self.engine = _load_engine(common, job)
             self.template = Template.summary(self.engine.tokenizer, job.instruction)
         except RankLost:
             os._exit(1)
         except Exception as error:
-            name = "" if isinstance(error, TierForceError) else f"{type(error).__name__}: "
-            self.trouble = f"{name}{one_line(error)}"
+            kind = "" if isinstance(error, TierForceError) else f"{type(error).__name__}: "
+            self.startup_error = f"{kind}{one_line(error)}"
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Summarise the documents of a batch; return a record of each, as JSON, and its line.
+        """Summarise a batch; return the JSON record and the terminal line of each document.
 
-        Where nothing can be done here, records are empty, and lines say why.
+        If the models failed to load, records are empty and lines give the reason.
         """
-        places = batch["place"].tolist()
-        records, lines = [""] * len(places), [self.trouble] * len(places)
-        if self.trouble is None:
-            found = self._summaries(dict(zip(map(str, places), batch["text"], strict=True)))
-            records = [json.dumps(found[str(place)][0]) for place in places]
-            lines = [found[str(place)][1] for place in places]
+        indices = batch["index"].tolist()
+        records, lines = [""] * len(indices), [self.startup_error] * len(indices)
+        if self.startup_error is None:
+            results = self._summaries(dict(zip(map(str, indices), batch["text"], strict=True)))
+            records = [json.dumps(results[str(index)][0]) for index in indices]
+            lines = [results[str(index)][1] for index in indices]
         else:
-            time.sleep(_HELD)
-        names = [self.name] * len(places)
-        return {"place": places, "record": records, "line": lines, "machine": names}
+            time.sleep(_FAILURE_DELAY_S)
+        machines = [self.actor_id] * len(indices)
+        return {"index": indices, "record": records, "line": lines, "machine": machines}
 
-    def _summaries(self, texts: Mapping[str, str]) -> dict[str, tuple[dict[str, Any], str]]:
-        """Return the record of each text, and what is said of it, by the same names."""
-        found: dict[str, tuple[dict[str, Any], str]] = {}
+    def _summaries(self, documents: Mapping[str, str]) -> dict[str, tuple[dict[str, Any], str]]:
+        """Return the record and the terminal line of each document, by id."""
+        results: dict[str, tuple[dict[str, Any], str]] = {}
 
-        def done(record: dict[str, Any], line: str) -> None:
-            found[record["id"]] = record, line
+        def on_record(record: dict[str, Any], line: str) -> None:
+            results[record["id"]] = record, line
 
-        concurrency = min(self.concurrency, len(texts))
-        with open(os.devnull, "w") as nowhere:
-            display = Display(len(texts), nowhere)
-            summaries = Summaries(self.engine, self.template, self.job, concurrency, display, done)
+        concurrency = min(self.concurrency, len(documents))
+        with open(os.devnull, "w") as devnull:
+            display = Display(len(documents), devnull)
+            summaries = Summaries(
+                self.engine, self.template, self.job, concurrency, display, on_record
+            )
             try:
-                summaries.write({name: partial(str, text) for name, text in texts.items()})
-            except BaseException:  # of no document: nothing here is to be trusted any more
+                summaries.generate({id: partial(str, text) for id, text in documents.items()})
+            except BaseException:  # not an error of one document: the state is unknown
                 os._exit(1)
-        return found
+        return results
 
 
-def _own_name() -> str:
-    """Return what Ray calls this actor, however often it was started again."""
+def _actor_id() -> str:
+    """Return Ray's id of this actor, which survives restarts."""
     import ray
 
     return ray.get_runtime_context().get_actor_id() or "no actor"
 
 
-def _engine(common: Common, job: BatchJob) -> Engine:
-    """Load the models on this rank. Raises TierForceError, also for another model's weights."""
+def _load_engine(common: Common, job: BatchJob) -> Engine:
+    """Load the models on this rank. Raises TierForceError, also if weights differ."""
     group = TensorParallelGroup.from_environment(common.device, warn)
     folder = resolve(common.model, group)
     with group.sync_errors():
         if model_digest(folder) != job.weights:
-            raise TierForceError(f"--model {common.model} holds other weights there than here.")
+            raise TierForceError(
+                f"--model {common.model} has different weights on this machine than on the driver."
+            )
     return Engine.from_pretrained(folder, common.draft, common.settings, group=group)
 
 
-def _join(common: Common, job: BatchJob, threads: str | None) -> None:
-    """Make this process the first rank of its machine, whatever it was started under."""
+def _start_ranks(common: Common, job: BatchJob, threads: str | None) -> None:
+    """Make this process rank 0 of its machine, whatever started it, and start the other ranks."""
     for name in list(os.environ):
-        if name in _LAUNCHERS or name.startswith("TORCHELASTIC_"):
+        if name in _LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     ranks = common.gpus or 1
-    if threads is None or not threads.isdecimal():  # Ray leaves one to an actor
+    if threads is None or not threads.isdecimal():  # Ray gives actors one
         threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     os.environ["OMP_NUM_THREADS"] = threads
     torch.set_num_threads(max(1, int(threads)))
     if ranks > 1:
-        os.environ |= _start_others(common, job, ranks)
+        os.environ |= _start_other_ranks(common, job, ranks)
 
 
-def _start_others(common: Common, job: BatchJob, ranks: int) -> dict[str, str]:
-    """Start the other ranks of this machine; return what the first one's environment lacks.
+def _start_other_ranks(common: Common, job: BatchJob, ranks: int) -> dict[str, str]:
+    """Start the other ranks of this machine; return the environment variables of rank 0.
 
-    They end with this process, whichever way it ends: their standard input does. It ends with any
-    of them.
+    They exit with this process, however it ends, since their standard input closes. It exits if any
+    of them does.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    own = {
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    variables = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
     for rank in range(1, ranks):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        other = subprocess.Popen(
+        rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = subprocess.Popen(
             [sys.executable, "-m", "decoding.app.batch.cluster_worker"],
-            env={**os.environ, **own, **place},
+            env={**os.environ, **variables, **rank_variables},
             stdin=subprocess.PIPE,
         )
-        assert other.stdin is not None
-        pickle.dump((common, job), other.stdin)
-        other.stdin.flush()
-        threading.Thread(target=_end_with, args=(other,), daemon=True).start()
-    return {**own, "RANK": "0", "LOCAL_RANK": "0"}
+        assert process.stdin is not None
+        pickle.dump((common, job), process.stdin)
+        process.stdin.flush()
+        threading.Thread(target=_exit_with, args=(process,), daemon=True).start()
+    return {**variables, "RANK": "0", "LOCAL_RANK": "0"}
 
 
-def _end_with(other: subprocess.Popen[bytes]) -> None:
-    """End this process when another rank has ended: a collective might wait for it for hours."""
-    other.wait()
+def _exit_with(process: subprocess.Popen[bytes]) -> None:
+    """Exit when another rank exits: a collective could wait for it for hours."""
+    process.wait()
     os._exit(1)
 
 
-def _follow() -> None:
-    """Be another rank of a machine, until its first one is gone."""
-    common, job = pickle.load(sys.stdin.buffer)  # from the process that started this one
+def _run_worker() -> None:
+    """Run a rank other than 0 until rank 0 exits."""
+    common, job = pickle.load(sys.stdin.buffer)  # from rank 0
 
     def wait() -> None:
         sys.stdin.buffer.read()
@@ -167,8 +178,8 @@ def _follow() -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     silence_transformers()
-    _engine(common, job).run_worker()
+    _load_engine(common, job).run_worker()
 
 
 if __name__ == "__main__":
-    _follow()
+    _run_worker()

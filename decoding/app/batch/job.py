@@ -1,5 +1,5 @@
-"""What a batch asks of every document, and a digest of it, which tells a later run what is still as
-it would write it.
+"""The settings of a batch, and a digest of them, by which a later run knows which records are still
+valid.
 """
 
 from __future__ import annotations
@@ -18,19 +18,16 @@ from parallel.errors import CheckpointError
 from parallel.formats.gguf_header import read_header
 from parallel.formats.locate import find_local, is_gguf
 
-# bytes of each end of a weight file that tell it from another: reading all of a 13B model takes
-# minutes
-_PART = 1 << 20
-_MAX_CONFIG = 1 << 28  # bytes of a config or a tokenizer
+# bytes read at each end of a weight file to identify it: reading all of a 13B model takes minutes
+_SAMPLE_BYTES = 1 << 20
+_MAX_CONFIG = 1 << 28  # bytes of a config or tokenizer file
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """All that shapes a summary beside the document's text: the law of what is written, and who it
-    was asked of.
+    """Everything but the document that determines the distribution of a summary, and the models.
 
-    `model` and `draft` are names, without the folders they lie in; `weights` is a digest of the
-    model's files.
+    `model` and `draft` are names without their folders; `weights` is a digest of the model's files.
     """
 
     model: str
@@ -42,16 +39,15 @@ class BatchJob:
     dtype: str
     rope: str | None
     sampling: Sampling
-    deterministic: bool = False  # whether the text is that of plain decoding, token for token
+    deterministic: bool = False  # the same tokens as plain decoding
 
     def digest(self, text: str) -> str:
-        """Return 16 hexadecimal digits that change with the text and with all that shapes its
-        summary.
+        """Return 16 hexadecimal digits that identify the text and the distribution of its summary.
 
-        The draft, the device and what memory is spent on are left out: they shape how fast a
-        summary comes, not its law.
+        The draft, the device and memory settings are left out: they change the speed, not the
+        distribution.
         """
-        shaping = {
+        content = {
             "text": hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest(),
             "weights": self.weights,
             "instruction": self.instruction,
@@ -66,13 +62,13 @@ class BatchJob:
             ],
         }
         if self.rope is not None:
-            shaping["rope"] = self.rope
+            content["rope"] = self.rope
         if self.deterministic:
-            shaping["deterministic"] = True
-        return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
+            content["deterministic"] = True
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what a record says of its job."""
+        """Return the fields of a record that describe its job."""
         return {
             "model": self.model,
             "draft": self.draft,
@@ -85,12 +81,12 @@ class BatchJob:
 
 
 def model_name(name: str) -> str:
-    """Return how records call a model: a hub name as it is, of a folder or a GGUF file its own
-    name and no path.
+    """Return a model's name in records: a hub name as it is, and the name of a folder or a GGUF
+    file without its path.
     """
     try:
         local = find_local(name)
-    except CheckpointError:  # where all is finished nobody minds
+    except CheckpointError:  # if all documents are finished, the model may be missing
         return Path(name).name
     if local is None:
         return name
@@ -98,15 +94,15 @@ def model_name(name: str) -> str:
 
 
 def model_digest(model: Path) -> str:
-    """Digest the files that make a model, in a folder or in GGUF's one file.
+    """Return a digest of the files of a model: a folder, or a GGUF file.
 
-    Configs and tokenizer are taken whole, of each weight file its size and both ends. Raises
-    TierForceError where one of them cannot be read.
+    It covers all of configs and tokenizer, and the size and both ends of each weight file. Raises
+    TierForceError if one cannot be read.
     """
     digest = hashlib.sha256()
     try:
         for path in _files(model):
-            for part in _telling_parts(path):
+            for part in _fingerprint_parts(path):
                 digest.update(f"{path.name} {len(part)} ".encode(errors="surrogateescape") + part)
     except OSError as error:
         raise TierForceError(
@@ -116,21 +112,21 @@ def model_digest(model: Path) -> str:
 
 
 def _files(model: Path) -> list[Path]:
-    """Return the files of a model; a GGUF file beside a config.json is none of them."""
+    """Return the files of a model; in a folder with a config.json, GGUF files are left out."""
     if is_gguf(model):
         return [model]
     return sorted(path for path in model.iterdir() if not is_gguf(path))
 
 
-def _telling_parts(path: Path) -> Iterator[bytes]:
+def _fingerprint_parts(path: Path) -> Iterator[bytes]:
     if path.suffix in (".json", ".jinja", ".model"):
         yield read_regular(path, _MAX_CONFIG)
     elif path.suffix == ".safetensors" or is_gguf(path):
         size = path.stat().st_size
         # a GGUF file begins with its config and its tokenizer
-        first = read_header(path).data_start if is_gguf(path) else _PART
+        first = read_header(path).data_start if is_gguf(path) else _SAMPLE_BYTES
         with path.open("rb") as file:
             yield str(size).encode()
             yield file.read(first)
-            file.seek(max(0, size - _PART))
-            yield file.read(_PART)
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            yield file.read(_SAMPLE_BYTES)

@@ -1,5 +1,5 @@
-"""The output file: one JSON record a line, on disk before the next document starts, and good to
-resume from.
+"""The output file: one JSON record per line, each on disk before the next document starts; a later
+run can resume from it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from offload.regular_files import bounded_lines, open_regular
 
 @dataclass(frozen=True)
 class Finished:
-    """What later runs need to know of a finished record."""
+    """The fields of a finished record that later runs need."""
 
-    digest: str | None  # of all that shaped its summary, by `Job.digest`; old records have none
-    cut: bool  # whether the document was longer than the context
+    digest: str | None  # `BatchJob.digest`; None in old records
+    is_truncated: bool  # the document was longer than the context
 
 
 class Records:
     """A JSONL file that records are appended to.
 
-    Opening it repairs a torn last line and drops error records, whose documents are due again.
-    Only one job at a time may hold a file. Raises TierForceError when the file cannot be written,
-    is held, or is not such a file.
+    Opening it repairs a torn last line and drops error records, so that their documents are
+    processed again. Only one job at a time can open a file. Raises TierForceError if the file
+    cannot be written, is locked, or holds anything else.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self._place = Path(os.path.realpath(path))  # a link to the file stays one
+        self._real_path = Path(os.path.realpath(path))  # a link to the file is kept
         try:
-            self._new = not self._place.exists()
-            if not (self._new or self._place.is_dir() or self._place.is_file()):
+            self._is_new = not self._real_path.exists()
+            if not (self._is_new or self._real_path.is_dir() or self._real_path.is_file()):
                 raise TierForceError(
                     f"--output {path} is a pipe or a device: records need a regular file."
                 )
-            self._file = self._held(self._place.open("ab", buffering=0))
+            self._file = self._lock(self._real_path.open("ab", buffering=0))
             self.finished: dict[str, Finished] = {}
             if self._needs_repair():
                 self._replace()
@@ -56,68 +56,69 @@ class Records:
     def append(self, record: dict[str, Any]) -> None:
         """Write one record and wait until it is on disk.
 
-        Raises TierForceError when the disk will not take it.
+        Raises TierForceError if that fails.
         """
         text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-        # an id may have what UTF-8 cannot say: JSON can, by the same escape
+        # UTF-8 cannot encode surrogates in an id; as escapes they are valid JSON
         line = text.encode(errors="backslashreplace")
         try:
-            _write(self._file, line)
+            _write_all(self._file, line)
         except OSError as error:
             raise self._unwritable(error, " Finished records are safe.") from error
         if "error" not in record:
-            self._note(record)
+            self._remember(record)
 
-    def _note(self, record: dict[str, Any]) -> None:
+    def _remember(self, record: dict[str, Any]) -> None:
         self.finished[record["id"]] = Finished(
             record.get("digest"), bool(record.get("truncated_tokens"))
         )
 
-    def _held(self, file: FileIO) -> FileIO:
+    def _lock(self, file: FileIO) -> FileIO:
         """Lock the file for this job, and return it."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # a repair may have put another in its place
-            held = os.path.samestat(os.fstat(file.fileno()), self._place.stat())
+            # a repair may have replaced the file
+            is_locked = os.path.samestat(os.fstat(file.fileno()), self._real_path.stat())
         except BlockingIOError:
-            held = False
-        if not held:
+            is_locked = False
+        if not is_locked:
             raise TierForceError(
                 f"--output {self.path} is being written by another job; wait for it, or choose "
                 "another file."
             )
         return file
 
-    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-        """Yield the file's lines but for a torn last one, each with the record that it is.
+    def _whole_lines(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+        """Yield the lines of the file except a torn last one, each with its record, if it is one.
 
-        Of a line that is too long for a record it yields the beginning. Raises OSError.
+        A line too long for a record is truncated. Raises OSError.
         """
-        with open_regular(self._place) as file:
+        with open_regular(self._real_path) as file:
             for _, line in bounded_lines(file, MAX_BYTES):
                 if len(line) > MAX_BYTES:
                     yield line, None
-                elif line.endswith(b"\n") or not _torn(line):
-                    yield line, _record(line)
+                elif line.endswith(b"\n") or not _is_torn(line):
+                    yield line, _parse_record(line)
 
     def _needs_repair(self) -> bool:
-        """Note what is finished; return whether there is anything else, which a repair leaves out.
+        """Collect the finished records; return whether the file has content to drop.
 
-        Raises TierForceError for a line that no job wrote, so that no other file is harmed.
+        Raises TierForceError for a line that no job wrote, so that no other file is damaged.
         """
-        size, ours, blank = 0, False, 0  # bytes of whole finished records; the first blank line
-        for number, (line, record) in enumerate(self._lines(), 1):
+        size = 0  # bytes of complete finished records
+        has_records, first_blank = False, 0
+        for number, (line, record) in enumerate(self._whole_lines(), 1):
             if record is not None:
-                ours = True
+                has_records = True
                 if "summary" in record:
                     self._check_version(record, number)
-                    self._note(record)  # of several records of one id the last counts
+                    self._remember(record)  # the last record of an id wins
                     size += len(line) if line.endswith(b"\n") else 0
             elif len(line) <= MAX_BYTES and not line.strip(_PADDING + b"\n"):
-                blank = blank or number
+                first_blank = first_blank or number
             else:
-                # a file that has nothing but blank lines was ours too, before a power loss
-                number = number if ours or not blank else blank
+                # A power loss can leave blank lines only; before foreign content, report the first.
+                number = number if has_records or not first_blank else first_blank
                 raise TierForceError(
                     f"--output {self.path} exists, but its line {number} is not a summary record; "
                     "choose another file."
@@ -125,7 +126,7 @@ class Records:
         return size != os.fstat(self._file.fileno()).st_size
 
     def _check_version(self, record: dict[str, Any], number: int) -> None:
-        """Raise TierForceError for a record of a version whose fields had other names."""
+        """Raise TierForceError for a record of version 0.1, whose fields had other names."""
         if _OLD_FIELDS & record.keys():
             raise TierForceError(
                 f"--output {self.path}: line {number} is a record of tierforce 0.1, whose fields "
@@ -133,36 +134,36 @@ class Records:
             )
 
     def _replace(self) -> None:
-        """Swap the file for a repaired copy, in one step: a crash leaves the one or the other."""
-        repaired = self._place.with_name(self._place.name + ".repair")
+        """Replace the file with a repaired copy, atomically: a crash leaves one or the other."""
+        repaired = self._real_path.with_name(self._real_path.name + ".repair")
         file = repaired.open("wb", buffering=0)
         fcntl.flock(file, fcntl.LOCK_EX)
         os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
         with open(file.fileno(), "wb", closefd=False) as buffered:
-            for line, record in self._lines():
+            for line, record in self._whole_lines():
                 if record is not None and "summary" in record:
                     buffered.write(line.removesuffix(b"\n") + b"\n")
         os.fsync(file.fileno())
-        repaired.replace(self._place)
+        repaired.replace(self._real_path)
         self._file.close()
         self._file = file
 
     def _sync_folder(self) -> None:
-        """Wait until the file's name, too, is on disk."""
-        folder = os.open(self._place.parent, os.O_RDONLY)
+        """Wait until the directory entry of the file is on disk."""
+        folder = os.open(self._real_path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
 
-    def _unwritable(self, error: OSError, more: str = "") -> TierForceError:
-        return TierForceError(f"--output {self.path} cannot be written: {error.strerror}.{more}")
+    def _unwritable(self, error: OSError, hint: str = "") -> TierForceError:
+        return TierForceError(f"--output {self.path} cannot be written: {error.strerror}.{hint}")
 
     def close(self) -> None:
-        """Let go of the file, and leave none behind where no record was written."""
-        if self._new and not os.fstat(self._file.fileno()).st_size:
+        """Close the file; delete it if it is new and empty."""
+        if self._is_new and not os.fstat(self._file.fileno()).st_size:
             with suppress(OSError):
-                self._place.unlink()
+                self._real_path.unlink()
         self._file.close()
 
     def __enter__(self) -> Records:
@@ -174,18 +175,18 @@ class Records:
 
 # fields of finished records that version 0.2 renamed (docs/formats.md)
 _OLD_FIELDS = {"budget", "dropped_tokens", "fixed_shapes", "identical", "passes", "texts_at_once"}
-_PADDING = b"\0 \t\r"  # what file systems leave of a line whose bytes a power loss took
+_PADDING = b"\0 \t\r"  # left by file systems in place of a line lost to a power failure
 
 
-def _write(file: FileIO, content: bytes) -> None:
+def _write_all(file: FileIO, content: bytes) -> None:
     while content:
-        # what did not fit on the disk raises when it is tried again
+        # after a partial write to a full disk, the next one raises
         content = content[file.write(content) :]
     os.fsync(file.fileno())
 
 
-def _torn(line: bytes) -> bool:
-    """Tell whether this is what a crash leaves behind the last newline: a record's beginning."""
+def _is_torn(line: bytes) -> bool:
+    """Return whether an unterminated last line is the beginning of a record, as a crash leaves."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -193,11 +194,13 @@ def _torn(line: bytes) -> bool:
     return False
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line, of a finished document or a failed one; None for neither."""
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line, finished or failed; None if it is neither."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    ours = isinstance(record, dict) and isinstance(record.get("id"), str) and "versions" in record
-    return record if ours and ("summary" in record) != ("error" in record) else None
+    if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+        return None
+    is_record = "versions" in record and ("summary" in record) != ("error" in record)
+    return record if is_record else None

@@ -1,4 +1,4 @@
-"""Batch summaries: documents in, one durable record each out."""
+"""Batch summaries: one durable record per document."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from decoding.app.batch.job import BatchJob, model_digest, model_name
 from decoding.app.batch.records import Records
 from decoding.app.environment import installed_version
 from decoding.app.options import Common, as_flags
-from decoding.app.terminal.messages import Longest, say_what_fits, summary_line
+from decoding.app.terminal.messages import LongestDocument, say_what_fits, summary_line
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts, signal_source
 from decoding.app.terminal.streams import say, silence_transformers, warn
@@ -42,31 +42,31 @@ def run(
 ) -> None:
     """Summarise the documents of `source` into `output`; every rank calls it.
 
-    `concurrency` documents share the memory; None for as many as do so at no cost to each. Raises
-    TierForceError for what keeps the job from starting, and at its end where documents failed.
+    `concurrency` documents are decoded together; None for as many as fit at no cost to each. Raises
+    TierForceError if the job cannot start, and at the end if documents failed.
     """
     silence_transformers()
     group = TensorParallelGroup.from_environment(common.device, warn)
     documents: list[Document] = []
     with group.sync_errors():
         if group.rank == 0:
-            documents = listed(source, output)
+            documents = list_documents(source, output)
     folder = resolve(common.model, group)
     with ExitStack() as files:
         records = None
         due: list[Document] = []
         with group.sync_errors():
-            job = job_of(common, folder, instruction)
+            job = make_job(common, folder, instruction)
             if group.rank == 0:
                 records = files.enter_context(Records(output))
                 due = due_documents(documents, records, job)
         if group.broadcast(not due):
-            say(f"all {len(documents)} documents were finished before, in {output}")
+            say(f"all {len(documents)} documents are already finished in {output}")
             return
         engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
         with group.sync_errors():
             template = Template.summary(engine.tokenizer, instruction)
-        longest = longest_prompt_tokens(engine, due, template, common.max_new_tokens)
+        longest = longest_document(engine, due, template, common.max_new_tokens)
         longest, count = group.broadcast((longest, len(due)))
         concurrency = min(
             count, concurrency or choose_concurrency(engine, longest, common.max_new_tokens)
@@ -77,28 +77,28 @@ def run(
             return
         with Display(len(documents), sys.stderr) as display:
             results = Results(documents, due, records, display)
-            interrupts.last_words = results.last_words
+            interrupts.on_exit = results.report_interrupt
             summaries = Summaries(engine, template, job, concurrency, display, results.add)
-            summaries.write({document.id: document.read for document in due})
+            summaries.generate({document.id: document.read for document in due})
         engine.close()
     results.conclude(engine.context)
 
 
-def listed(source: Path, output: Path) -> list[Document]:
-    """List the documents, and say how many files are none. Raises as `find_documents` does."""
+def list_documents(source: Path, output: Path) -> list[Document]:
+    """Return the documents, and print how many files are skipped. Raises as `find_documents`."""
     listing = find_documents(source, output)
     if listing.skipped:
         say(f"skipped {listing.skipped} files that are not {' or '.join(SUFFIXES)}")
-    if listing.unread:
+    if listing.unreadable:
         warn(
-            f"{len(listing.unread)} folders or links in {source} cannot be read, first "
-            f"{listing.unread[0]}: what lies there is left out."
+            f"{len(listing.unreadable)} folders or links in {source} cannot be read and are "
+            f"skipped, the first of them {listing.unreadable[0]}"
         )
     return listing.documents
 
 
-def job_of(common: Common, folder: Path, instruction: str) -> BatchJob:
-    """Return what is asked of every document."""
+def make_job(common: Common, folder: Path, instruction: str) -> BatchJob:
+    """Return the settings that all documents of a batch share."""
     return BatchJob(
         model=model_name(common.model),
         draft=model_name(common.draft) if common.draft is not None else None,
@@ -114,7 +114,7 @@ def job_of(common: Common, folder: Path, instruction: str) -> BatchJob:
 
 
 class Results:
-    """What has become of the documents of a batch: records on disk, and lines on the screen."""
+    """The results of a batch: records on disk, and lines on the terminal."""
 
     def __init__(
         self,
@@ -123,93 +123,91 @@ class Results:
         records: Records,
         display: Display,
     ):
-        """Show which of the documents are not due."""
+        """Print the names of the documents that are already finished."""
         self.documents, self.records, self.display = documents, records, display
         self.failed = 0
         is_due = {document.id for document in due}
         for document in documents:
             if document.id not in is_due:
-                display.end(document.id, f"{document.id}: finished before, skipped")
+                display.end(document.id, f"{document.id}: already finished, skipped")
 
     def add(self, record: dict[str, Any], line: str) -> None:
-        """Take the record of a document, and what is said of it. Raises TierForceError."""
+        """Write the record of a document, and print its line. Raises TierForceError."""
         self.failed += "error" in record
         self.records.append(record)
         self.display.end(record["id"], f"{record['id']}: {line}")
 
-    def last_words(self, name: str) -> None:
-        """Say how far the batch is that a signal ends."""
+    def report_interrupt(self, name: str) -> None:
+        """Print how many documents were finished when a signal ended the batch."""
         self.display.stop()
         safe = f"{len(self.records.finished)} finished records are safe in {self.records.path}"
-        say(f"interrupted ({signal_source(name)}); {safe}: run the same command to go on")
+        say(f"interrupted ({signal_source(name)}); {safe}: run the same command to resume")
 
     def conclude(self, context: int) -> None:
-        """Say how the batch went. Raises TierForceError where documents failed."""
+        """Print the totals of the batch. Raises TierForceError if documents failed."""
         finished = [self.records.finished.get(document.id) for document in self.documents]
-        cut = sum(record.cut for record in finished if record is not None)
+        truncated = sum(record.is_truncated for record in finished if record is not None)
         count, path = len(self.documents), self.records.path
-        done = f"{count - self.failed} of {count} documents summarised in {path}"
-        if cut:
-            done += f", {cut} of them cut: their ends are beyond the context of {context:,} tokens"
-        say(done)
+        line = f"{count - self.failed} of {count} documents summarised in {path}"
+        if truncated:
+            line += f", {truncated} of them truncated to the context of {context:,} tokens"
+        say(line)
         if self.failed:
             raise TierForceError(
                 f"{self.failed} of {count} documents failed; their records in {path} say why."
             )
 
 
-def longest_prompt_tokens(
-    engine: Engine, documents: Sequence[Document], template: Template, new: int
-) -> Longest | None:
-    """Find the largest document that can be read; None where none can."""
+def longest_document(
+    engine: Engine, documents: Sequence[Document], template: Template, max_new_tokens: int
+) -> LongestDocument | None:
+    """Return the largest document that can be read; None if there is none."""
+    max_prompt = engine.context - max_new_tokens
     for document in sorted(documents, key=lambda document: document.size, reverse=True):
         try:
-            return Longest(
-                document.id,
-                len(template.build(engine.tokenizer, document.read(), engine.context - new)[0]),
-            )
+            prompt, _ = template.build(engine.tokenizer, document.read(), max_prompt)
+            return LongestDocument(document.id, len(prompt))
         except InvalidRequestError:
             continue
     return None
 
 
 def due_documents(documents: Sequence[Document], records: Records, job: BatchJob) -> list[Document]:
-    """Return those without a finished record of this very job: the same text, asked of the same
-    model, by the same law.
+    """Return the documents without a finished record of this job: the same text, model, instruction
+    and sampling.
 
-    Warns of records that an earlier job of another kind has left.
+    Warns about finished records with other settings.
     """
-    due, changed = [], 0
+    due, outdated = [], 0
     for document in documents:
         if (finished := records.finished.get(document.id)) is not None:
-            with suppress(InvalidRequestError):  # it could be read once; its new record will tell
+            with suppress(InvalidRequestError):  # no longer readable: its new record will say why
                 if finished.digest in (None, job.digest(document.read())):
                     continue
-            changed += 1
+            outdated += 1
         due.append(document)
-    if changed:
+    if outdated:
         warn(
-            f"{changed} finished records in {records.path} are of another text, instruction, model "
-            "or sampling law: these documents are summarised again, and their old records stay."
+            f"{outdated} finished records in {records.path} are of another text, instruction, "
+            "model or sampling: their documents are summarised again, and the old records stay."
         )
     return due
 
 
-def choose_concurrency(engine: Engine, longest: Longest | None, new: int) -> int:
-    """Return how many documents share the memory at no cost to each; all ranks call it."""
+def choose_concurrency(engine: Engine, longest: LongestDocument | None, max_new_tokens: int) -> int:
+    """Return how many documents fit together at no cost to each; all ranks call it."""
     if longest is None:
         return 1
     try:
-        return engine.max_concurrency(longest.tokens, new, MAX_CONCURRENCY)
+        return engine.max_concurrency(longest.tokens, max_new_tokens, MAX_CONCURRENCY)
     except InsufficientMemoryError:
         return 1
 
 
 class Summaries:
-    """Summaries of one job, each with a record as soon as it is done; on rank 0.
+    """The summaries of a batch, each recorded as soon as it is finished; on rank 0.
 
-    A document that cannot be processed gets a record with `error` in place of `summary`, and the
-    batch goes on.
+    The record of a failed document has `error` in place of `summary`, and the batch continues.
     """
 
     def __init__(
@@ -219,83 +217,85 @@ class Summaries:
         job: BatchJob,
         concurrency: int,
         display: Display,
-        done: Callable[[dict[str, Any], str], None],
+        on_record: Callable[[dict[str, Any], str], None],
     ):
-        """`done` takes the record of each document, and what is said of it."""
+        """`on_record` is called with each document's record and terminal line."""
         self.engine, self.template, self.job = engine, template, job
-        self.concurrency, self.display, self.done = concurrency, display, done
+        self.concurrency, self.display, self.on_record = concurrency, display, on_record
         self._digests: dict[str, str] = {}
 
-    def write(self, texts: Mapping[str, Callable[[], str]]) -> None:
-        """Summarise documents, given by their ids what reads each. Raises RankLost."""
-        for written in self.engine.generate_batch(self._requests(texts), self.concurrency):
-            if written.error is not None:
-                self.done(*failure(written.request.name, written.error))
+    def generate(self, readers: Mapping[str, Callable[[], str]]) -> None:
+        """Summarise documents; `readers` maps ids to functions that read them. Raises RankLost."""
+        for completion in self.engine.generate_batch(self._requests(readers), self.concurrency):
+            if completion.error is not None:
+                self.on_record(*failure(completion.request.name, completion.error))
             else:
-                self.done(self._record(written), summary_line(written.stats))
+                self.on_record(self._record(completion), summary_line(completion.stats))
 
-    def _requests(self, texts: Mapping[str, Callable[[], str]]) -> Iterator[Request]:
-        """Yield what is asked of each document, read when there is room for it."""
-        new, context = self.job.max_new_tokens, self.engine.context
-        for id, read in texts.items():
+    def _requests(self, readers: Mapping[str, Callable[[], str]]) -> Iterator[Request]:
+        """Yield a request per document, read only when the engine has room for it."""
+        max_new_tokens, context = self.job.max_new_tokens, self.engine.context
+        for id, read in readers.items():
             self.display.begin(id)
             try:
                 text = read()
-                prompt, dropped = self.template.build(self.engine.tokenizer, text, context - new)
+                prompt, truncated_tokens = self.template.build(
+                    self.engine.tokenizer, text, context - max_new_tokens
+                )
             except TierForceError as error:
-                self.done(*failure(id, error))
+                self.on_record(*failure(id, error))
                 continue
-            if dropped:
+            if truncated_tokens:
                 self.display.warn(
-                    f"{id}: longer than the context of {context} tokens; the last {dropped} tokens "
-                    "were dropped"
+                    f"{id}: longer than the context of {context} tokens: the last "
+                    f"{truncated_tokens} tokens were dropped"
                 )
             self._digests[id] = self.job.digest(text)
             yield Request(
                 prompt,
-                new,
+                max_new_tokens,
                 self.job.sampling,
-                dropped,
+                truncated_tokens,
                 partial(self.display.prefill, id),
                 id,
-                partial(self.display.decode, id, new),
+                partial(self.display.decode, id, max_new_tokens),
             )
 
-    def _record(self, written: Completion) -> dict[str, Any]:
-        engine, id = self.engine, written.request.name
+    def _record(self, completion: Completion) -> dict[str, Any]:
+        engine, id = self.engine, completion.request.name
         device = engine.group.device
         return {
             "id": id,
-            "summary": engine.tokenizer.decode(written.tokens, skip_special_tokens=True).strip(),
-            **written.stats.as_dict(),
-            "truncated_tokens": written.request.truncated_tokens,
+            "summary": engine.tokenizer.decode(completion.tokens, skip_special_tokens=True).strip(),
+            **completion.stats.as_dict(),
+            "truncated_tokens": completion.request.truncated_tokens,
             **self.job.as_dict(),
             "dtype": dtype_name(engine.runtime.dtype),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "ranks": engine.group.size,
-            "date": _now(),
+            "date": _timestamp(),
             "digest": self._digests.pop(id),
             "versions": versions(),
         }
 
 
 def failure(id: str, error: TierForceError) -> tuple[dict[str, Any], str]:
-    """Return the record of a document that has failed, and what is said of it."""
+    """Return the record and the terminal line of a failed document."""
     reason = as_flags(str(error))
     record = {
         "id": id,
         "error": reason,
         "kind": type(error).__name__,
-        "date": _now(),
+        "date": _timestamp(),
         "versions": versions(),
     }
     return record, f"failed: {reason}"
 
 
-def _now() -> str:
+def _timestamp() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what the numbers and the text depend on."""
+    """Return the versions of the packages that determine times and output."""
     return {name: installed_version(name) for name in ("tierforce", "torch", "transformers")}

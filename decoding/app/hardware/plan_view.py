@@ -18,21 +18,21 @@ _TIERS = {
     "weights": "weights",
     "resident layers": "KV of on-device layers",
     "ring, in prefill one layer": "transfer ring",
-    "recent tokens": "device tail (recent tokens)",
+    "device tail": "device tail (recent tokens)",
     "high_bytes": "high bytes of split KV",
-    "joining slices": "reconstruction buffer",
-    "cutting slices": "split buffer",
+    "reconstruction buffers": "reconstruction buffer",
+    "splitting buffers": "split buffer",
     "retrieval cache": "retrieval cache",
     "draft cache": "draft cache",
     "rotary tables": "rotary tables",
     "hidden states": "hidden states of the prompt",
-    "a pass": "activations",
+    "forward": "activations",
 }
 _BOUNDS = {
     "link": "host link",
     "compute": "compute",
     "arithmetic": "compute",
-    "sums over ranks": "all-reduce",
+    "all-reduce": "all-reduce",
     "write-back": "host link",
 }
 

@@ -1,4 +1,4 @@
-"""`chat` and `ask`: a conversation in the terminal, maybe about a document, and one question."""
+"""`chat`, `ask` and `prefill`: a conversation, optionally about a document, or one question."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ from parallel.ranks.launch import answer_signals
 from parallel.ranks.process_group import TensorParallelGroup
 
 HELP = """/save FILE   write the conversation to a JSON file
-/load FILE   go on with one that was saved
-/stats       what the last answer took
-/clear       begin anew, with the same document
-/quit        leave; Ctrl-D does, too
-Ctrl-C ends an answer. What begins with // is a message that begins with /."""
+/load FILE   continue a saved conversation
+/stats       show times and counts of the last answer
+/clear       start over, with the same document
+/quit        quit, as does Ctrl-D
+Ctrl-C ends an answer. To send a message that starts with /, write //."""
 
 
 @dataclass
 class Terminal:
-    """A conversation at the terminal: lines come in, answers go out."""
+    """A chat loop: lines from standard input are answered on standard output."""
 
     chat: Chat
     interrupts: Interrupts
-    is_stopped: bool = False  # the answer under way
-    stopped_at: float = 0.0  # of the clock, where it is
+    is_stopped: bool = False  # the current answer
+    stopped_at: float = 0.0  # seconds, by time.monotonic
 
     def run(self) -> None:
-        """Answer line after line, until there are no more."""
-        self.interrupts.answers[signal.SIGINT] = self._interrupted
+        """Answer lines until the input ends."""
+        self.interrupts.answers[signal.SIGINT] = self._on_interrupt
         answer_signals(signal.SIGINT)
         commands: dict[str, Callable[[str], None]] = {
             "/save": self._save,
             "/load": self._load,
             "/stats": self._stats,
             "/clear": lambda _: self.chat.clear(),
-            "/help": lambda _: _say_help(),
+            "/help": lambda _: _print_help(),
         }
         try:
-            for line in _lines(self.chat.engine):
+            for line in _input_lines(self.chat.engine):
                 name, _, rest = line.partition(" ")
                 if name == "/quit":
                     return
@@ -69,7 +69,7 @@ class Terminal:
                 elif name in commands:
                     _report_errors(commands[name], rest.strip())
                 else:
-                    say(f"{name} is no command: /help lists them, and //... is a message")
+                    say(f"{name} is not a command: see /help, or write //... to send a message")
         finally:
             self.interrupts.answers.clear()
 
@@ -80,11 +80,14 @@ class Terminal:
             with closing(self.chat.ask(question, partial(display.prefill, "answer"))) as pieces:
                 print_stream(pieces, display, lambda: self.is_stopped)
 
-    def _interrupted(self) -> bool:
-        """End the answer, and where that takes too long everything; on the signals' thread."""
+    def _on_interrupt(self) -> bool:
+        """Stop the answer; return False, which ends the process, if that takes too long.
+
+        Called on the thread of `Interrupts`.
+        """
         if not self.chat.engine.is_busy:
             say("")
-            say("/quit or Ctrl-D leaves")
+            say("/quit or Ctrl-D quits")
             sys.stdout.write(_prompt())
             sys.stdout.flush()
             return True
@@ -95,41 +98,41 @@ class Terminal:
 
     def _save(self, name: str) -> None:
         if not name:
-            raise TierForceError("/save needs the name of a file.")
-        path = _path(name)
+            raise TierForceError("/save needs a file name: /save FILE.")
+        path = _expand_user(name)
         check_writable("/save", path)
         if path.exists():
-            read_conversation(path)  # nothing else is written over
+            read_conversation(path)  # raises for other files, which must not be overwritten
         write_json("/save", path, {"messages": self.chat.messages})
-        say(f"saved {len(self.chat.messages)} messages in {name}")
+        say(f"saved {len(self.chat.messages)} messages to {name}")
 
     def _load(self, name: str) -> None:
-        turns = read_conversation(_path(name))
+        turns = read_conversation(_expand_user(name))
         self.chat.restore(turns)
-        say(f"{len(turns)} questions and answers from {name}")
+        say(f"loaded {len(turns)} questions and answers from {name}")
 
     def _stats(self, _: str) -> None:
         stats = self.chat.engine.stats
-        before = f"{stats.reused_tokens} tokens were there before"
+        cached = f"{stats.reused_tokens} cached tokens reused"
         if stats.discarded_tokens:
-            before += f", and {stats.discarded_tokens} that this prompt has otherwise were not"
-        say(f"{summary_line(stats)}; {before}")
+            cached += f", {stats.discarded_tokens} discarded since the prompt differs"
+        say(f"{summary_line(stats)}; {cached}")
 
 
 def run(common: Common, document: Path | None, interrupts: Interrupts) -> None:
-    """Talk at the terminal; all ranks call it. Raises TierForceError for what keeps it from it."""
-    with _opened(common, document) as chat:
+    """Chat on the terminal; all ranks call it. Raises TierForceError on failure."""
+    with _open_chat(common, document) as chat:
         if chat is None:
             return
         if document is not None:
-            _read(chat, document.name)
+            _prefill_document(chat, document.name)
         say("/help lists the commands")
         Terminal(chat, interrupts).run()
 
 
 def ask(common: Common, document: Path | None, question: str, interrupts: Interrupts) -> None:
     """Answer one question on standard output; all ranks call it."""
-    with _opened(common, document) as chat, Display(1, sys.stderr) as display:
+    with _open_chat(common, document) as chat, Display(1, sys.stderr) as display:
         if chat is None:
             return
         interrupts.stop_first(display.stop)
@@ -137,43 +140,43 @@ def ask(common: Common, document: Path | None, question: str, interrupts: Interr
 
 
 def prefill(common: Common, document: Path) -> None:
-    """Read a document and keep it; all ranks call it. Raises TierForceError where that fails."""
-    with _opened(common, document) as chat:
+    """Prefill a document and store it; all ranks call it. Raises TierForceError on failure."""
+    with _open_chat(common, document) as chat:
         if chat is None:
             return
-        _read(chat, document.name)
+        _prefill_document(chat, document.name)
     is_short = len(chat.tokens) < MIN_TOKENS
     if is_short or not chat.engine.sessions.is_cached(chat.tokens, chat.max_new_tokens):
-        why = f": {len(chat.tokens)} tokens are read again as soon" if is_short else ""
-        raise TierForceError(f"{document.name} was read, and is not kept{why}.")
-    say(f"{document.name} is kept in {common.settings.prompt_cache}")
+        reason = f": prefilling {len(chat.tokens)} tokens again is as fast" if is_short else ""
+        raise TierForceError(f"{document.name} was prefilled, but not stored{reason}.")
+    say(f"{document.name} is stored in {common.settings.prompt_cache}")
 
 
-def _say_help() -> None:
+def _print_help() -> None:
     for line in HELP.splitlines():
         say(line)
 
 
 def read_conversation(path: Path) -> list[tuple[str, str]]:
-    """Return questions with their answers, as /save wrote them. Raises TierForceError."""
+    """Return the questions and answers in a file that /save wrote. Raises TierForceError."""
     try:
         saved: Any = read_json(path, MAX_BYTES)
-        roles = [each["role"] for each in saved["messages"]]
-        words = [each["content"] for each in saved["messages"]]
-        for each in words:
-            each.encode()
+        roles = [message["role"] for message in saved["messages"]]
+        contents = [message["content"] for message in saved["messages"]]
+        for content in contents:
+            content.encode()
     except OSError as error:
         raise TierForceError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TierForceError(f"{path} is no conversation that /save has written.") from error
+        raise TierForceError(f"{path} is not a conversation that /save wrote.") from error
     if roles != ["user", "assistant"] * (len(roles) // 2):
-        raise TierForceError(f"{path} has messages that are not questions with their answers.")
-    return list(zip(words[::2], words[1::2], strict=True))
+        raise TierForceError(f"{path} is not a conversation: user and assistant do not alternate.")
+    return list(zip(contents[::2], contents[1::2], strict=True))
 
 
 @contextmanager
-def _opened(common: Common, document: Path | None) -> Iterator[Chat | None]:
-    """Load the models for a conversation; None on ranks other than 0, once rank 0 is done."""
+def _open_chat(common: Common, document: Path | None) -> Iterator[Chat | None]:
+    """Load the models; yield the chat on rank 0, and None on other ranks once rank 0 is done."""
     silence_transformers()
     group = TensorParallelGroup.from_environment(common.device, warn)
     text: str | None = None
@@ -193,35 +196,35 @@ def _opened(common: Common, document: Path | None) -> Iterator[Chat | None]:
         return
     if chat.truncated_tokens:
         warn(
-            f"the document is longer than the context of {engine.context:,} tokens allows: its "
-            f"last {chat.truncated_tokens:,} tokens were dropped"
+            f"the document is too long for the context of {engine.context:,} tokens: its last "
+            f"{chat.truncated_tokens:,} tokens were dropped"
         )
     with engine.conversation():
         yield chat
     engine.close()
 
 
-def _read(chat: Chat, name: str) -> None:
-    """Read the document, with its progress."""
+def _prefill_document(chat: Chat, name: str) -> None:
+    """Prefill the document, with a progress bar."""
     with Display(1, sys.stderr) as display:
         display.begin(name)
         chat.prefill(partial(display.prefill, name))
         stats = chat.engine.stats
-        what = f"{stats.prompt_tokens:,} tokens read in {stats.first_token_s:.1f} s"
+        line = f"{stats.prompt_tokens:,} tokens prefilled in {stats.first_token_s:.1f} s"
         if stats.loaded_tokens:
-            what += f", {stats.loaded_tokens:,} of them from disk"
-        display.end(name, f"{name}: {what}")
+            line += f" ({stats.loaded_tokens:,} loaded from disk)"
+        display.end(name, f"{name}: {line}")
 
 
-def _lines(engine: Engine) -> Iterator[str]:
-    """Yield what is typed, or what stands in a file, line by line."""
+def _input_lines(engine: Engine) -> Iterator[str]:
+    """Yield the non-empty lines of standard input, stripped."""
     if sys.stdin is None:
         return
     prompt = _prompt()
     if prompt:
-        with suppress(ImportError):  # which lets lines be edited
+        with suppress(ImportError):  # optional: line editing
             import readline  # noqa: F401
-    with suppress(AttributeError):  # a line that is no text is refused alone
+    with suppress(AttributeError):  # a line that is not UTF-8 is skipped, and the chat goes on
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     while True:
         try:
@@ -238,20 +241,20 @@ def _lines(engine: Engine) -> Iterator[str]:
             yield line
 
 
-def _path(name: str) -> Path:
-    """Return the path of a name as it is typed, with no shell to read it."""
+def _expand_user(name: str) -> Path:
+    """Return the path of a typed name, expanding ~ as a shell does."""
     return Path(os.path.expanduser(name))
 
 
 def _prompt() -> str:
-    """Return what asks a person for a line; nothing for a file or a pipe."""
+    """Return the prompt for a line; empty if input or output is a file or a pipe."""
     return "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
 
 
-def _report_errors(do: Callable[[str], None], what: str) -> None:
-    """Do something; say what is wrong with it, unless it ends everything."""
+def _report_errors(action: Callable[[str], None], argument: str) -> None:
+    """Run a command of the chat, and print its error unless a rank is lost."""
     try:
-        do(what)
+        action(argument)
     except RankLost:
         raise
     except TierForceError as error:

@@ -1,4 +1,4 @@
-"""One text on the terminal, as it is verified."""
+"""`generate`: one request, printed as its tokens are verified."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from decoding.app.batch.documents import MAX_BYTES, Document, decoded
+from decoding.app.batch.documents import MAX_BYTES, Document, decode_text
 from decoding.app.options import Common
-from decoding.app.terminal.files import check_json_suffix, check_writable, write_json
+from decoding.app.terminal.files import check_overwrite, check_writable, write_json
 from decoding.app.terminal.messages import say_what_fits, summary_line
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
@@ -19,7 +19,7 @@ from decoding.text.prompt import Template
 from offload.errors import TierForceError
 from parallel.ranks.process_group import TensorParallelGroup
 
-PROMPT = "prompt"  # what the one text is called
+PROMPT = "prompt"  # name of the request in progress and warnings
 STDIN = Path("-")
 
 
@@ -31,64 +31,65 @@ def run(
     stats: Path | None,
     interrupts: Interrupts,
 ) -> None:
-    """Continue a text, or what a file holds, or answer it with `chat`; all ranks call it.
-
-    What it took is written to the JSON file `stats`. Raises TierForceError for what keeps it from
+    """Continue a prompt, `text` or the contents of `file`, or answer it with `chat`; all ranks call
     it.
+
+    Times and counts are written to the JSON file `stats`. Raises TierForceError on failure.
     """
     silence_transformers()
     group = TensorParallelGroup.from_environment(common.device, warn)
     with group.sync_errors():
-        prompt = _read(file, group.size) if file is not None else text or ""
+        prompt = _read_prompt(file, group.size) if file is not None else text or ""
         if stats is not None and group.rank == 0:
             check_writable("--stats", stats)
-            check_json_suffix("--stats", stats)
+            check_overwrite("--stats", stats)
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
     if chat:
         with group.sync_errors():
-            Template.chat(engine.tokenizer)  # which refuses before anything is said
+            Template.chat(engine.tokenizer)  # raises before anything is printed
     say_what_fits(engine, None, common)
     if group.rank:
         engine.run_worker()
         return
     with Display(1, sys.stderr) as display:
         interrupts.stop_first(display.stop)
-        sampling, new = common.sampling, common.max_new_tokens
+        sampling, max_new_tokens = common.sampling, common.max_new_tokens
         name = file.name if file is not None else PROMPT
-        generate(
-            engine, partial(engine.stream, prompt, new, sampling, chat=chat, name=name), display
-        )
+        stream = partial(engine.stream, prompt, max_new_tokens, sampling, chat=chat, name=name)
+        generate(engine, stream, display)
         if stats is not None:
             content = {**engine.stats.as_dict(), "token_ids": engine.stats.token_ids}
             write_json("--stats", stats, content)
     engine.close()
 
 
-def _read(file: Path, ranks: int) -> str:
+def _read_prompt(file: Path, ranks: int) -> str:
     """Return the text of a file, or of standard input for `-`. Raises TierForceError."""
     if file != STDIN:
         return Document(file.name, file, 0).read()
     if sys.stdin is None:
-        raise TierForceError("--prompt-file - is standard input, which is closed.")
-    if ranks > 1:  # a launcher keeps it from its ranks
-        raise TierForceError("--prompt-file - is standard input, which several GPUs do not get.")
-    text = decoded(sys.stdin.buffer.read(MAX_BYTES + 1))
+        raise TierForceError("--prompt-file - reads standard input, but it is closed.")
+    if ranks > 1:  # a launcher does not pass it to its ranks
+        raise TierForceError(
+            "--prompt-file - reads standard input, which several GPUs cannot: name a file instead."
+        )
+    text = decode_text(sys.stdin.buffer.read(MAX_BYTES + 1))
     if not text.strip():
         raise TierForceError("standard input is empty.")
     return text
 
 
 def generate(engine: Engine, pieces: Callable[[Progress], Iterator[str]], display: Display) -> None:
-    """Write pieces to standard output; progress, warnings and what it took go to `display`."""
-    warned = False
+    """Write pieces to standard output; progress, warnings and the summary go to `display`."""
+    has_warned = False
 
     def progress(done: int, total: int) -> None:
-        nonlocal warned
+        nonlocal has_warned
         display.prefill(PROMPT, done, total)
-        if engine.stats.truncated_tokens and not warned:
-            warned = True
+        if engine.stats.truncated_tokens and not has_warned:
+            has_warned = True
             display.warn(
-                f"longer than the context of {engine.context} tokens; the first "
+                f"the prompt is longer than the context of {engine.context} tokens: its first "
                 f"{engine.stats.truncated_tokens} tokens were dropped"
             )
 
@@ -100,9 +101,9 @@ def generate(engine: Engine, pieces: Callable[[Progress], Iterator[str]], displa
 def print_stream(
     pieces: Iterable[str], display: Display, is_stopped: Callable[[], bool] = lambda: False
 ) -> None:
-    """Write pieces to standard output as they come, and a line's end, until it `is_stopped`."""
+    """Write pieces to standard output as they arrive, until `is_stopped`, and a newline."""
     for piece in pieces:
-        display.stop()  # the text takes over the terminal
+        display.stop()  # leaves the terminal to the text
         _write(piece)
         if is_stopped():
             break
@@ -110,9 +111,9 @@ def print_stream(
 
 
 def _write(text: str) -> None:
-    """Write to standard output at once. Raises TierForceError where it cannot be.
+    """Write to standard output, and flush. Raises TierForceError if that fails.
 
-    A terminal does not get what would steer it; a file or a pipe gets all.
+    For a terminal, control characters are escaped; files and pipes get the text unchanged.
     """
     sys.stdout.write(without_controls(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`keep list` and `keep drop`: what was read and stays on disk."""
+"""`prompt-cache list` and `prompt-cache drop`: the prompts stored on disk."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from decoding.app.terminal.streams import printable, say
 from decoding.prefix_cache.store import CachedPrompt, PromptCache
 from offload.errors import TierForceError
 
-_WIDTH = 160  # columns, where nobody looks on
+_WIDTH = 160  # columns, if standard output is not a terminal
 
 
 def show(folder: str, as_json: bool) -> None:
-    """Print what a folder keeps, the most recently used first. Raises TierForceError."""
-    prompts = _opened(folder).prompts()[::-1]
+    """List the prompts in a folder, most recently used first. Raises TierForceError."""
+    prompts = _open_cache(folder).prompts()[::-1]
     if as_json:
-        json.dump([_said(each) for each in prompts], sys.stdout, indent=1)
+        json.dump([_as_dict(prompt) for prompt in prompts], sys.stdout, indent=1)
         sys.stdout.write("\n")
         return
     if prompts:
         width = None if sys.stdout.isatty() else _WIDTH
         console = Console(file=sys.stdout, highlight=False, markup=False, width=width)
         console.print(_table(prompts))
-    say(f"{_amount(prompts)}, in {folder}")
+    say(f"{_total(prompts)}, in {folder}")
 
 
 def drop(folder: str, ids: Sequence[str], everything: bool) -> None:
-    """Remove texts from a folder. Raises TierForceError for one that is not there."""
+    """Remove prompts from a folder. Raises TierForceError for an id it does not have."""
     if everything == bool(ids):
-        raise TierForceError("say which texts are to go, by their ids, or all of them by --all.")
-    cache = _opened(folder)
+        raise TierForceError("name the prompts to drop by their ids, or drop all with --all.")
+    cache = _open_cache(folder)
     cache.warn = say
     cache.create()
     cache.collect_garbage()
-    prompts = {each.id: each for each in cache.prompts()}
-    if missing := [each for each in ids if each not in prompts]:
+    prompts = {prompt.id: prompt for prompt in cache.prompts()}
+    if missing := [id for id in ids if id not in prompts]:
         raise TierForceError(
-            f"{folder} has no prompt with the id {missing[0]}: `tierforce prompt-cache list {folder}` "
-            "lists the ids."
+            f"{folder} has no prompt with the id {missing[0]}: `tierforce prompt-cache list "
+            f"{folder}` lists the ids."
         )
-    gone = [prompts[each] for each in dict.fromkeys(ids)] if ids else list(prompts.values())
-    for each in gone:
+    dropped = [prompts[id] for id in dict.fromkeys(ids)] if ids else list(prompts.values())
+    for prompt in dropped:
         try:
-            cache.drop(each)
+            cache.drop(prompt)
         except OSError as error:
-            raise TierForceError(f"{each.folder} cannot be removed: {error.strerror}.") from error
-    say(f"dropped {_amount(gone)}")
+            raise TierForceError(f"{prompt.folder} cannot be removed: {error.strerror}.") from error
+    say(f"dropped {_total(dropped)}")
 
 
 def _table(prompts: Sequence[CachedPrompt]) -> Table:
@@ -60,42 +60,42 @@ def _table(prompts: Sequence[CachedPrompt]) -> Table:
     for heading in ("id", "name", "model", "ranks", "tokens", "GB", "last used"):
         is_number = heading in ("ranks", "tokens", "GB")
         table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
-    for each in prompts:
-        said = each.manifest
-        names = printable(said.name), printable(said.model)
-        numbers = str(said.ranks), f"{said.tokens:,}", f"{said.nbytes / 1e9:.2f}"
-        table.add_row(each.id, *names, *numbers, _used(each))
+    for prompt in prompts:
+        manifest = prompt.manifest
+        names = printable(manifest.name), printable(manifest.model)
+        numbers = str(manifest.ranks), f"{manifest.tokens:,}", f"{manifest.nbytes / 1e9:.2f}"
+        table.add_row(prompt.id, *names, *numbers, _last_used(prompt))
     return table
 
 
-def _amount(prompts: Sequence[CachedPrompt]) -> str:
-    total = sum(each.manifest.nbytes for each in prompts) / 1e9
-    return f"{len(prompts)} text{'' if len(prompts) == 1 else 's'}, {total:.2f} GB"
+def _total(prompts: Sequence[CachedPrompt]) -> str:
+    total = sum(prompt.manifest.nbytes for prompt in prompts) / 1e9
+    return f"{len(prompts)} prompt{'' if len(prompts) == 1 else 's'}, {total:.2f} GB"
 
 
-def _opened(folder: str) -> PromptCache:
+def _open_cache(folder: str) -> PromptCache:
     if not folder or not Path(folder).is_dir():
-        raise TierForceError(f"{folder!r} is no folder: name one that --prompt-cache was given.")
+        raise TierForceError(f"{folder!r} is not a folder: name one used as --prompt-cache.")
     return PromptCache(Path(folder))
 
 
-def _used(kept: CachedPrompt) -> str:
+def _last_used(prompt: CachedPrompt) -> str:
     try:
-        used = datetime.fromtimestamp(kept.used, timezone.utc)
-    except (ValueError, OverflowError, OSError):  # a time that no calendar has
+        used = datetime.fromtimestamp(prompt.used, timezone.utc)
+    except (ValueError, OverflowError, OSError):  # a damaged time
         return "-"
     return used.strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _said(kept: CachedPrompt) -> dict[str, str | int]:
-    said = kept.manifest
+def _as_dict(prompt: CachedPrompt) -> dict[str, str | int]:
+    manifest = prompt.manifest
     return {
-        "id": kept.id,
-        "name": said.name,
-        "model": said.model,
-        "ranks": said.ranks,
-        "tokens": said.tokens,
-        "bytes": said.nbytes,
-        "saved": said.saved,
-        "used": _used(kept),
+        "id": prompt.id,
+        "name": manifest.name,
+        "model": manifest.model,
+        "ranks": manifest.ranks,
+        "tokens": manifest.tokens,
+        "bytes": manifest.nbytes,
+        "saved": manifest.saved,
+        "used": _last_used(prompt),
     }

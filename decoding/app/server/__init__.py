@@ -1,1 +1,1 @@
-"""`tierforce serve`: the engine behind an OpenAI-compatible interface, and a page for people."""
+"""`tierforce serve`: an OpenAI-compatible server for the engine, with a chat page."""

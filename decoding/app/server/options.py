@@ -52,7 +52,7 @@ def is_local(host: str) -> bool:
 def read_keys(path: Path) -> list[str]:
     """Return the keys in a file, one per line. Raises TierForceError for invalid ones."""
     if path.exists() and not path.is_file():
-        raise TierForceError(f"`api_key_file` {path} is no regular file.")
+        raise TierForceError(f"`api_key_file` {path} is not a regular file.")
     try:
         lines = read_regular(path, SMALL).decode("ascii").splitlines()
     except OSError as error:

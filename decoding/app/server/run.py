@@ -1,4 +1,4 @@
-"""`serve`: the engine on this thread, and the server on another."""
+"""`serve`: the engine runs on this thread, the HTTP server on another."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ from offload.errors import TierForceError, one_line
 from parallel.ranks.launch import answer_signals, require_open_files
 from parallel.ranks.process_group import TensorParallelGroup
 
-_CLOSING = Failed(503, "the server is being shut down.")
-_LOST = Failed(503, "the engine was lost; the server is being shut down.")
-_LAST_REPLIES_S = 5  # that clients are given to hear of the end
+_SHUTTING_DOWN = Failed(503, "the server is shutting down.")
+_ENGINE_LOST = Failed(503, "the engine has failed, and the server is shutting down.")
+_LAST_RESPONSES_S = 5  # time for clients to receive the last responses
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def run(
     common: Common, options: ServeOptions, key_file: Path | None, interrupts: Interrupts
 ) -> None:
-    """Answer requests until a signal ends it; all ranks call it.
+    """Answer requests until a signal ends the server; called by all ranks.
 
-    Raises TierForceError for what keeps it from it, and SystemExit with the signal's exit code.
+    Raises TierForceError if the server cannot start, and SystemExit with the signal's exit code.
     """
     silence_transformers()
     group = TensorParallelGroup.from_environment(common.device, warn)
-    listening: socket.socket | None = None
+    listener: socket.socket | None = None
     connections = ConnectionLimits.for_queue(options.queue)
     keys: list[str] = []
     with group.sync_errors():
         if group.rank == 0:
-            # before the models are loaded, which takes a while
-            keys = _keys(options, key_file)
+            # checked before the models are loaded, which takes a while
+            keys = _load_keys(options, key_file)
             require_open_files(connections.open_files, f"`queue` {options.queue}")
-            listening = _bound(options)
+            listener = _bind(options)
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
     say_what_fits(engine, None, common)
-    if listening is None:
-        engine.run_worker()  # until rank 0 has done what it was told to end with
+    if listener is None:
+        engine.run_worker()  # returns after rank 0 has shut down
         return
     queue = RequestQueue(options.queue)
-    ending = _Ending(queue)
+    shutdown = _Shutdown(queue)
     for number in (signal.SIGINT, signal.SIGTERM):
-        interrupts.answers[number] = partial(ending.told, number)
+        interrupts.answers[number] = partial(shutdown.on_signal, number)
     answer_signals(signal.SIGINT, signal.SIGTERM)
     served = ServedModel(
         model_name(common.model),
@@ -80,46 +80,46 @@ def run(
     )
     metrics, prompts = Metrics(queue), Prompts(engine.tokenizer, engine.context)
     server = Server(queue, prompts, metrics, served, options.max_body * 10**6)
-    hosts = None if keys else [*_LOCAL_NAMES, _as_host(options.host)]
-    with _listening(
-        RequestGuard(server.app(), hosts, keys, metrics), listening, queue, connections
-    ):
-        say(f"listening on http://{_as_host(options.host)}:{listening.getsockname()[1]}")
+    hosts = None if keys else [*_LOCAL_NAMES, _url_host(options.host)]
+    app = RequestGuard(server.app(), hosts, keys, metrics)
+    with _http_thread(app, listener, queue, connections):
+        say(f"listening on http://{_url_host(options.host)}:{listener.getsockname()[1]}")
         try:
             EngineWorker(engine, queue, metrics).run()
         finally:
-            queue.close(_LOST)  # unless it was told to end
+            queue.close(_ENGINE_LOST)  # no effect after a shutdown by signal
         engine.close()
-    raise SystemExit(ending.code)
+    raise SystemExit(shutdown.code)
 
 
-class _Ending:
-    """What signals do: the first lets the server end, and another the process."""
+class _Shutdown:
+    """Handles signals: the first shuts the server down, another one ends the process."""
 
     def __init__(self, queue: RequestQueue):
         self._queue = queue
         self._first: float | None = None
         self.code = 1
 
-    def told(self, number: signal.Signals) -> bool:
-        """Take a signal; return whether to go on. Called on the thread that waits for signals."""
+    def on_signal(self, number: signal.Signals) -> bool:
+        """Handle a signal; return whether the process goes on. Called on the signals' thread."""
         now = time.monotonic()
         if self._first is None:
-            self._first, self.code = now, 128 + number
-            say(f"{number.name}: ending, once what is being kept is on disk")
-            self._queue.close(_CLOSING)
+            self._first = now
+            self.code = 128 + number
+            say(f"{number.name}: shutting down after pending writes to the prompt cache")
+            self._queue.close(_SHUTTING_DOWN)
             return True
         return now - self._first < DOUBLE_INTERRUPT_S
 
 
 @contextmanager
-def _listening(
-    app: ASGIApp, at: socket.socket, queue: RequestQueue, at_most: ConnectionLimits
+def _http_thread(
+    app: ASGIApp, listener: socket.socket, queue: RequestQueue, connections: ConnectionLimits
 ) -> Iterator[None]:
-    """Serve on a thread of its own. Raises TierForceError where that does not start."""
+    """Serve HTTP on another thread. Raises TierForceError if the server cannot start."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
-    # whatever else is installed: the connections are bounded by ours alone
-    protocol = partial(Connection, at_most=at_most.momentary)
+    # explicit, since uvicorn would choose another protocol by the packages installed
+    protocol = partial(Connection, max_connections=connections.hard_limit)
     config = uvicorn.Config(
         app,
         loop="asyncio",
@@ -132,33 +132,35 @@ def _listening(
         proxy_headers=False,
         backlog=limits.BACKLOG,
         timeout_keep_alive=limits.IDLE_S,
-        timeout_graceful_shutdown=_LAST_REPLIES_S,
+        timeout_graceful_shutdown=_LAST_RESPONSES_S,
     )
-    server, trouble = HttpServer(config, at_most), list[str]()
+    server = HttpServer(config, connections)
+    errors = list[str]()
 
     def serve() -> None:
         try:
-            server.run(sockets=[at])
+            server.run(sockets=[listener])
         except Exception as error:
-            trouble.append(one_line(error))
+            errors.append(one_line(error))
         finally:
-            queue.close(_CLOSING)  # nobody could ask any more
+            queue.close(_SHUTTING_DOWN)  # no request can arrive any more
 
     thread = Thread(target=serve, name="server", daemon=True)
     thread.start()
     while not server.started and thread.is_alive():
         time.sleep(0.01)
     if not server.started:
-        raise TierForceError(f"the server does not start: {(trouble or ['it has ended'])[0]}.")
+        reason = errors[0] if errors else "its thread has ended"
+        raise TierForceError(f"the server cannot start: {reason}.")
     try:
         yield
     finally:
         server.should_exit = True
-        thread.join(_LAST_REPLIES_S + 1)
+        thread.join(_LAST_RESPONSES_S + 1)
 
 
-def _keys(options: ServeOptions, path: Path | None) -> list[str]:
-    """Return the keys that clients need. Raises TierForceError where anybody could come without."""
+def _load_keys(options: ServeOptions, path: Path | None) -> list[str]:
+    """Return the API keys. Raises TierForceError if other machines could connect without one."""
     if path is not None:
         keys = read_keys(path)
         if path.stat().st_mode & 0o077:
@@ -166,29 +168,30 @@ def _keys(options: ServeOptions, path: Path | None) -> list[str]:
         return keys
     if not is_local(options.host):
         raise TierForceError(
-            f"`host` {options.host} can be reached from other machines: name a file with keys as "
-            "`api_key_file`, one on each line, which clients then have to send."
+            f"`host` {options.host} can be reached from other machines: set `api_key_file` to a "
+            "file with keys, one per line; clients must send one of them."
         )
     return []
 
 
-def _bound(options: ServeOptions) -> socket.socket:
-    """Return a socket at the address. Raises TierForceError where it cannot be had."""
-    where = f"{_as_host(options.host)}:{options.port}"
+def _bind(options: ServeOptions) -> socket.socket:
+    """Return a listening socket. Raises TierForceError if the address is not available."""
+    address = f"{_url_host(options.host)}:{options.port}"
     try:
-        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen()  # or another server could still have the port; who comes early waits
+        infos = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, target = infos[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        # fails if another server listens, which bind alone may not; early clients wait
+        listener.listen()
     except OSError as error:
         raise TierForceError(
-            f"cannot listen on {where}: {error.strerror}. Use another `port` or `host`."
+            f"cannot listen on {address}: {error.strerror}. Use another `port` or `host`."
         ) from error
-    return bound
+    return listener
 
 
-def _as_host(host: str) -> str:
-    """Return an address as it stands in a URL."""
+def _url_host(host: str) -> str:
+    """Return a host as it is written in a URL."""
     return f"[{host}]" if ":" in host else host

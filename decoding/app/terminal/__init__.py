@@ -1,1 +1,1 @@
-"""Streams, signals, files and progress, as a person at a terminal sees them."""
+"""Terminal output: streams, messages and progress; signals, and files that commands write."""

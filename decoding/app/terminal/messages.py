@@ -1,4 +1,4 @@
-"""What is said of an engine before it works, and of a text when it is done: a line each."""
+"""Messages of a command: warnings and a line at startup, and a summary line per request."""
 
 from __future__ import annotations
 
@@ -18,87 +18,86 @@ from offload.kernels.selection import Kernels
 
 
 @dataclass(frozen=True)
-class Longest:
-    """The document that asks most of memory."""
+class LongestDocument:
+    """The document that needs the most memory."""
 
     name: str
-    tokens: int  # of its prompt, cut to the context
+    tokens: int  # in its prompt, after truncation to the context
 
 
 def say_what_fits(
-    engine: Engine, longest: Longest | None, common: Common, concurrency: int = 1
+    engine: Engine, longest: LongestDocument | None, common: Common, concurrency: int = 1
 ) -> None:
-    """Say what runs where, and warn of what the user may not have meant; all ranks call it."""
-    place = None
-    if (keeper := engine.sessions.prefix_cache) is not None:
-        keeper.warn = lambda line: warn(as_flags(line))
+    """Print the startup line, and warnings about probable mistakes; all ranks call it."""
+    plan = None
+    if (prefix_cache := engine.sessions.prefix_cache) is not None:
+        prefix_cache.warn = lambda line: warn(as_flags(line))
     if engine.group.device.type == "cpu" and common.gpus is not None and common.device == "auto":
         warn(
-            f"--gpus {common.gpus}, but torch finds no GPU here: the processor does all the work, "
-            "hundreds of times slower. Look at nvidia-smi and at the build of torch, or say "
-            "--device cpu."
+            f"--gpus {common.gpus}, but torch finds no GPU here: the CPU is hundreds of times "
+            "slower. Check nvidia-smi and the torch build, or pass --device cpu."
         )
     for line in sanity_warnings(engine, common):
         warn(line)
     if longest is not None:
         try:
-            place = engine.plan(longest.tokens, common.max_new_tokens, concurrency)
-        except InsufficientMemoryError as error:  # of one document: the others may fit
+            plan = engine.plan(longest.tokens, common.max_new_tokens, concurrency)
+        except InsufficientMemoryError as error:  # other documents may fit
             warn(
-                f"{longest.name}, of {longest.tokens:,} prompt tokens, will get a record that says:"
-                f" {as_flags(str(error))}"
+                f"{longest.name} ({longest.tokens:,} prompt tokens) will fail: "
+                f"{as_flags(str(error))}"
             )
-    needs = engine.runtime.requirements
-    # a trial of kernels takes seconds: none where all layers stay on the device
-    may_slice = needs.has_split or (
-        len(needs.candidate_modes) > 1 and place is not None and needs.uses_link(place)
+    requirements = engine.runtime.requirements
+    # The self-test of kernels takes seconds; it is skipped if all layers stay on the device.
+    may_split = requirements.has_split or (
+        len(requirements.candidate_modes) > 1 and plan is not None and requirements.uses_link(plan)
     )
     if engine.group.device.type == "cuda":
-        if may_slice:
-            _warn_without("slices", engine.runtime.split_kernels, "Another --mode may be faster.")
-        if needs.settings.deterministic:
+        if may_split:
+            _warn_without("split KV", engine.runtime.split_kernels, "Another --mode may be faster.")
+        if requirements.settings.deterministic:
             _warn_without(
                 "--deterministic", engine.runtime.batch_invariant_kernels, "It is faster without."
             )
-    line = startup_line(engine, longest.tokens if longest else 0, place)
-    say(f"{line}; {concurrency} texts at once" if concurrency > 1 else line)
+    line = startup_line(engine, longest.tokens if longest else 0, plan)
+    say(f"{line}; {concurrency} concurrent requests" if concurrency > 1 else line)
 
 
 def _warn_without(purpose: str, kernels: Kernels, hint: str) -> None:
-    """Warn where there are no fused kernels for a purpose."""
-    used, why = kernels
-    if used is None:
+    """Warn if the fused kernels for a purpose are unavailable."""
+    kernel, reason = kernels
+    if kernel is None:
         warn(
-            f"the kernels for {purpose} cannot be used here ({why}): plain operations do the same "
-            f"and take several times as long. {hint}"
+            f"the kernels for {purpose} cannot be used here ({reason}): plain PyTorch "
+            f"operations replace them and take several times as long. {hint}"
         )
 
 
 def sanity_warnings(engine: Engine, common: Common) -> list[str]:
-    """Return what a user may not have meant by these models, a line each."""
+    """Return one line for each probable mistake in the choice of models and options."""
     lines = []
     config = engine.runtime.target.config
     if engine.runtime.settings.context is None or engine.context > config.context_limit:
         lines += [f"{common.model}: {note}" for note in config.context_notes()]
-    vocab, known = config.vocab, len(engine.tokenizer)
-    if 2 * known < vocab:
+    vocab, tokenizer_size = config.vocab, len(engine.tokenizer)
+    if 2 * tokenizer_size < vocab:
         lines.append(
-            f"{common.model} has {vocab:,} tokens, its tokenizer {known:,}: it may be that of "
-            "another model, and texts would be nonsense."
+            f"{common.model} has {vocab:,} tokens, its tokenizer {tokenizer_size:,}: it may belong "
+            "to another model, and the output would be nonsense. Check the model's files."
         )
     if not engine.stop_tokens:
         lines.append(
-            f"{common.model} names no token that ends a text (eos_token_id): texts end only where "
-            "they have as many tokens as are asked for."
+            f"{common.model} has no end-of-sequence token (eos_token_id): generation stops only at "
+            "--max-new-tokens."
         )
     if common.draft is not None and "draft" not in LEVELS[engine.runtime.mode]:
-        lines.append(f"--draft {common.draft} has no part in --mode {engine.runtime.mode}.")
+        lines.append(f"--draft {common.draft} is not used in --mode {engine.runtime.mode}.")
     return lines
 
 
-def startup_line(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
-    """Say what runs where: devices, dtype, mode, context, and where the layers of a prompt of so
-    many tokens go.
+def startup_line(engine: Engine, prompt: int, plan: MemoryPlan | None) -> str:
+    """Return the devices, dtype, mode and context, and how many layers a prompt of `prompt` tokens
+    offloads.
     """
     group, models = engine.group, engine.runtime
     if group.device.type == "cuda":
@@ -108,28 +107,28 @@ def startup_line(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
         where = f"{group.size} x CPU with {threads} thread{'s' if threads > 1 else ''}"
     dtype = dtype_name(models.dtype)
     layers = models.target.config.layers
-    far = layers - place.resident_layers if place is not None else 0
-    modes = models.requirements.candidate_modes if far else [models.mode]
+    offloaded = layers - plan.resident_layers if plan is not None else 0
+    modes = models.requirements.candidate_modes if offloaded else [models.mode]
     line = f"{where}; {dtype}, {' or '.join(modes)}, context {engine.context:,}"
-    if place is None:
+    if plan is None:
         return line
-    line += f"; at {prompt:,} prompt tokens {far} of {layers} layers are on the host"
-    if place.split_layers:
-        line += f", {place.split_layers} of them with codes on the device"
+    line += f"; at {prompt:,} prompt tokens, KV of {offloaded} of {layers} layers in host memory"
+    if plan.split_layers:
+        line += f", {plan.split_layers} of them split, with high bytes on the device"
     return line
 
 
 def summary_line(stats: Stats) -> str:
-    """Say what a text took."""
-    before = f" ({stats.loaded_tokens} of them from disk)" if stats.loaded_tokens else ""
+    """Return the times and counts of a request, in a line."""
+    loaded = f" ({stats.loaded_tokens} loaded from disk)" if stats.loaded_tokens else ""
     parts = [
-        f"{stats.prompt_tokens} tokens read in {stats.first_token_s:.1f} s{before}, "
-        f"{stats.new_tokens} written"
+        f"{stats.prompt_tokens} prompt tokens in {stats.first_token_s:.1f} s{loaded}, "
+        f"{stats.new_tokens} generated"
     ]
     if stats.ms_per_token is not None:
         parts.append(f"{stats.ms_per_token:.1f} ms/token")
     if stats.tokens_per_verification is not None and stats.mode != "plain":
         parts.append(f"{stats.tokens_per_verification:.2f} tokens per verification")
     if stats.link_bytes_per_token:
-        parts.append(f"{stats.link_bytes_per_token / 1e6:.1f} MB per token over the link")
+        parts.append(f"{stats.link_bytes_per_token / 1e6:.1f} MB/token over the host link")
     return ", ".join(parts)

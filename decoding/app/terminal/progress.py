@@ -1,4 +1,4 @@
-"""Live progress on the terminal; plain lines where there is none."""
+"""Live progress on a terminal, and plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from decoding.engine.stats import Stats
 
 
 class Display:
-    """One bar for the batch and one for each document at hand: prefill percent, then tokens and
-    acceptance.
+    """One bar for the batch, and one for each document in progress: prefill percent, then tokens
+    and acceptance rates.
 
-    Names of documents are shown as they are, without their control characters, and never read as
-    markup. A terminal that is gone shows nothing, and ends nothing.
+    Document names are never parsed as markup, and their control characters are escaped. A closed
+    terminal is ignored.
     """
 
     def __init__(self, documents: int, stream: TextIO):
@@ -34,7 +34,7 @@ class Display:
         self._batch = self._progress.add_task(
             "documents", total=documents, detail="", visible=documents > 1
         )
-        self._current: dict[str, TaskID] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -44,21 +44,21 @@ class Display:
         self.stop()
 
     def begin(self, name: str) -> None:
-        self._current[name] = self._progress.add_task(printable(name), total=1, detail="reading")
+        self._tasks[name] = self._progress.add_task(printable(name), total=1, detail="prefill")
 
     def prefill(self, name: str, done: int, total: int) -> None:
         self._update(name, done, total, f"prefill {100 * done // total}%")
 
-    def decode(self, name: str, most: int, stats: Stats) -> None:
-        known = {level: rate for level, rate in stats.acceptance.items() if rate is not None}
-        rates = " ".join(f"{level} {rate:.2f}" for level, rate in known.items())
+    def decode(self, name: str, max_new_tokens: int, stats: Stats) -> None:
+        acceptance = {level: rate for level, rate in stats.acceptance.items() if rate is not None}
+        rates = " ".join(f"{level} {rate:.2f}" for level, rate in acceptance.items())
         accepted = f", acceptance {rates}" if rates else ""
-        self._update(name, stats.new_tokens, most, f"{stats.new_tokens} tokens{accepted}")
+        self._update(name, stats.new_tokens, max_new_tokens, f"{stats.new_tokens} tokens{accepted}")
 
     def end(self, name: str, line: str) -> None:
-        """The document is done: its line stays on the screen."""
-        if name in self._current:
-            self._progress.remove_task(self._current.pop(name))
+        """Remove the bar of a finished document, and print its line."""
+        if name in self._tasks:
+            self._progress.remove_task(self._tasks.pop(name))
         self._progress.advance(self._batch)
         self._print(line)
 
@@ -74,5 +74,5 @@ class Display:
         self._progress.stop()
 
     def _update(self, name: str, done: int, total: int, detail: str) -> None:
-        if name in self._current:
-            self._progress.update(self._current[name], completed=done, total=total, detail=detail)
+        if name in self._tasks:
+            self._progress.update(self._tasks[name], completed=done, total=total, detail=detail)

@@ -1,4 +1,4 @@
-"""Ending at once on SIGINT or SIGTERM, even while the main thread waits inside a collective."""
+"""Immediate exit on SIGINT or SIGTERM, even while the main thread waits in a collective."""
 
 import os
 import signal
@@ -9,25 +9,25 @@ from decoding.app.terminal.streams import show_cursor
 from parallel.ranks.environment import is_launched
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-DOUBLE_INTERRUPT_S = 1.0  # a terminal and a launcher send the same signal twice
+DOUBLE_INTERRUPT_S = 1.0  # Ctrl-C arrives twice, from the terminal and the launcher
 
 
 def signal_source(name: str) -> str:
-    """Name a signal, and who may have sent it: a launcher ends all ranks when it has lost one."""
+    """Return a signal's name and possible cause: a launcher ends all ranks when one is lost."""
     return f"{name}, or another rank ended" if name == "SIGTERM" and is_launched() else name
 
 
 class Interrupts:
-    """From its making on, a signal makes a thread call `last_words(name)` and end the process with
-    128 + the signal's number.
+    """A thread that on a signal calls `on_exit(signal name)`, and exits with 128 + the signal's
+    number.
 
-    A Python signal handler would have to wait for the main thread, which may sit in a collective
+    A Python signal handler would wait for the main thread, which may be blocked in a collective
     whose peer is gone. Records are on disk as soon as they exist, so there is nothing to unwind.
     """
 
-    def __init__(self, last_words: Callable[[str], None]):
-        self.last_words = last_words
-        # what a signal makes that thread call first; it tells whether to go on
+    def __init__(self, on_exit: Callable[[str], None]):
+        self.on_exit = on_exit
+        # Handlers called first, on that thread; one that returns True keeps the process running.
         self.answers: dict[signal.Signals, Callable[[], bool]] = {}
         self._reading, writing = os.pipe()
         os.set_blocking(writing, False)
@@ -37,26 +37,26 @@ class Interrupts:
         threading.Thread(target=self._wait, name="signals", daemon=True).start()
 
     def stop_first(self, stop: Callable[[], None]) -> None:
-        """Stop something before the last words: what is shown on the terminal."""
-        last_words = self.last_words
+        """Call `stop` before `on_exit`: it removes the progress bars from the terminal."""
+        on_exit = self.on_exit
 
-        def say_them(name: str) -> None:
+        def stop_and_exit(name: str) -> None:
             stop()
-            last_words(name)
+            on_exit(name)
 
-        self.last_words = say_them
+        self.on_exit = stop_and_exit
 
     def _wait(self) -> None:
         number = signal.SIGTERM
         try:
-            number = self._ending()
-            self.last_words(number.name)
+            number = self._wait_for_exit_signal()
+            self.on_exit(number.name)
         finally:
-            show_cursor()  # progress that begins at this moment hides it once more
+            show_cursor()  # a progress bar started at this moment may have hidden it again
             os._exit(128 + number)
 
-    def _ending(self) -> signal.Signals:
-        """Wait for a signal that ends the process, and return it."""
+    def _wait_for_exit_signal(self) -> signal.Signals:
+        """Return the first signal that no handler consumes."""
         while True:
             number = os.read(self._reading, 1)[0]
             if number not in _SIGNALS:

@@ -1,5 +1,5 @@
-"""Lines for the person at the terminal: never an escape sequence that a document's name brought
-along, never the end of a job.
+"""Output to the terminal: control characters are escaped, and a failed write to standard error
+never ends a job.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 class SafeStderr:
-    """A text stream that may have lost its reader: what cannot be written is dropped, since
-    progress must not end a job.
-    """
+    """A text stream whose write errors are ignored: lost progress must not end a job."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        # a closed pipe, a full disk, a terminal that is gone; a closed file
+        # OSError: a closed pipe, a full disk, a lost terminal. ValueError: a closed file.
         with suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
@@ -41,73 +39,73 @@ class SafeStderr:
 
 
 class CheckedStdout:
-    """Standard output: what cannot be written ends a command, with a line that says so.
+    """Standard output whose write errors end a command, with a line that says why.
 
-    A reader that has left (`| head`) ends it without a line, as SIGPIPE would. What comes behind
-    that is dropped: nothing is tried again.
+    If the reader has left (`| head`), the command exits without a message, as if by SIGPIPE. After
+    an error, further output is dropped.
     """
 
     def __init__(self, stream: TextIO | None):
-        """None: it was closed by whoever started this."""
+        """`stream` is None if the parent process closed standard output."""
         self._is_closed = stream is None
         self._stream = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115
         if isinstance(stream, TextIOWrapper):
-            with suppress(OSError):  # characters that its encoding lacks are spelt out
+            with suppress(OSError):  # characters outside its encoding are escaped
                 stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
-        if not isinstance(text, str):  # click tries whether it can have bytes
+        if not isinstance(text, str):  # click probes whether the stream is binary
             raise TypeError("standard output takes text")
-        if not text:  # and whether it can have text
+        if not text:  # or text
             return 0
         if self._is_closed:
-            raise self._lost("it is closed")
-        with self._writing():
+            raise self._close("it is closed")
+        with self._report_write_errors():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        with self._writing():
+        with self._report_write_errors():
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _report_write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            lost = self._lost(error.strerror)
+            lost = self._close(error.strerror)
             if isinstance(error, BrokenPipeError):
                 raise SystemExit(128 + signal.SIGPIPE) from None
             raise lost from error
 
-    def _lost(self, why: str | None) -> TierForceError:
+    def _close(self, reason: str | None) -> TierForceError:
         self._is_closed, self._stream = False, open(os.devnull, "w")  # noqa: SIM115
-        return TierForceError(f"standard output cannot be written: {why}.")
+        return TierForceError(f"standard output cannot be written: {reason}.")
 
 
 def printable(text: str) -> str:
-    """Spell out control characters, so that no id or file name can steer the terminal: ESC becomes
+    """Escape control characters, so that no id or file name can control the terminal: ESC becomes
     \\x1b.
     """
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
 def without_controls(text: str) -> str:
-    """Spell out what may steer a terminal in a text that a model has written.
+    """Escape characters of generated text that could control a terminal.
 
-    Those are control characters but tabs and ends of lines, and what overrides the direction of
-    writing. All else stays as it is, characters that join others, too.
+    They are control characters other than tabs and newlines, and overrides of the text direction.
+    All others stay, including joiners.
     """
     text = text.replace("\r\n", "\n")
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def silence_transformers() -> None:
-    """Keep transformers from warning and from showing progress of its own."""
+    """Turn off the warnings and progress bars of transformers."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -115,31 +113,31 @@ def silence_transformers() -> None:
 
 
 def say(line: str) -> None:
-    """Print one line on standard error, as it is."""
+    """Print one line on standard error."""
     sys.stderr.write(printable(line) + "\n")
     sys.stderr.flush()
 
 
 def warn(line: str) -> None:
-    """Print one line on standard error that is not to be overlooked."""
+    """Print one line on standard error, marked as a warning."""
     say(f"warning: {line}")
 
 
 def advice_after_loss(arguments: Sequence[str]) -> str:
-    """Return what to do when a command with these arguments has lost a rank or its memory."""
-    command = next((each for each in arguments if not each.startswith("-")), "")
+    """Return what to do after a command with these arguments lost a rank or ran out of memory."""
+    command = next((word for word in arguments if not word.startswith("-")), "")
     if command == "summarize":
-        return "Finished records are safe: run the same command again to go on."
+        return "Finished records are safe: run the same command again to resume."
     if command == "serve":
         return (
-            "Requests that were not answered are lost; what --prompt-cache has on disk is safe. Start the "
+            "Unanswered requests are lost; prompts stored by --prompt-cache are safe. Start the "
             "server again."
         )
     return "Run the same command again."
 
 
 def show_cursor() -> None:
-    """Let the terminal show its cursor, which progress hides."""
+    """Show the cursor, which progress bars hide."""
     with suppress(OSError, ValueError):
         if sys.stderr.isatty():
             sys.stderr.write("\x1b[?25h")

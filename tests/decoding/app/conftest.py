@@ -1,4 +1,4 @@
-"""What tests of conversations share."""
+"""Fixtures of conversation tests."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from support.chatty import chatty, told
+from support.chat_model import chat_model, story_options
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The options of a model that can be talked to."""
-    return chatty(tmp_path_factory.mktemp("chatty") / "model")
+    """The options that name a model with a chat template."""
+    return chat_model(tmp_path_factory.mktemp("chat") / "model")
 
 
 @pytest.fixture
 def story(tmp_path: Path) -> tuple[str, str]:
-    """The options of a document."""
-    return told(tmp_path)
+    """The options that name a document."""
+    return story_options(tmp_path)

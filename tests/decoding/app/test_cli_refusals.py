@@ -1,6 +1,4 @@
-"""What else keeps a job from starting: options, memory, the hub, weights and outputs of another
-kind.
-"""
+"""Errors before a job starts: invalid options, too little memory, the hub, weights and outputs."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_an_impossible_option_is_refused_by_name(option: str, tmp_path: Path) -> None:
+def test_invalid_option_error_names_the_option(option: str, tmp_path: Path) -> None:
     line = refused(
         forked(tmp_path, *GENERATE, "--model", str(TARGET), "--device", "cpu", *option.split())
     )
@@ -71,21 +69,21 @@ def test_an_impossible_option_is_refused_by_name(option: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("blank", ["", " \t\n", "\u00a0"])
-def test_nothing_is_not_asked(blank: str, tmp_path: Path) -> None:
-    model = ("--model", "nowhere")  # which is not looked for
+def test_empty_prompt_is_rejected(blank: str, tmp_path: Path) -> None:
+    model = ("--model", "nowhere")  # the prompt is checked first
     assert "the question is empty" in refused(forked(tmp_path, "ask", *model, blank))
     line = refused(forked(tmp_path, "generate", *model, "--prompt", blank))
     assert "--prompt is empty" in line
 
 
 @pytest.mark.parametrize("mode", ["plain", "hierarchical"])
-def test_a_draft_that_is_not_there_is_told_in_any_mode(mode: str, tmp_path: Path) -> None:
+def test_missing_draft_is_an_error_in_any_mode(mode: str, tmp_path: Path) -> None:
     command = (*GENERATE, "--model", str(TARGET), "--draft", "./nowhere", "--mode", mode)
     line = refused(forked(tmp_path, *command))
     assert line == "tierforce: ./nowhere: there is no such folder or file.\n"
 
 
-def test_standard_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_full_standard_output_is_an_error(tmp_path: Path) -> None:
     command = (*GENERATE, "--model", str(TARGET), "--device", "cpu", "--max-new-tokens", "4")
     result = Fork(tmp_path, *command, out=Path("/dev/full")).finish()
     assert result.code == 1
@@ -94,7 +92,7 @@ def test_standard_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_a_plan_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_full_standard_output_of_plan_is_an_error(tmp_path: Path) -> None:
     for more in ((), ("--json",)):
         command = ("plan", "--model", str(TARGET), *more)
         result = Fork(tmp_path, *command, out=Path("/dev/full")).finish()
@@ -104,14 +102,14 @@ def test_a_plan_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         )
 
 
-def test_a_picture_that_cannot_be_drawn_is_told_beforehand(tmp_path: Path) -> None:
+def test_unwritable_plot_is_an_error_at_once(tmp_path: Path) -> None:
     for path in (tmp_path, Path("/dev/full")):
         command = ("plan", "--model", str(TARGET), "--plot", str(path))
         assert "is not a regular file" in refused(forked(tmp_path, *command))
     assert not tmp_path.with_suffix(".png").exists()
 
 
-def test_pickle_weights_are_not_read_but_the_line_has_the_command_that_converts_them(
+def test_pickle_weights_error_has_a_working_conversion_command(
     tmp_path: Path,
 ) -> None:
     model = variant(tmp_path / "model")
@@ -126,7 +124,7 @@ def test_pickle_weights_are_not_read_but_the_line_has_the_command_that_converts_
     assert forked(tmp_path, *GENERATE, *model, "--max-new-tokens", "2").code == 0
 
 
-def test_host_memory_that_is_too_small_is_told_with_both_sizes(tmp_path: Path) -> None:
+def test_host_memory_error_has_required_and_available_size(tmp_path: Path) -> None:
     job = summarize(tmp_path, tmp_path / "out.jsonl", "--dtype", "float32", "--gpu-kv-layers", "0")
     result = forked(tmp_path, *job, "--device-memory", "0.3", before=_small_host)
     assert result.code == 1
@@ -139,28 +137,26 @@ def test_host_memory_that_is_too_small_is_told_with_both_sizes(tmp_path: Path) -
 
 def _small_host() -> None:
     memory = psutil.virtual_memory()
-    # 0.275 of it is the device's, less weights
+    # 0.275 of it is device memory, minus the weights
     psutil.virtual_memory = lambda: memory._replace(available=280_000_000)
 
 
-def test_leave_to_use_more_device_memory_than_there_is_changes_nothing(tmp_path: Path) -> None:
+def test_device_memory_option_above_available_is_harmless(tmp_path: Path) -> None:
     result = forked(
         tmp_path, *GENERATE, *MODELS, "--max-new-tokens", "2", "--device-memory", "1000000"
     )
     assert result.code == 0, result.err
 
 
-def test_an_output_file_of_another_kind_is_left_as_it_is(tmp_path: Path) -> None:
+def test_foreign_output_file_is_left_unchanged(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
-    other.write_text(
-        '{"id": "a", "text": "one line of somebody\'s data, and no newline behind it"}'
-    )
+    other.write_text('{"id": "a", "text": "one line of somebody\'s data, without a newline"}')
     before = other.read_bytes()
     refused(forked(tmp_path, *summarize(tmp_path, other)))
     assert other.read_bytes() == before
 
 
-def test_an_output_file_that_another_job_holds_is_refused(tmp_path: Path) -> None:
+def test_output_file_locked_by_another_job_is_rejected(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     with Records(output):
         line = refused(forked(tmp_path, *summarize(tmp_path, output)))
@@ -168,13 +164,13 @@ def test_an_output_file_that_another_job_holds_is_refused(tmp_path: Path) -> Non
     assert "being written by another job" in line
 
 
-def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
+def test_hub_connection_times_out(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hub = _Hub(tmp_path, silent.getsockname()[1])
         assert "timed out" in refused(
-            forked(tmp_path, *GENERATE, "--model", "nobody/nothing", before=hub)
+            forked(tmp_path, *GENERATE, "--model", "someone/nothing", before=hub)
         )
-        model = tmp_path / "models--some--model"  # as it was fetched before
+        model = tmp_path / "models--some--model"  # as downloaded earlier
         shutil.copytree(TARGET, model / "snapshots/0123")
         (model / "refs").mkdir()
         (model / "refs/main").write_text("0123")
@@ -187,7 +183,7 @@ def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
 
 
 class _Hub:
-    """A hub at a local port, waited for shortly, and an own cache of it."""
+    """Redirect the hub to a local port and another cache, with a short timeout."""
 
     def __init__(self, cache: Path, port: int):
         self.cache, self.port = cache, port
@@ -197,8 +193,8 @@ class _Hub:
 
         constants.ENDPOINT = f"http://127.0.0.1:{self.port}"
         constants.HF_HUB_CACHE = str(self.cache)
-        # a list that is kept: the hub would be asked for it first, for three seconds
-        kept = self.cache / "harnesses.json"
-        kept.write_text('{"standardEnvVars": [], "harnesses": {}}')
-        constants.AGENT_HARNESSES_PATH = str(kept)
+        # A cached list: otherwise the hub is asked for it first, for three seconds.
+        harnesses = self.cache / "harnesses.json"
+        harnesses.write_text('{"standardEnvVars": [], "harnesses": {}}')
+        constants.AGENT_HARNESSES_PATH = str(harnesses)
         parallel.formats.hub._TIMEOUT_S = 0.5

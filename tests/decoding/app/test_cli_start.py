@@ -1,6 +1,4 @@
-"""A job that cannot start says why in one line on standard error, whatever is wrong, and ends with
-a failure.
-"""
+"""A job that cannot start explains it in one line on standard error, and exits with a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ CASES: list[tuple[Case, tuple[str, ...]]] = []
 
 
 def case(*words: str) -> Callable[[Case], Case]:
-    """A way to break a job, as the arguments that do it, and what the line then has to mention."""
+    """Register a function that returns arguments that fail, and words its error must have."""
 
     def register(build: Case) -> Case:
         CASES.append((build, words))
@@ -32,7 +30,7 @@ def summarize(source: Path, output: Path, *more: str) -> tuple[str, ...]:
     return "summarize", *MODELS, "--input", str(source), "--output", str(output), *more
 
 
-def text(folder: Path, content: str = "It was the best of times.") -> Path:
+def write_text(folder: Path, content: str = "It was the best of times.") -> Path:
     (folder / "a.txt").write_text(content)
     return folder / "a.txt"
 
@@ -80,7 +78,7 @@ def broken_config(folder: Path) -> tuple[str, ...]:
 
 
 @case("config.json", "256", "attention heads (3)")
-def config_that_contradicts_itself(folder: Path) -> tuple[str, ...]:
+def inconsistent_config(folder: Path) -> tuple[str, ...]:
     return *GENERATE, *variant(folder / "model", num_attention_heads=3, num_key_value_heads=3)
 
 
@@ -97,14 +95,14 @@ def broken_tokenizer(folder: Path) -> tuple[str, ...]:
 
 
 @case("chat template", "No documents")
-def chat_template_that_refuses(folder: Path) -> tuple[str, ...]:
+def chat_template_that_raises(folder: Path) -> tuple[str, ...]:
     model = variant(folder / "model")
     (folder / "model/chat_template.jinja").write_text("{{ raise_exception('No documents') }}")
-    return *summarize(text(folder), folder / "out.jsonl"), *model
+    return *summarize(write_text(folder), folder / "out.jsonl"), *model
 
 
 @case("draft's vocabulary", "share the target's tokenizer")
-def draft_with_other_words_for_the_same_numbers(folder: Path) -> tuple[str, ...]:
+def draft_with_another_vocabulary(folder: Path) -> tuple[str, ...]:
     variant(folder / "draft", DRAFT)
     path = folder / "draft/tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -116,12 +114,12 @@ def draft_with_other_words_for_the_same_numbers(folder: Path) -> tuple[str, ...]
 
 @case("is a file", "folder")
 def model_that_is_a_file(folder: Path) -> tuple[str, ...]:
-    return *GENERATE, "--model", str(text(folder))
+    return *GENERATE, "--model", str(write_text(folder))
 
 
-@case("nobody/nothing", "neither a local folder nor a model the hub could give")
-def model_that_nobody_has(folder: Path) -> tuple[str, ...]:
-    return *GENERATE, "--model", "nobody/nothing"
+@case("someone/nothing", "neither a local folder nor a model found on the hub")
+def unknown_hub_model(folder: Path) -> tuple[str, ...]:
+    return *GENERATE, "--model", "someone/nothing"
 
 
 @case("nowhere.txt", "No such file")
@@ -147,24 +145,24 @@ def empty_jsonl(folder: Path) -> tuple[str, ...]:
 
 
 @case("'7'", "more than once")
-def two_documents_of_one_id(folder: Path) -> tuple[str, ...]:
+def duplicate_ids(folder: Path) -> tuple[str, ...]:
     (folder / "in.jsonl").write_text('{"id": 7, "text": "a"}\n{"id": "7", "text": "b"}\n')
     return summarize(folder / "in.jsonl", folder / "out.jsonl")
 
 
 @case("--output", "Is a directory")
 def output_that_is_a_folder(folder: Path) -> tuple[str, ...]:
-    return summarize(text(folder), folder)
+    return summarize(write_text(folder), folder)
 
 
 @case("--output", "No such file or directory")
 def output_in_a_missing_folder(folder: Path) -> tuple[str, ...]:
-    return summarize(text(folder), folder / "missing/out.jsonl")
+    return summarize(write_text(folder), folder / "missing/out.jsonl")
 
 
 @case("--output", "not a summary record", "choose another file")
 def output_that_is_the_input(folder: Path) -> tuple[str, ...]:
-    return summarize(text(folder), folder / "a.txt")
+    return summarize(write_text(folder), folder / "a.txt")
 
 
 @case("--context 131073", "131072 positions")
@@ -173,6 +171,6 @@ def context_beyond_the_model(folder: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("build", "words"), CASES, ids=[build.__name__ for build, _ in CASES])
-def test_one_line_says_what_is_wrong(build: Case, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_failed_start_is_one_line(build: Case, words: tuple[str, ...], tmp_path: Path) -> None:
     line = refused(forked(tmp_path, *build(tmp_path)))
     assert [word for word in words if word not in line] == [], line

@@ -1,4 +1,4 @@
-"""What a command finds around it: limits of the system, and variables that a launcher has left."""
+"""System limits, and environment variables left by a launcher."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from support.slow import slow_except
 GENERATE = ("generate", *MODELS, "--prompt", "It was", "--max-new-tokens", "2")
 
 
-def _few_files() -> None:
+def _limit_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
 
 
-def test_too_few_open_files_for_several_ranks_are_told_with_the_limit(tmp_path: Path) -> None:
-    line = refused(forked(tmp_path, *GENERATE, "--gpus", "2", before=_few_files))
+def test_open_file_limit_for_ranks_is_an_error(tmp_path: Path) -> None:
+    line = refused(forked(tmp_path, *GENERATE, "--gpus", "2", before=_limit_open_files))
     assert "--gpus 2 needs 80 open files at a time, and `ulimit -Hn` allows 20" in line
 
 
-def test_a_soft_limit_on_open_files_is_raised() -> None:
+def test_soft_limit_on_open_files_is_raised() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (50, before[1]))
@@ -54,12 +54,12 @@ def test_a_soft_limit_on_open_files_is_raised() -> None:
         (ValueError("1"), None),
     ],
 )
-def test_a_limit_of_the_system_is_named(error: Exception, words: str | None) -> None:
+def test_exceeded_system_limit_is_named(error: Exception, words: str | None) -> None:
     line = exceeded_limit(error)
     assert line is None if words is None else line is not None and words in line
 
 
-def _no_folder() -> None:
+def _remove_temporary_folder() -> None:
     import tempfile
 
     def none() -> str:
@@ -69,13 +69,13 @@ def _no_folder() -> None:
     tempfile._get_default_tempdir = none  # type: ignore[attr-defined]
 
 
-def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path) -> None:
-    line = refused(forked(tmp_path, *GENERATE, "--gpus", "2", before=_no_folder))
+def test_missing_temporary_folder_is_a_one_line_error(tmp_path: Path) -> None:
+    line = refused(forked(tmp_path, *GENERATE, "--gpus", "2", before=_remove_temporary_folder))
     assert "set TMPDIR" in line
 
 
-class _LeftOver:
-    """The variables of a rank whose others are not there, and less patience."""
+class _LauncherVariables:
+    """The variables of a rank whose peers are missing, and a shorter timeout."""
 
     def __init__(self, rank: int, port: int, **others: str):
         self.variables = {
@@ -95,13 +95,13 @@ class _LeftOver:
 @pytest.mark.parametrize(
     ("rank", "launched"), slow_except([(0, False), (1, False), (0, True)], 0, 2)
 )
-def test_a_rank_says_whom_it_waits_for_and_what_to_unset(
+def test_waiting_rank_warns_with_address_and_variables_to_unset(
     rank: int, launched: bool, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     others = {"TORCHELASTIC_RUN_ID": "another"} if launched else {}
-    finished = forked(tmp_path, *GENERATE, before=_LeftOver(rank, port, **others))
+    finished = forked(tmp_path, *GENERATE, before=_LauncherVariables(rank, port, **others))
     assert finished.code == 1
     first = finished.err.splitlines()[0]
     assert first.startswith(f"warning: waiting for the other ranks at 127.0.0.1:{port}")
@@ -111,16 +111,16 @@ def test_a_rank_says_whom_it_waits_for_and_what_to_unset(
     )
 
 
-def _left_over_launcher() -> None:
+def _set_launcher_variable() -> None:
     os.environ["TORCHELASTIC_RUN_ID"] = "another"
 
 
-def test_another_number_of_ranks_than_the_launchers_is_refused(tmp_path: Path) -> None:
-    line = refused(forked(tmp_path, *GENERATE, "--gpus", "2", before=_left_over_launcher))
+def test_gpus_must_match_launched_ranks(tmp_path: Path) -> None:
+    line = refused(forked(tmp_path, *GENERATE, "--gpus", "2", before=_set_launcher_variable))
     assert "has started 1 rank: leave --gpus out, or unset TORCHELASTIC_RUN_ID" in line
 
 
-def test_a_limit_that_is_too_low_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hard_limit_on_open_files_raises_tierforce_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
     with pytest.raises(TierForceError, match="needs 30 open files at a time"):
         require_open_files(30, "it")

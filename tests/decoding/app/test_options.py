@@ -1,4 +1,4 @@
-"""Options are said once: checks, command line and docs/options.md follow from the fields."""
+"""Options are declared once: checks, command line and docs/options.md follow from the fields."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from offload.errors import TierForceError
 PAGE = Path(__file__).parents[3] / "docs/options.md"
 
 
-def test_the_page_is_what_the_code_says() -> None:
-    """`python -m decoding.app.options_page > docs/options.md` makes it anew."""
+def test_options_page_is_current() -> None:
+    """`python -m decoding.app.options_page > docs/options.md` regenerates it."""
     assert PAGE.read_text(encoding="utf-8") == page()
 
 
 @pytest.mark.parametrize("kind", [Settings, Sampling])
-def test_every_field_says_what_it_means(kind: type) -> None:
-    assert [each.name for each in fields(kind)] == list(options_of(kind))
-    for name, each in options_of(kind).items():
-        said = option_of(each)
-        assert said.help.endswith("."), name
-        assert each.default is not None or said.default, name
+def test_every_field_has_help_and_default(kind: type) -> None:
+    assert [field.name for field in fields(kind)] == list(options_of(kind))
+    for name, field in options_of(kind).items():
+        option = option_of(field)
+        assert option.help.endswith("."), name
+        assert field.default is not None or option.default, name
 
 
-def test_the_command_line_has_every_setting_that_is_not_for_python_alone() -> None:
-    taken = set(inspect.signature(summarize).parameters)
+def test_command_line_has_every_setting_not_limited_to_python() -> None:
+    parameters = set(inspect.signature(summarize).parameters)
     for kind in (Settings, Sampling):
-        for name, each in options_of(kind).items():
-            assert (name in taken) == (option_of(each).group != PYTHON), name
+        for name, field in options_of(kind).items():
+            assert (name in parameters) == (option_of(field).group != PYTHON), name
 
 
-def test_ten_options_come_first() -> None:
+def test_main_panel_has_ten_options() -> None:
     panels = [
-        each.annotation.__metadata__[0].rich_help_panel
-        for each in inspect.signature(summarize).parameters.values()
+        parameter.annotation.__metadata__[0].rich_help_panel
+        for parameter in inspect.signature(summarize).parameters.values()
     ]
     assert panels.count(MAIN) == 10
 
 
 @pytest.mark.parametrize(
-    ("choice", "words"),
+    ("values", "words"),
     [
         ({"retrieval_budget": 0}, "`retrieval_budget` must be at least 1, found 0"),
         ({"retrieval_budget": 10.5}, "`retrieval_budget` must be a whole number, found 10.5"),
@@ -71,33 +71,33 @@ def test_ten_options_come_first() -> None:
     ],
     ids=str,
 )
-def test_a_value_that_makes_no_sense_is_refused_by_name(choice: Any, words: str) -> None:
+def test_invalid_setting_error_names_the_setting(values: Any, words: str) -> None:
     with pytest.raises(TierForceError, match=words):
-        Settings(**choice)
+        Settings(**values)
 
 
-@pytest.mark.parametrize("choice", [{"temperature": "hot"}, {"temperature": float("nan")}])
-def test_so_is_a_sampling_that_makes_none(choice: Any) -> None:
+@pytest.mark.parametrize("values", [{"temperature": "hot"}, {"temperature": float("nan")}])
+def test_invalid_sampling_error_names_the_field(values: Any) -> None:
     with pytest.raises(TierForceError, match="`temperature` must be"):
-        Sampling(**choice)
+        Sampling(**values)
 
 
-def test_messages_name_flags_on_the_command_line() -> None:
-    said = "`num_draft_tokens` 8 is larger than `retrieval_budget` 4: give `no_such`, `two words` or `A`."
-    assert as_flags(said) == (
-        "--num-draft-tokens 8 is larger than --retrieval-budget 4: give --no-such, `two words` or `A`."
+def test_messages_use_flags_on_the_command_line() -> None:
+    message = "`num_draft_tokens` 8 exceeds `retrieval_budget` 4: give `no_such`, `a b` or `A`."
+    assert as_flags(message) == (
+        "--num-draft-tokens 8 exceeds --retrieval-budget 4: give --no-such, `a b` or `A`."
     )
 
 
-def test_help_says_what_holds_by_default() -> None:
+def test_help_states_the_default() -> None:
     info = option_parameter(Settings, "prompt_lookup_ngram")
     assert info.help.endswith("0 is off. Default: 3 without a draft model, else off.")
     assert info.metavar == "TOKENS"
 
 
-def test_python_starts_where_the_command_line_does() -> None:
+def test_python_and_command_line_have_the_same_defaults() -> None:
     for call in (Engine.generate, Engine.stream, Chat):
         default = inspect.signature(call).parameters["max_new_tokens"].default
         assert default == options_of(JobOptions)["max_new_tokens"].default
-    for name, each in options_of(Sampling).items():
-        assert inspect.signature(generate).parameters[name].default == each.default
+    for name, field in options_of(Sampling).items():
+        assert inspect.signature(generate).parameters[name].default == field.default

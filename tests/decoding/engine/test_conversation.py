@@ -1,4 +1,4 @@
-"""Turns of a conversation are what they would be behind one long prompt."""
+"""Turns of a conversation equal what follows one long prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload.errors import InsufficientMemoryError, InvalidRequestError, TierFor
 from offload.layout import ceil_div
 from parallel.ranks.process_group import TensorParallelGroup
 from support import batches
-from support.engines import MODES, PLACES, Folders, Pair
+from support.engines import MODES, PLACEMENTS, Folders, Pair
 from support.models import long_rope, random_tokens, rope
 from support.ranks import run_ranks
 from support.slow import slow_except
@@ -33,100 +33,101 @@ SMALL: dict[str, Any] = {
     "prefill_chunk": 64,
 }
 PROMPT = random_tokens(300, seed=1).tolist()
-# behind the answer: less than a pass takes, more than one, and more than is computed at once
+# tokens after an answer: within one forward, in several, and more than one prefill chunk
 TURNS = [random_tokens(count, seed=count).tolist() for count in (1, 20, 200)]
-# where the text before is left, and what comes there in place of what followed
-RETURNS = [(330, 9), (310, 150), (299, 1), (70, 40), (0, 80)]
-Asked = list[tuple[list[int], list[int]]]  # prompts, and what was written behind them
+# lengths of the common prefix with the previous prompt, and numbers of tokens after it
+BRANCHES = [(330, 9), (310, 150), (299, 1), (70, 40), (0, 80)]
+Turns = list[tuple[list[int], list[int]]]  # prompts and their answers
 
 
 @pytest.fixture(scope="module")
-def by_plain_decoding(models: Pair) -> Iterator[Callable[[Asked], list[list[int]]]]:
-    """What plain decoding writes behind each prompt, greedily and as much: each text once."""
-    written: dict[tuple[int, ...], list[int]] = {}
+def by_plain_decoding(models: Pair) -> Iterator[Callable[[Turns], list[list[int]]]]:
+    """A function that returns greedy plain answers of the same lengths, each computed once."""
+    answers: dict[tuple[int, ...], list[int]] = {}
     with models.engine("plain") as engine:
 
-        def wanted(asked: Asked) -> list[list[int]]:
-            texts = []
-            for prompt, text in asked:
-                key = (len(text), *prompt)
-                if key not in written:
-                    written[key] = list(engine.generate(prompt, len(text), GREEDY))
-                texts.append(written[key])
-            return texts
+        def generate(turns: Turns) -> list[list[int]]:
+            expected = []
+            for prompt, answer in turns:
+                key = (len(answer), *prompt)
+                if key not in answers:
+                    answers[key] = list(engine.generate(prompt, len(answer), GREEDY))
+                expected.append(answers[key])
+            return expected
 
-        yield wanted
+        yield generate
 
 
 def talk(
-    engine: Engine, sampling: Sampling = GREEDY, returns: Sequence[tuple[int, int]] = RETURNS
-) -> Asked:
-    """Turn after turn, and then from places inside the text."""
-    found: Asked = []
+    engine: Engine, sampling: Sampling = GREEDY, branches: Sequence[tuple[int, int]] = BRANCHES
+) -> Turns:
+    """Return turns that each extend the previous one, then turns that branch off inside it."""
+    turns: Turns = []
     prompt = PROMPT
     with engine.conversation(room=1000):
         for turn in [*TURNS, []]:
             answer = list(engine.generate(prompt, NEW, sampling))
-            found.append((prompt, answer))
+            turns.append((prompt, answer))
             prompt = [*prompt, *answer, *turn]
-        for kept, count in returns:
-            prompt = [*prompt[:kept], *random_tokens(count, seed=kept + 7).tolist()]
-            found.append((prompt, list(engine.generate(prompt, NEW, sampling))))
-    return found
+        for common, count in branches:
+            prompt = [*prompt[:common], *random_tokens(count, seed=common + 7).tolist()]
+            turns.append((prompt, list(engine.generate(prompt, NEW, sampling))))
+    return turns
 
 
-def alone(engine: Engine, asked: Asked, sampling: Sampling = GREEDY) -> list[list[int]]:
-    return [list(engine.generate(prompt, NEW, sampling)) for prompt, _ in asked]
+def answer_alone(engine: Engine, turns: Turns, sampling: Sampling = GREEDY) -> list[list[int]]:
+    """Return the answers to the turns' prompts when each is a request of its own."""
+    return [list(engine.generate(prompt, NEW, sampling)) for prompt, _ in turns]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("link", "resident"), slow_except(PLACES, 2))
-def test_turns_are_those_of_one_long_prompt(
+@pytest.mark.parametrize(("link", "resident"), slow_except(PLACEMENTS, 2))
+def test_turns_equal_one_long_prompt(
     mode: str,
     link: str,
     resident: int,
     models: Pair,
-    by_plain_decoding: Callable[[Asked], list[list[int]]],
+    by_plain_decoding: Callable[[Turns], list[list[int]]],
 ) -> None:
-    choices = {**SMALL, "link": link, "gpu_kv_layers": resident}
-    with models.engine(mode, **choices) as engine:
-        asked = talk(engine)
-    texts = [answer for _, answer in asked]
-    assert all(len(text) == NEW for text in texts)
-    assert texts == by_plain_decoding(asked)
+    options = {**SMALL, "link": link, "gpu_kv_layers": resident}
+    with models.engine(mode, **options) as engine:
+        turns = talk(engine)
+    answers = [answer for _, answer in turns]
+    assert all(len(answer) == NEW for answer in answers)
+    assert answers == by_plain_decoding(turns)
 
 
 @pytest.mark.parametrize(
     "mode", slow_except(["split", "split-retrieval", "split-hierarchical"], -1)
 )
-def test_so_are_nearly_all_in_16_bits(mode: str, folders: Folders) -> None:
-    """Passes of other widths round otherwise: at near-ties texts part."""
+def test_turns_nearly_all_equal_one_long_prompt_in_16_bits(mode: str, folders: Folders) -> None:
+    """Forwards of other widths round differently, so answers may diverge at near-ties."""
     models = Pair(*folders, dtype="bfloat16")
     with models.engine(mode, link="emulated:50", split_kv_layers=1, **SMALL) as engine:
-        asked = talk(engine)
+        turns = talk(engine)
     with models.engine("plain") as engine:
-        wanted = alone(engine, asked)
-    same = [answer == want for (_, answer), want in zip(asked, wanted, strict=True)]
-    assert sum(same) >= 0.7 * len(same)
+        expected = answer_alone(engine, turns)
+    matches = [answer == alone for (_, answer), alone in zip(turns, expected, strict=True)]
+    assert sum(matches) >= 0.7 * len(matches)
 
 
-def test_packed_layers_change_nothing(folders: Folders) -> None:
+def test_compressed_offload_does_not_change_turns(folders: Folders) -> None:
     models = Pair(*folders, dtype="bfloat16")
-    choices = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 0}
-    with models.engine("plain", compress_offload=True, **choices) as engine:
-        found = talk(engine)
-    with models.engine("plain", compress_offload=False, **choices) as engine:
-        assert talk(engine) == found
+    options = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 0}
+    with models.engine("plain", compress_offload=True, **options) as engine:
+        turns = talk(engine)
+    with models.engine("plain", compress_offload=False, **options) as engine:
+        assert talk(engine) == turns
 
 
-def test_a_sampled_turn_is_that_of_one_long_prompt(models: Pair) -> None:
+def test_sampled_turns_equal_one_long_prompt(models: Pair) -> None:
     sampling = Sampling(1.0, top_p=1, seed=5)
     with models.engine("plain", link="emulated:50", gpu_kv_layers=1, **SMALL) as engine:
-        asked = talk(engine, sampling)
-        assert [answer for _, answer in asked] == alone(engine, asked, sampling)
+        turns = talk(engine, sampling)
+        assert [answer for _, answer in turns] == answer_alone(engine, turns, sampling)
 
 
-def test_what_a_turn_has_in_common_is_not_read_again(models: Pair) -> None:
+def test_a_common_prefix_is_not_prefilled_again(models: Pair) -> None:
     with (
         models.engine("plain", link="emulated:50", gpu_kv_layers=1, **SMALL) as engine,
         engine.conversation(room=1000),
@@ -136,7 +137,7 @@ def test_what_a_turn_has_in_common_is_not_read_again(models: Pair) -> None:
         first = engine.stats
         prompt = [*PROMPT, *answer, *TURNS[1]]
         list(engine.generate(prompt, NEW, GREEDY))
-        # the last token was never read
+        # no forward has processed the last token
         assert engine.stats.reused_tokens == len(PROMPT) + NEW - 1
         (session,) = engine.sessions.executor.sequences
         assert engine.stats.prefill_link_in == session.target.shape.streamed_bytes(256)
@@ -144,19 +145,19 @@ def test_what_a_turn_has_in_common_is_not_read_again(models: Pair) -> None:
         assert first.new_tokens == engine.stats.new_tokens == NEW
         list(engine.generate([*PROMPT[:100], 5], NEW, GREEDY))
         assert engine.stats.reused_tokens == 100
-        held = session.target.length
+        cached = session.target.length
         list(engine.generate([7, *PROMPT], NEW, GREEDY))
         assert engine.stats.reused_tokens == 0
-        assert engine.stats.discarded_tokens >= held - 1 > 100
+        assert engine.stats.discarded_tokens >= cached - 1 > 100
 
 
-def test_a_text_may_be_given_up_and_gone_on_with(models: Pair) -> None:
+def test_a_closed_answer_can_be_continued(models: Pair) -> None:
     for mode in MODES:
         with models.engine(mode, link="emulated:50", gpu_kv_layers=1, **SMALL) as engine:
             with engine.conversation():
                 for count in (1, 4, 7):
-                    begun = list(islice(engine.generate(PROMPT, 50, GREEDY), count))
-                prompt = [*PROMPT, *begun, *TURNS[1]]
+                    partial = list(islice(engine.generate(PROMPT, 50, GREEDY), count))
+                prompt = [*PROMPT, *partial, *TURNS[1]]
                 answer = list(engine.generate(prompt, NEW, GREEDY))
                 assert engine.stats.reused_tokens >= len(PROMPT)
             assert answer == list(engine.generate(prompt, NEW, GREEDY))
@@ -165,9 +166,9 @@ def test_a_text_may_be_given_up_and_gone_on_with(models: Pair) -> None:
 def test_a_stop_token_inside_a_round_ends_a_turn(models: Pair) -> None:
     for mode in MODES:
         with models.engine(mode, **SMALL) as engine:
-            text = list(engine.generate(PROMPT, NEW, GREEDY))
-        stop = text[5]
-        short = text[: text.index(stop)]
+            tokens = list(engine.generate(PROMPT, NEW, GREEDY))
+        stop = tokens[5]
+        short = tokens[: tokens.index(stop)]
         with models.engine(mode, stop=[stop], **SMALL) as engine:
             with engine.conversation():
                 assert list(engine.generate(PROMPT, NEW, GREEDY)) == short
@@ -179,95 +180,98 @@ def test_a_stop_token_inside_a_round_ends_a_turn(models: Pair) -> None:
 
 @pytest.mark.parametrize("mode", slow_except([*MODES, "split-hierarchical"], 0, 3))
 @pytest.mark.parametrize("link", slow_except(["emulated:50", "view"]))
-def test_a_text_that_outgrows_its_caches_gets_larger_ones(
+def test_a_sequence_that_outgrows_its_caches_gets_larger_ones(
     mode: str,
     link: str,
     models: Pair,
     folders: Folders,
-    by_plain_decoding: Callable[[Asked], list[list[int]]],
+    by_plain_decoding: Callable[[Turns], list[list[int]]],
 ) -> None:
     split = "split" in mode
     if split:
         models = Pair(*folders, dtype="bfloat16")
-    choices = {**SMALL, "link": link, "gpu_kv_layers": 0 if split else 1}
-    asked: Asked = []
-    with models.engine(mode, **choices) as engine, engine.conversation(room=40):
+    options = {**SMALL, "link": link, "gpu_kv_layers": 0 if split else 1}
+    turns: Turns = []
+    with models.engine(mode, **options) as engine, engine.conversation(room=40):
         prompt = PROMPT
         for turn in [TURNS[2], [3], TURNS[1], []]:
-            asked.append((prompt, list(engine.generate(prompt, NEW, GREEDY))))
+            turns.append((prompt, list(engine.generate(prompt, NEW, GREEDY))))
             capacity = engine.sessions.executor.sequences[0].capacity
             assert capacity >= len(prompt) + NEW
-            prompt = [*prompt, *asked[-1][1], *turn]
-            if len(asked) > 1:
-                assert engine.stats.reused_tokens >= len(asked[-2][0])
-        # more new tokens than were planned for behind a shorter prompt
-        asked.append((PROMPT, list(engine.generate(PROMPT, 60, GREEDY))))
+            prompt = [*prompt, *turns[-1][1], *turn]
+            if len(turns) > 1:
+                assert engine.stats.reused_tokens >= len(turns[-2][0])
+        # more new tokens than were planned, after a shorter prompt
+        turns.append((PROMPT, list(engine.generate(PROMPT, 60, GREEDY))))
         assert engine.stats.reused_tokens == len(PROMPT) - 1
     if split:
         with models.engine("plain") as engine:
-            wanted = [list(engine.generate(prompt, len(text), GREEDY)) for prompt, text in asked]
+            expected = [
+                list(engine.generate(prompt, len(answer), GREEDY)) for prompt, answer in turns
+            ]
     else:
-        wanted = by_plain_decoding(asked)
-    same = [text == want for (_, text), want in zip(asked, wanted, strict=True)]
-    assert sum(same) >= (3 if split else len(same))  # at near-ties texts in 16 bits part
+        expected = by_plain_decoding(turns)
+    matches = [answer == plain for (_, answer), plain in zip(turns, expected, strict=True)]
+    # answers in 16 bits may diverge at near-ties
+    assert sum(matches) >= (3 if split else len(matches))
 
 
-def test_the_old_caches_go_before_memory_is_planned_for_larger_ones(models: Pair) -> None:
+def test_old_caches_are_freed_before_larger_ones_are_planned(models: Pair) -> None:
     with models.engine("hierarchical", link="emulated:50", gpu_kv_layers=1, **SMALL) as engine:
-        plan, seen = type(engine.runtime).plan, list[int]()
+        plan, requested = type(engine.runtime).plan, list[int]()
 
-        def planned(runtime: Any, prompt: int, new: int) -> Any:
-            seen.append(new)
-            assert before() is None
-            if len(seen) == 1:  # what is enough for this turn alone is taken
+        def plan_second(runtime: Any, prompt: int, new: int) -> Any:
+            requested.append(new)
+            assert old_cache() is None
+            if len(requested) == 1:  # then room for this turn alone is planned
                 raise InsufficientMemoryError("no room")
             return plan(runtime, prompt, new)
 
         with engine.conversation(room=40):
             answer = list(engine.generate(PROMPT, NEW, GREEDY))
-            before = weakref.ref(engine.sessions.executor.sequences[0].target)
+            old_cache = weakref.ref(engine.sessions.executor.sequences[0].target)
             prompt = [*PROMPT, *answer, *TURNS[2]]
-            with patch.object(decoding.engine.session.Runtime, "plan", planned):
-                found = list(engine.generate(prompt, NEW, GREEDY))
+            with patch.object(decoding.engine.session.Runtime, "plan", plan_second):
+                result = list(engine.generate(prompt, NEW, GREEDY))
             assert engine.stats.reused_tokens > len(PROMPT)
-        assert seen == [NEW + 40, NEW]
-        assert found == list(engine.generate(prompt, NEW, GREEDY))
+        assert requested == [NEW + 40, NEW]
+        assert result == list(engine.generate(prompt, NEW, GREEDY))
 
 
-def test_where_memory_does_not_do_for_larger_caches_a_text_is_read_anew(models: Pair) -> None:
+def test_the_whole_prompt_is_prefilled_if_larger_caches_do_not_fit(models: Pair) -> None:
     with models.engine("hierarchical", link="emulated:50", gpu_kv_layers=1, **SMALL) as engine:
         prompt = [*PROMPT, *TURNS[2]]
-        wanted = list(engine.generate(prompt, NEW, GREEDY))
+        expected = list(engine.generate(prompt, NEW, GREEDY))
         with engine.conversation(room=40):
             list(engine.generate(PROMPT, NEW, GREEDY))
             with patch.object(
                 offload.tiered.cache, "allocate", side_effect=InsufficientMemoryError("no room")
             ):
-                assert list(engine.generate(prompt, NEW, GREEDY)) == wanted
+                assert list(engine.generate(prompt, NEW, GREEDY)) == expected
             assert engine.stats.reused_tokens == 0
             list(engine.generate(PROMPT, NEW, GREEDY))
             plan = type(engine.runtime).plan
-            engine._conversation._token_s = 1e9  # reuse pays, however slow this machine is now
-            with patch.object(decoding.engine.session.Runtime, "plan", refusing(plan, times=2)):
+            engine._conversation._token_s = 1e9  # reuse pays, independent of timings
+            with patch.object(decoding.engine.session.Runtime, "plan", failing(plan, times=2)):
                 assert list(engine.generate([*prompt, *prompt], NEW, GREEDY))
             assert engine.stats.reused_tokens == 0
-            assert list(engine.generate(prompt, NEW, GREEDY)) == wanted
+            assert list(engine.generate(prompt, NEW, GREEDY)) == expected
 
 
-def refusing(plan: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """Return what refuses so often, and plans then."""
+def failing(plan: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """Return a function that finds no memory some times, and then plans."""
 
-    def refuse(*arguments: Any) -> Any:
+    def fail_or_plan(*arguments: Any) -> Any:
         nonlocal times
         times -= 1
         if times >= 0:
             raise InsufficientMemoryError("no room")
         return plan(*arguments)
 
-    return refuse
+    return fail_or_plan
 
 
-def test_angles_that_go_by_the_length_of_a_prompt_are_read_anew(
+def test_dynamic_ntk_prefills_every_prompt_again(
     checkpoint: Callable[..., Path],
 ) -> None:
     parameters = rope("dynamic", factor=4.0)
@@ -277,15 +281,15 @@ def test_angles_that_go_by_the_length_of_a_prompt_are_read_anew(
         with engine.conversation():
             answer = list(engine.generate(PROMPT, 5, GREEDY))
             prompt = [*PROMPT, *answer, *TURNS[1]]
-            found = list(engine.generate(prompt, NEW, GREEDY))
+            result = list(engine.generate(prompt, NEW, GREEDY))
             assert engine.stats.reused_tokens == 0
-        assert found == list(engine.generate(prompt, NEW, GREEDY))
+        assert result == list(engine.generate(prompt, NEW, GREEDY))
 
 
-def test_angles_that_go_by_all_that_may_follow_are_those_of_the_text_alone(
+def test_longrope_turns_have_the_angles_of_a_request_alone(
     checkpoint: Callable[..., Path],
 ) -> None:
-    """Room for later turns does not make a text a long one."""
+    """Room for later turns does not select the factors of long sequences."""
     folder = checkpoint(
         "phi3",
         max_position_embeddings=1600,
@@ -299,58 +303,56 @@ def test_angles_that_go_by_all_that_may_follow_are_those_of_the_text_alone(
             again = list(engine.generate([*PROMPT, *first, 7], NEW, GREEDY))
             assert engine.stats.reused_tokens > len(PROMPT)
             longer = [*PROMPT, *first, 7, *again, *TURNS[2]]
-            found = list(engine.generate(longer, NEW, GREEDY))
+            last = list(engine.generate(longer, NEW, GREEDY))
             assert engine.stats.reused_tokens == 0
-        asked = [(PROMPT, first), ([*PROMPT, *first, 7], again), (longer, found)]
-        assert [answer for _, answer in asked] == alone(engine, asked)
+        turns = [(PROMPT, first), ([*PROMPT, *first, 7], again), (longer, last)]
+        assert [answer for _, answer in turns] == answer_alone(engine, turns)
 
 
 @pytest.mark.parametrize("policy", slow_except(["static", "attention"], 1))
-def test_a_long_turn_leaves_the_retrieval_cache_as_one_long_prompt_does(
-    policy: str, models: Pair
-) -> None:
-    choices = {**SMALL, "policy": policy, "link": "emulated:50", "gpu_kv_layers": 1}
+def test_a_long_turn_selects_like_one_long_prompt(policy: str, models: Pair) -> None:
+    options = {**SMALL, "policy": policy, "link": "emulated:50", "gpu_kv_layers": 1}
     prompt = [*PROMPT, *TURNS[2], *TURNS[1]]
-    with models.engine("retrieval", **choices) as engine:
-        wanted = list(engine.generate(prompt, NEW, GREEDY))
+    with models.engine("retrieval", **options) as engine:
+        expected = list(engine.generate(prompt, NEW, GREEDY))
         accepted = engine.stats.acceptance
         with engine.conversation(room=250):
             list(engine.generate(PROMPT, NEW, GREEDY))
             (session,) = engine.sessions.executor.sequences
             session.extend_chunk = 50
             with patch.object(engine._conversation, "_token_s", 1e9):
-                assert list(engine.generate(prompt, NEW, GREEDY)) == wanted
+                assert list(engine.generate(prompt, NEW, GREEDY)) == expected
             assert engine.stats.reused_tokens == len(PROMPT)
             assert engine.stats.acceptance == accepted
-            # the one selection behind a turn has room for as much as was planned for
-            more = list(engine.generate([*PROMPT, 5], 120, GREEDY))
-        assert more == list(engine.generate([*PROMPT, 5], 120, GREEDY))
+            # the one selection after a turn covers all tokens that were planned for
+            longer = list(engine.generate([*PROMPT, 5], 120, GREEDY))
+        assert longer == list(engine.generate([*PROMPT, 5], 120, GREEDY))
 
 
-def test_memory_that_does_not_do_for_later_turns_does_for_this_one(models: Pair) -> None:
+def test_room_for_later_turns_is_dropped_if_it_does_not_fit(models: Pair) -> None:
     with models.engine("plain", **SMALL) as engine:
-        opened = engine.sessions.open
-        asked: list[int] = []
+        open_sequence = engine.sessions.open
+        requested: list[int] = []
 
-        def short(prompt: Sequence[int], new: int, **more: Any) -> Any:
-            asked.append(new)
+        def open_short(prompt: Sequence[int], new: int, **options: Any) -> Any:
+            requested.append(new)
             if new > 100:
                 raise InsufficientMemoryError("no room")
-            return opened(prompt, new, **more)
+            return open_sequence(prompt, new, **options)
 
-        with patch.object(engine.sessions, "open", short), engine.conversation(room=500):
+        with patch.object(engine.sessions, "open", open_short), engine.conversation(room=500):
             first = list(engine.generate(PROMPT, NEW, GREEDY))
-        assert asked == [NEW + 500, NEW]
+        assert requested == [NEW + 500, NEW]
         assert first == list(engine.generate(PROMPT, NEW, GREEDY))
 
 
-def test_an_error_ends_a_text_and_not_the_conversation(models: Pair) -> None:
+def test_an_error_ends_a_request_and_not_the_conversation(models: Pair) -> None:
     with models.engine("plain", **SMALL) as engine, engine.conversation():
         answer = list(engine.generate(PROMPT, NEW, GREEDY))
         with pytest.raises(InvalidRequestError):
             next(engine.generate([], NEW, GREEDY))
         list(engine.generate([*PROMPT, *answer, 4], NEW, GREEDY))
-        assert engine.stats.reused_tokens > 300  # what is refused touches nothing
+        assert engine.stats.reused_tokens > 300  # an invalid request leaves the caches unchanged
         with (
             patch.object(
                 decoding.engine.conversation.Generation,
@@ -370,69 +372,69 @@ def test_one_conversation_at_a_time(models: Pair) -> None:
         with engine.conversation():
             with pytest.raises(TierForceError, match="one conversation at a time"):
                 engine.conversation().__enter__()
-            with pytest.raises(TierForceError, match="in a conversation"):
+            with pytest.raises(TierForceError, match="inside a conversation"):
                 next(engine.generate_batch([Request(PROMPT, NEW, GREEDY)], 2))
-            text = engine.generate(PROMPT, NEW, GREEDY)
-            next(text)
-            with pytest.raises(TierForceError, match="one text at a time"):
+            tokens = engine.generate(PROMPT, NEW, GREEDY)
+            next(tokens)
+            with pytest.raises(TierForceError, match="one request at a time"):
                 next(engine.generate(PROMPT, NEW, GREEDY))
-            text.close()
+            tokens.close()
         assert not engine.sessions.executor.sequences
         assert len(list(engine.generate(PROMPT, NEW, GREEDY))) == NEW
 
 
 @pytest.mark.parametrize("mode", slow_except(["hierarchical", "plain"]))
-def test_two_ranks_talk_as_one_does(mode: str, folders: Folders, models: Pair) -> None:
-    found = run_ranks(2, on_a_rank, folders, mode)[0]
+def test_turns_on_two_ranks(mode: str, folders: Folders, models: Pair) -> None:
+    report = run_ranks(2, talk_on_rank, folders, mode)[0]
     with models.engine("plain") as engine:
-        assert [answer for _, answer in found["talk"]] == alone(engine, found["talk"])
-        assert found["given up"] == list(engine.generate([*PROMPT, 5, 6], NEW, GREEDY))
+        assert [answer for _, answer in report["talk"]] == answer_alone(engine, report["talk"])
+        assert report["closed"] == list(engine.generate([*PROMPT, 5, 6], NEW, GREEDY))
         if mode == "hierarchical":
-            assert found["parts"] == list(engine.generate([*PROMPT, *TURNS[2]], NEW, GREEDY))
+            assert report["parts"] == list(engine.generate([*PROMPT, *TURNS[2]], NEW, GREEDY))
 
 
-def on_a_rank(folders: Folders, mode: str) -> dict[str, Any]:
+def talk_on_rank(folders: Folders, mode: str) -> dict[str, Any]:
     group = TensorParallelGroup.from_environment("cpu")
     models = Pair(*folders, group)
-    found: dict[str, Any] = {}
-    choices = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 1}
-    with models.engine(mode, **choices) as engine:
+    report: dict[str, Any] = {}
+    options = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 1}
+    with models.engine(mode, **options) as engine:
         if group.rank:
             with pytest.raises(TierForceError, match="rank 0 leads"):
                 engine.conversation().__enter__()
             engine.run_worker()
         else:
-            found["talk"] = talk(engine, returns=RETURNS[1:3])
+            report["talk"] = talk(engine, branches=BRANCHES[1:3])
             with engine.conversation():
                 list(islice(engine.generate(PROMPT, 40, GREEDY), 7))
-                found["given up"] = list(engine.generate([*PROMPT, 5, 6], NEW, GREEDY))
+                report["closed"] = list(engine.generate([*PROMPT, 5, 6], NEW, GREEDY))
             engine.close()
     if mode == "plain":
-        return found
+        return report
     with (
         patch.object(decoding.engine.session, "extend_chunk", lambda *_: 70 + group.rank),
-        models.engine("hierarchical", **choices) as engine,
+        models.engine("hierarchical", **options) as engine,
     ):
         if group.rank:
             engine.run_worker()
-            return found
-        with engine.conversation(room=100):  # for more there have to be larger caches
+            return report
+        with engine.conversation(room=100):  # the second turn needs larger caches
             list(engine.generate(PROMPT, NEW, GREEDY))
             (session,) = engine.sessions.executor.sequences
-            assert session.extend_chunk == 70  # what the rank with the least memory can do
+            assert session.extend_chunk == 70  # the minimum over the ranks
             engine._conversation._token_s = 1e9
-            found["parts"] = list(engine.generate([*PROMPT, *TURNS[2]], NEW, GREEDY))
+            report["parts"] = list(engine.generate([*PROMPT, *TURNS[2]], NEW, GREEDY))
             assert engine.stats.reused_tokens == len(PROMPT)
         engine.close()
-    return found
+    return report
 
 
-def test_memory_bounds_what_is_read_at_once(models: Pair) -> None:
-    """And where that would be slower than reading all of it, it is read anew."""
-    choices = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 1}
+def test_memory_bounds_the_chunks_of_a_turn(models: Pair) -> None:
+    """If that would be slower than one prefill, the whole prompt is prefilled again."""
+    options = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 1}
     prompt = [*PROMPT, *TURNS[2]]
-    with models.engine("hierarchical", **choices) as engine:
-        wanted = list(engine.generate(prompt, NEW, GREEDY))
+    with models.engine("hierarchical", **options) as engine:
+        expected = list(engine.generate(prompt, NEW, GREEDY))
         with engine.conversation(room=1000):
             list(engine.generate(PROMPT, NEW, GREEDY))
             (session,) = engine.sessions.executor.sequences
@@ -440,12 +442,12 @@ def test_memory_bounds_what_is_read_at_once(models: Pair) -> None:
             for tokens in (7, 64, 150):
                 session.extend_chunk = tokens
                 list(engine.generate([*PROMPT, 5], NEW, GREEDY))
-                read = patch.object(session, "_prefill_chunk", wraps=session._prefill_chunk)
-                with patch.object(engine._conversation, "_token_s", 1e9), read as parts:
-                    assert list(engine.generate(prompt, NEW, GREEDY)) == wanted
-                assert parts.call_count == ceil_div(len(TURNS[2]), tokens)
+                spy = patch.object(session, "_prefill_chunk", wraps=session._prefill_chunk)
+                with patch.object(engine._conversation, "_token_s", 1e9), spy as prefill_chunk:
+                    assert list(engine.generate(prompt, NEW, GREEDY)) == expected
+                assert prefill_chunk.call_count == ceil_div(len(TURNS[2]), tokens)
                 assert engine.stats.reused_tokens == len(PROMPT)
             list(engine.generate([*PROMPT, 5], NEW, GREEDY))
             with patch.object(engine._conversation, "_token_s", 0.0):
-                assert list(engine.generate(prompt, NEW, GREEDY)) == wanted
+                assert list(engine.generate(prompt, NEW, GREEDY)) == expected
             assert engine.stats.reused_tokens == 0

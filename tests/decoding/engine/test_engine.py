@@ -1,6 +1,4 @@
-"""One engine, text after text: what it writes depends on the prompt, the sampling and the mode, and
-on nothing else.
-"""
+"""One engine, request after request: the output depends on prompt, sampling and mode alone."""
 
 from __future__ import annotations
 
@@ -40,30 +38,30 @@ def pair(checkpoint: Callable[..., Path], target: Path) -> Pair:
 
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> list[int]:
-    """The target's own greedy text behind PROMPT."""
-    return pair.text("plain", PROMPT, 100)
+    """The target's own greedy output after PROMPT."""
+    return pair.generate("plain", PROMPT, 100)
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
 @pytest.mark.parametrize(
     "sampling", slow_except([FULL, Sampling(0.6, top_p=0.9, seed=6)]), ids=["full", "nucleus"]
 )
-def test_memory_and_link_do_not_change_a_sampled_text(
+def test_memory_and_link_do_not_change_sampled_output(
     mode: str, sampling: Sampling, pair: Pair
 ) -> None:
-    places: list[dict[str, Any]] = [
+    placements: list[dict[str, Any]] = [
         {"gpu_kv_layers": 0},
         {"gpu_kv_layers": 2, "link": "emulated:50"},
         {"gpu_kv_layers": 0, "link": "emulated:50", "prefill_chunk": 45},
     ]
-    want = pair.text(mode, PROMPT, 40, sampling, **SMALL)
-    assert len(set(want)) > 10
-    for place in places:
-        assert pair.text(mode, PROMPT, 40, sampling, **SMALL, **place) == want
+    expected = pair.generate(mode, PROMPT, 40, sampling, **SMALL)
+    assert len(set(expected)) > 10
+    for placement in placements:
+        assert pair.generate(mode, PROMPT, 40, sampling, **SMALL, **placement) == expected
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_seed_makes_a_text(mode: str, pair: Pair) -> None:
+def test_the_seed_determines_the_output(mode: str, pair: Pair) -> None:
     with pair.engine(mode, **SMALL) as engine:
         first, other, again = (
             list(engine.generate(PROMPT, 40, Sampling(1.0, top_p=1, seed=seed)))
@@ -73,31 +71,30 @@ def test_the_seed_makes_a_text(mode: str, pair: Pair) -> None:
     assert first != other
 
 
-# around the sinks, the chunk, the window and the budget: sizes at which some part of some cache is
-# empty
+# around the sizes of sinks, chunk, window and budget, at which some part of a cache is empty
 PROMPT_LENGTHS = [*range(1, 10), 14, 15, 31, 32, 33, 80]
 
 
 @pytest.fixture(scope="module")
 def greedy_by_transformers(target: Path) -> dict[int, list[int]]:
-    """What transformers writes behind a prompt of each length."""
+    """What transformers generates after a prompt of each length."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    texts = {}
+    outputs = {}
     for length in PROMPT_LENGTHS:
         prompt = torch.tensor([PROMPT[:length]])
-        text = model.generate(prompt, max_new_tokens=24, do_sample=False)
-        texts[length] = text[0, length:].tolist()
-    return texts
+        tokens = model.generate(prompt, max_new_tokens=24, do_sample=False)
+        outputs[length] = tokens[0, length:].tolist()
+    return outputs
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, 1, -1))
 @pytest.mark.parametrize("prompt", slow_except(PROMPT_LENGTHS, 0, 1, 3, 10, 12, 14))
-def test_prompts_from_one_token_up(
+def test_short_prompts(
     mode: str, prompt: int, pair: Pair, greedy_by_transformers: dict[int, list[int]]
 ) -> None:
-    found = pair.text(mode, PROMPT[:prompt], 24, gpu_kv_layers=1, **SMALL)
-    assert found == greedy_by_transformers[prompt]
+    output = pair.generate(mode, PROMPT[:prompt], 24, gpu_kv_layers=1, **SMALL)
+    assert output == greedy_by_transformers[prompt]
 
 
 @pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
@@ -113,20 +110,20 @@ def test_a_window_shorter_than_a_draft(
     pair: Pair,
     plain: list[int],
 ) -> None:
-    # it slides amid a draft, of which verification then takes back most
+    # the window slides within a draft, most of which verification rejects
     lengths = {
         "num_draft_tokens": num_draft_tokens,
         "num_inner_draft_tokens": num_inner_draft_tokens,
     }
-    found = pair.text(
+    output = pair.generate(
         mode, PROMPT, new, retrieval_budget=16, chunk_size=4, window=1, sinks=1, **lengths
     )
-    assert found == plain[:new]
+    assert output == plain[:new]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("new", slow_except([1, 2, 3, 7, 8], 0, 1, 3))
-def test_a_text_has_the_length_asked_for(mode: str, new: int, pair: Pair, plain: list[int]) -> None:
+def test_output_has_the_requested_length(mode: str, new: int, pair: Pair, plain: list[int]) -> None:
     with pair.engine(mode, **SMALL) as engine:
         assert list(engine.generate(PROMPT, new, GREEDY)) == plain[:new]
         assert engine.stats.new_tokens == new
@@ -134,75 +131,75 @@ def test_a_text_has_the_length_asked_for(mode: str, new: int, pair: Pair, plain:
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
-def test_a_stop_token_ends_the_text_and_is_no_part_of_it(mode: str, pair: Pair) -> None:
-    whole = pair.text(mode, PROMPT, 24, FULL, **SMALL)
-    for place in (*range(8), 15, 23):  # anywhere in a round, and far behind the prompt
-        before = whole[:place]
-        if whole[place] in before:
+def test_a_stop_token_ends_the_output_and_is_excluded(mode: str, pair: Pair) -> None:
+    whole = pair.generate(mode, PROMPT, 24, FULL, **SMALL)
+    for index in (*range(8), 15, 23):  # anywhere in a round, and in later rounds
+        prefix = whole[:index]
+        if whole[index] in prefix:
             continue
-        with pair.engine(mode, stop=[whole[place], 1000], **SMALL) as engine:
-            assert list(engine.generate(PROMPT, 24, FULL)) == before
+        with pair.engine(mode, stop=[whole[index], 1000], **SMALL) as engine:
+            assert list(engine.generate(PROMPT, 24, FULL)) == prefix
             assert engine.stats.finish_reason == "stop"
-            assert engine.stats.new_tokens == place
+            assert engine.stats.new_tokens == index
 
 
-def test_a_stop_token_amid_a_round_ends_it_there(target: Path) -> None:
+def test_a_stop_token_inside_a_round(target: Path) -> None:
     with Pair(target, target).engine("speculative", num_draft_tokens=9, window=300) as engine:
         whole = list(engine.generate(PROMPT, 40, FULL))
-        # a draft by the target itself: rounds of 10, behind the first token
+        # the target drafts for itself: rounds of 10 after the first token
         assert engine.stats.levels[0].stats.forwards == 4
-    amid = next(place for place in range(2, 9) if whole[place] not in whole[:place])
+    stop = next(index for index in range(2, 9) if whole[index] not in whole[:index])
     with Pair(target, target).engine(
-        "speculative", stop=[whole[amid]], num_draft_tokens=9, window=300
+        "speculative", stop=[whole[stop]], num_draft_tokens=9, window=300
     ) as engine:
-        assert list(engine.generate(PROMPT, 40, FULL)) == whole[:amid]
+        assert list(engine.generate(PROMPT, 40, FULL)) == whole[:stop]
         assert engine.stats.levels[0].stats.produced == 10
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, -1))
-def test_a_text_given_up_leaves_no_trace(mode: str, pair: Pair) -> None:
-    choices = {**SMALL, "gpu_kv_layers": 1, "link": "emulated:50"}
-    want = pair.text(mode, PROMPT, 40, FULL, **choices)
-    with pair.engine(mode, **choices) as engine:
-        for given_up in (1, 2, 11):
+def test_a_closed_generator_does_not_affect_later_requests(mode: str, pair: Pair) -> None:
+    options = {**SMALL, "gpu_kv_layers": 1, "link": "emulated:50"}
+    expected = pair.generate(mode, PROMPT, 40, FULL, **options)
+    with pair.engine(mode, **options) as engine:
+        for limit in (1, 2, 11):
             for count, _ in enumerate(engine.generate(OTHER, 40, GREEDY), start=1):
-                if count == given_up:
+                if count == limit:
                     break
             assert engine.stats.finish_reason is None
-            assert engine.stats.new_tokens == given_up
-            assert list(engine.generate(PROMPT, 40, FULL)) == want
+            assert engine.stats.new_tokens == limit
+            assert list(engine.generate(PROMPT, 40, FULL)) == expected
 
 
-def test_texts_do_not_mix(pair: Pair) -> None:
-    # they share one host arena: a second text would overwrite the first one's KV
-    want = pair.text("hierarchical", PROMPT, 30, gpu_kv_layers=0)
+def test_requests_do_not_overlap(pair: Pair) -> None:
+    # requests share one host arena: a second one would overwrite the first one's KV
+    expected = pair.generate("hierarchical", PROMPT, 30, gpu_kv_layers=0)
     with pair.engine("hierarchical", gpu_kv_layers=0) as engine:
-        text = engine.generate(PROMPT, 30, GREEDY)
-        found = [next(text), next(text)]
-        with pytest.raises(TierForceError, match="one text at a time"):
+        tokens = engine.generate(PROMPT, 30, GREEDY)
+        first = [next(tokens), next(tokens)]
+        with pytest.raises(TierForceError, match="one request at a time"):
             next(engine.generate(OTHER, 30, GREEDY))
-        assert [*found, *text] == want
-        assert list(engine.generate(PROMPT, 30, GREEDY)) == want
+        assert [*first, *tokens] == expected
+        assert list(engine.generate(PROMPT, 30, GREEDY)) == expected
 
 
-def test_a_string_is_its_tokens() -> None:
+def test_a_string_prompt_equals_its_tokens() -> None:
     engine = Engine.from_pretrained(
         DEMO / "target", settings=Settings(dtype="float32"), group=TensorParallelGroup()
     )
-    text = "The sun was low over the hills, and nobody spoke."
-    assert list(engine.generate(text, 12, GREEDY)) == list(
-        engine.generate(engine.tokenizer(text).input_ids, 12, GREEDY)
+    prompt = "The sun was low over the hills, and no one spoke."
+    assert list(engine.generate(prompt, 12, GREEDY)) == list(
+        engine.generate(engine.tokenizer(prompt).input_ids, 12, GREEDY)
     )
-    assert engine.stats.prompt_tokens == len(engine.tokenizer(text).input_ids) > 5
+    assert engine.stats.prompt_tokens == len(engine.tokenizer(prompt).input_ids) > 5
     engine.close()
 
 
-def test_draft_lengths_are_learnt_from_text_to_text(pair: Pair) -> None:
+def test_draft_lengths_adapt_over_requests(pair: Pair) -> None:
     with pair.engine("speculative") as engine:
         list(engine.generate(PROMPT, 24, FULL))
         length, *_ = engine.lengths["speculative"]
         assert isinstance(length, Adaptive)
-        learnt = length.acceptance
-        assert learnt != pytest.approx(Adaptive(MAX_DRAFT).acceptance)
-        list(engine.generate(OTHER, 1, FULL))  # no round: nothing new to learn
-        assert length.acceptance == pytest.approx(learnt)
+        adapted = length.acceptance
+        assert adapted != pytest.approx(Adaptive(MAX_DRAFT).acceptance)
+        list(engine.generate(OTHER, 1, FULL))  # one token takes no round
+        assert length.acceptance == pytest.approx(adapted)

@@ -1,5 +1,5 @@
-"""Sampled text of the whole engine, on models with attention and caches, follows the law
-transformers computes for it.
+"""Samples of the whole engine, on models with attention and caches, follow the distribution that
+transformers computes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from decoding.engine.request import Request
 from offload.retrieval.selection import POLICIES, AttentionScorePolicy, QuerySample
 from parallel.config.model_config import ModelConfig
 from support import engines
+from support.distributions import BROKEN, LIKELY, p_value
 from support.engines import Folders, Pair
-from support.laws import BROKEN, LIKELY, p_value
 from support.models import TINY, random_tokens, reference_logits
 from support.slow import slow_except
 
 PROMPT = random_tokens(70, seed=2).tolist()
-# few: what leans towards the draft is a slope, and more cells would see it later
+# few: a bias towards the draft is a slope, which more cells would detect later
 CELLS = 5
 VOCAB = TINY["vocab_size"]
 SAMPLINGS = {
@@ -38,53 +38,51 @@ SMALL = {**engines.SMALL, "retrieval_budget": 16, "num_draft_tokens": 4, "gpu_kv
 
 @pytest.fixture(scope="module")
 def folders(checkpoint: Callable[..., Path]) -> Folders:
-    """A target of a layer on the device and one on the host, and a draft that knows nothing of
-    it.
-    """
+    """A target with an on-device and an offloaded layer, and an unrelated draft."""
     return tuple(
         checkpoint(seed=seed, num_hidden_layers=layers, max_position_embeddings=4096)
         for seed, layers in ((0, 2), (1, 1))
     )
 
 
-def places(text: list[int], sampling: Sampling, folders: Folders) -> Tensor:
-    """Where each new token stands in its law, (N,): uniform in [0, 1] and independent if that is
-    the target's.
+def quantiles(output: list[int], sampling: Sampling, folders: Folders) -> Tensor:
+    """Return each new token's quantile in the target's distribution, (N,).
 
-    The probability integral transform, with the vocabulary in order of how far the target prefers a
-    token to the draft, so that a leaning towards the draft shows; a token of no probability gives
-    NaN.
+    They are uniform in [0, 1] and independent if the tokens follow it: the probability integral
+    transform. The vocabulary is ordered by how much the target prefers a token over the draft, so
+    that a bias towards the draft shows. A token of zero probability gives NaN.
     """
-    tokens = torch.tensor([*PROMPT, *text])
-    p, q = (reference_laws(folder, tokens, sampling) for folder in folders)
+    tokens = torch.tensor([*PROMPT, *output])
+    p, q = (reference_probs(folder, tokens, sampling) for folder in folders)
     order = (p - q).argsort(1)
-    # (N, V), (N, 1)
-    ordered, place = p.gather(1, order), order.argsort(1).gather(1, tokens[len(PROMPT) :, None])
-    share = ordered.gather(1, place)
+    ordered = p.gather(1, order)  # (N, V)
+    index = order.argsort(1).gather(1, tokens[len(PROMPT) :, None])  # (N, 1)
+    share = ordered.gather(1, index)
     noise = torch.rand(share.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = (ordered.cumsum(1).gather(1, place) - noise * share)[:, 0]
-    return found.masked_fill(share[:, 0] == 0, torch.nan)
+    values = (ordered.cumsum(1).gather(1, index) - noise * share)[:, 0]
+    return values.masked_fill(share[:, 0] == 0, torch.nan)
 
 
-def reference_laws(folder: Path, tokens: Tensor, sampling: Sampling) -> Tensor:
-    """What transformers says of each new token, (N, V), also of a model of more or fewer tokens."""
+def reference_probs(folder: Path, tokens: Tensor, sampling: Sampling) -> Tensor:
+    """Return transformers' distribution of each new token, (N, VOCAB), for any vocabulary size."""
     rows = ModelConfig.from_pretrained(folder).vocab
     logits = reference_logits(folder, tokens.masked_fill(tokens >= rows, 0))[len(PROMPT) - 1 : -1]
-    laws = sampling.probs(logits[:, :VOCAB]).double()
-    return torch.nn.functional.pad(laws, (0, VOCAB - laws.shape[1]))
+    probs = sampling.probs(logits[:, :VOCAB]).double()
+    return torch.nn.functional.pad(probs, (0, VOCAB - probs.shape[1]))
 
 
 def dtype_for(mode: str) -> str:
     return "bfloat16" if "split" in mode else "float32"
 
 
-def likelihood(mode: str, sampling: Sampling, folders: Folders, new: int, **choices: Any) -> float:
+def likelihood(mode: str, sampling: Sampling, folders: Folders, new: int, **options: Any) -> float:
+    """Return the p-value of `new` tokens of an engine under the target's distribution."""
     pair = Pair(*folders, dtype=dtype_for(mode))
-    text = pair.text(mode, PROMPT, new, sampling, **{**SMALL, **choices})
-    found = places(text, sampling, folders)
-    if found.isnan().any():
+    output = pair.generate(mode, PROMPT, new, sampling, **{**SMALL, **options})
+    values = quantiles(output, sampling, folders)
+    if values.isnan().any():
         return 0.0
-    return p_value(found.histc(CELLS, 0, 1), torch.ones(CELLS))
+    return p_value(values.histc(CELLS, 0, 1), torch.ones(CELLS))
 
 
 @pytest.mark.parametrize(
@@ -98,15 +96,17 @@ def likelihood(mode: str, sampling: Sampling, folders: Folders, new: int, **choi
             ("hierarchical", "nucleus"),
             ("hierarchical", "top-k"),
         ],
-        3,  # and hierarchical, whatever is selected
+        3,  # hierarchical runs for every policy below
     ),
 )
-def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: Folders) -> None:
+def test_output_follows_the_target_distribution(mode: str, sampling: str, folders: Folders) -> None:
     assert likelihood(mode, SAMPLINGS[sampling], folders, 500) > LIKELY
 
 
 @pytest.mark.parametrize("mode", slow_except(["retrieval", "hierarchical"]))
-def test_a_retrieval_cache_in_8_bits_leaves_the_law_alone(mode: str, folders: Folders) -> None:
+def test_an_8_bit_retrieval_cache_does_not_change_the_distribution(
+    mode: str, folders: Folders
+) -> None:
     assert likelihood(mode, SAMPLINGS["full"], folders, 500, int8_retrieval=True) > LIKELY
 
 
@@ -114,38 +114,36 @@ def test_a_retrieval_cache_in_8_bits_leaves_the_law_alone(mode: str, folders: Fo
     ("mode", "sampling"),
     slow_except([("plain", "full"), ("hierarchical", "nucleus")]),
 )
-def test_three_texts_at_once_follow_the_target_law(
+def test_concurrent_requests_follow_the_target_distribution(
     mode: str, sampling: str, folders: Folders
 ) -> None:
-    """Each has noise of its own: their places are independent, and uniform together."""
-    law = SAMPLINGS[sampling]
-    requests = [Request(PROMPT, 250, replace(law, seed=seed)) for seed in (1, 2, 3)]
+    """Each has randomness of its own: quantiles of all three are independent and uniform."""
+    base = SAMPLINGS[sampling]
+    requests = [Request(PROMPT, 250, replace(base, seed=seed)) for seed in (1, 2, 3)]
     with Pair(*folders).engine(mode, **SMALL) as engine:
-        texts = [text.tokens for text in engine.generate_batch(requests, 3)]
-    found = torch.cat([places(text, law, folders) for text in texts])
-    assert len(found) == 750
-    assert not found.isnan().any()
-    assert p_value(found.histc(CELLS, 0, 1), torch.ones(CELLS)) > LIKELY
+        outputs = [completion.tokens for completion in engine.generate_batch(requests, 3)]
+    values = torch.cat([quantiles(output, base, folders) for output in outputs])
+    assert len(values) == 750
+    assert not values.isnan().any()
+    assert p_value(values.histc(CELLS, 0, 1), torch.ones(CELLS)) > LIKELY
 
 
 @pytest.mark.parametrize(
     ("mode", "sampling"),
     slow_except([("plain", "full"), ("hierarchical", "nucleus"), ("split-hierarchical", "full")]),
 )
-def test_a_turn_of_a_conversation_follows_the_target_law(
-    mode: str, sampling: str, folders: Folders
-) -> None:
-    law, pair = SAMPLINGS[sampling], Pair(*folders, dtype=dtype_for(mode))
+def test_a_turn_follows_the_target_distribution(mode: str, sampling: str, folders: Folders) -> None:
+    params, pair = SAMPLINGS[sampling], Pair(*folders, dtype=dtype_for(mode))
     with (
         pair.engine(mode, link="emulated:50", **SMALL) as engine,
         engine.conversation(room=600),
     ):
-        list(engine.generate(PROMPT[:40], 9, law))
-        text = list(engine.generate(PROMPT, 500, law))
+        list(engine.generate(PROMPT[:40], 9, params))
+        output = list(engine.generate(PROMPT, 500, params))
         assert engine.stats.reused_tokens == 40
-    found = places(text, law, folders)
-    assert not found.isnan().any()
-    assert p_value(found.histc(CELLS, 0, 1), torch.ones(CELLS)) > LIKELY
+    values = quantiles(output, params, folders)
+    assert not values.isnan().any()
+    assert p_value(values.histc(CELLS, 0, 1), torch.ones(CELLS)) > LIKELY
 
 
 @pytest.mark.parametrize(
@@ -158,18 +156,18 @@ def test_a_turn_of_a_conversation_follows_the_target_law(
         ]
     ),
 )
-def test_a_long_text_follows_the_target_law_with_slices(
+def test_output_follows_the_target_distribution_with_split_layers(
     mode: str, sampling: str, split: int, folders: Folders
 ) -> None:
-    """In 16 bits: what rounding changes of a law, so few tokens do not tell."""
-    chosen = {"split_kv_layers": split, "link": "emulated:50", "prompt_lookup_ngram": 1}
-    assert likelihood(mode, SAMPLINGS[sampling], folders, 500, **chosen) > LIKELY
+    """In 16 bits: so few tokens cannot detect what rounding changes of a distribution."""
+    options = {"split_kv_layers": split, "link": "emulated:50", "prompt_lookup_ngram": 1}
+    assert likelihood(mode, SAMPLINGS[sampling], folders, 500, **options) > LIKELY
 
 
 @pytest.mark.parametrize(
     ("mode", "rows"), slow_except([("speculative", VOCAB - 30), ("hierarchical", VOCAB + 30)])
 )
-def test_a_long_text_follows_the_target_law_with_a_draft_of_other_rows(
+def test_output_follows_the_target_distribution_with_another_draft_vocabulary(
     mode: str, rows: int, folders: Folders, checkpoint: Callable[..., Path]
 ) -> None:
     draft = checkpoint(seed=1, num_hidden_layers=1, vocab_size=rows, max_position_embeddings=4096)
@@ -178,15 +176,15 @@ def test_a_long_text_follows_the_target_law_with_a_draft_of_other_rows(
 
 
 @pytest.mark.parametrize("policy", slow_except(POLICIES))
-def test_a_long_text_follows_the_target_law_whatever_is_selected(
+def test_output_follows_the_target_distribution_with_every_policy(
     policy: str, folders: Folders
 ) -> None:
-    choices = {"policy": policy, "retrieval_budget": 64, "selection_interval": 1}
-    assert likelihood("hierarchical", SAMPLINGS["full"], folders, 500, **choices) > LIKELY
+    options = {"policy": policy, "retrieval_budget": 64, "selection_interval": 1}
+    assert likelihood("hierarchical", SAMPLINGS["full"], folders, 500, **options) > LIKELY
 
 
 @pytest.mark.parametrize("mode", slow_except(["retrieval", "hierarchical"]))
-def test_a_long_text_follows_the_target_law_with_lengths_that_adapt_and_lookup(
+def test_output_follows_the_target_distribution_with_adaptive_lengths_and_lookup(
     mode: str, folders: Folders
 ) -> None:
     assert (
@@ -204,21 +202,21 @@ def test_a_long_text_follows_the_target_law_with_lengths_that_adapt_and_lookup(
 
 
 @pytest.mark.parametrize(
-    ("mode", "tokens"),  # in 16 bits what the draft proposes is nearly right, and it takes longer
+    ("mode", "tokens"),  # in 16 bits drafts are nearly right, so that more tokens are needed
     slow_except([("speculative", 700), ("hierarchical", 900), ("split-speculative", 1_500)]),
 )
-def test_a_plain_redraw_is_found_out(
+def test_resampling_from_the_target_distribution_is_detected(
     mode: str, tokens: int, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding.speculation.rejection_sampler, "residual_probs", lambda p, q: p)
-    # the latest chunks, for a good selection drafts too well for it to matter much
-    monkeypatch.setattr(AttentionScorePolicy, "scores", latest)
+    # selects the latest chunks: with a good selection few drafts are rejected
+    monkeypatch.setattr(AttentionScorePolicy, "scores", score_by_position)
     assert likelihood(mode, SAMPLINGS["full"], folders, tokens) < BROKEN
 
 
-def latest(
+def score_by_position(
     policy: AttentionScorePolicy, rows: QuerySample, layer: int, head: int, chunk: int
 ) -> Tensor:
-    """Rank chunks by where they stand, as `SelectionPolicy.scores` says."""
+    """Score chunks by position, in place of `SelectionPolicy.scores`."""
     heads, tokens, _ = rows.keys.shape
     return torch.arange(tokens // chunk).float().repeat(heads, 1)

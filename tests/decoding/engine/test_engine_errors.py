@@ -1,4 +1,4 @@
-"""What an engine refuses, and that it is good for the next text afterwards."""
+"""Invalid requests and settings raise, and the engine remains usable."""
 
 from __future__ import annotations
 
@@ -24,23 +24,21 @@ VOCAB = 101
     ("prompt", "new", "message"),
     [
         ([], 5, "prompt is empty"),
-        ([1] * 96, 5, "96 prompt tokens and 5 new ones are more than the context of 100"),
-        ([1], 100, "more than the context of 100"),
+        ([1] * 96, 5, "96 prompt tokens and 5 new tokens exceed the context of 100"),
+        ([1], 100, "exceed the context of 100"),
         ([1, 2], 0, "0 new tokens"),
         ([5, VOCAB, 7], 5, f"{VOCAB}, outside the model's vocabulary of {VOCAB}"),
         ([5, -1, 7], 5, "-1, outside the model's vocabulary"),
     ],
 )
-def test_a_text_that_makes_no_sense_is_refused(
-    prompt: list[int], new: int, message: str, models: Pair
-) -> None:
+def test_invalid_requests_raise(prompt: list[int], new: int, message: str, models: Pair) -> None:
     with models.engine("hierarchical", context=100) as engine:
         with pytest.raises(InvalidRequestError, match=message):
             list(engine.generate(prompt, new, GREEDY))
         assert len(list(engine.generate([1] * 96, 4, GREEDY))) == 4
 
 
-def test_a_context_longer_than_the_model_is_refused(models: Pair) -> None:
+def test_a_context_longer_than_the_model_raises(models: Pair) -> None:
     with (
         pytest.raises(TierForceError, match="4097 is more than the model's 4096"),
         models.engine("plain", context=4097),
@@ -48,26 +46,27 @@ def test_a_context_longer_than_the_model_is_refused(models: Pair) -> None:
         pass
 
 
-def spoilt(folders: Folders, token: int, where: str) -> Pair:
+def with_nan_embedding(folders: Folders, token: int, role: str) -> Pair:
+    """Return models, one of which has a NaN embedding for a token."""
     models = Pair(*folders)
-    model = models.target if where == "target" else models.draft
+    model = models.target if role == "target" else models.draft
     assert model is not None
-    assert not model.config.tied  # else its logits would be NaN everywhere
+    assert not model.config.tied  # else all its logits would be NaN
     with torch.inference_mode():
         model.embed.weight[token] = torch.nan
     return models
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, -1))
-@pytest.mark.parametrize("place", [0, 50, 89], ids=["first", "amid", "last"])
-def test_a_prompt_that_gives_nan_fails_alone(
-    mode: str, place: int, folders: Folders, models: Pair
+@pytest.mark.parametrize("index", [0, 50, 89], ids=["first", "middle", "last"])
+def test_nan_logits_after_the_prompt_fail_one_request(
+    mode: str, index: int, folders: Folders, models: Pair
 ) -> None:
-    want = models.text("plain", PROMPT, 25)
-    token = next(token for token in range(VOCAB) if token not in {*PROMPT, *want})
-    bad = [*PROMPT[:place], token, *PROMPT[place + 1 :]]
-    # lest a draft strays onto it
-    with spoilt(folders, token, "target").engine(
+    expected = models.generate("plain", PROMPT, 25)
+    token = next(token for token in range(VOCAB) if token not in {*PROMPT, *expected})
+    bad = [*PROMPT[:index], token, *PROMPT[index + 1 :]]
+    # the budget holds the whole sequence, so that no draft contains the token
+    with with_nan_embedding(folders, token, "target").engine(
         mode, retrieval_budget=200, gpu_kv_layers=1
     ) as engine:
         for _ in range(2):
@@ -75,35 +74,33 @@ def test_a_prompt_that_gives_nan_fails_alone(
                 InvalidRequestError, match="NaN in the logits that the model computed"
             ):
                 list(engine.generate(bad, 25, GREEDY))
-            assert list(engine.generate(PROMPT, 25, GREEDY)) == want
+            assert list(engine.generate(PROMPT, 25, GREEDY)) == expected
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_text_that_runs_into_nan_is_right_up_to_there(
-    mode: str, folders: Folders, models: Pair
-) -> None:
-    want = models.text("plain", PROMPT, 40)
-    place = next(place for place in range(3, 40) if want[place] not in {*PROMPT, *want[:place]})
-    found: list[int] = []
+def test_tokens_before_nan_logits_are_correct(mode: str, folders: Folders, models: Pair) -> None:
+    expected = models.generate("plain", PROMPT, 40)
+    index = next(at for at in range(3, 40) if expected[at] not in {*PROMPT, *expected[:at]})
+    output: list[int] = []
     with (
-        spoilt(folders, want[place], "target").engine(mode) as engine,
+        with_nan_embedding(folders, expected[index], "target").engine(mode) as engine,
         pytest.raises(InvalidRequestError, match="NaN in the logits that the model computed"),
     ):
-        found.extend(engine.generate(PROMPT, 40, GREEDY))  # keeps what came before the error
-    assert found == want[: len(found)]
-    assert mode != "plain" or len(found) == place + 1
+        output.extend(engine.generate(PROMPT, 40, GREEDY))  # up to the error
+    assert output == expected[: len(output)]
+    assert mode != "plain" or len(output) == index + 1
 
 
-def test_a_draft_that_gives_nan_is_not_taken_for_a_law(folders: Folders) -> None:
+def test_nan_logits_of_a_draft_raise(folders: Folders) -> None:
     with (
-        spoilt(folders, PROMPT[-1], "draft").engine("speculative") as engine,
+        with_nan_embedding(folders, PROMPT[-1], "draft").engine("speculative") as engine,
         pytest.raises(InvalidRequestError, match="NaN in the logits that a draft was sampled from"),
     ):
         list(engine.generate(PROMPT, 25, GREEDY))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_device_too_small_is_told_with_both_figures(mode: str, models: Pair) -> None:
+def test_too_little_device_memory_is_reported_with_both_figures(mode: str, models: Pair) -> None:
     assert models.draft is not None
     weights = parameter_bytes(models.target) + parameter_bytes(models.draft)
     with models.engine(mode, device_memory=weights + 100_000) as engine:
@@ -118,7 +115,7 @@ def test_a_device_too_small_is_told_with_both_figures(mode: str, models: Pair) -
         assert needed > available
 
 
-def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(models: Pair) -> None:
+def test_a_retrieval_budget_too_large_for_the_device(models: Pair) -> None:
     assert models.draft is not None
     with models.engine(
         "retrieval", retrieval_budget=80, num_draft_tokens=4, gpu_kv_layers=0
@@ -148,12 +145,12 @@ def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(models: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
+def test_too_little_host_memory_is_reported(
     mode: str, models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with models.engine(mode, gpu_kv_layers=0) as engine:
-        with monkeypatch.context() as little:
-            little.setattr("decoding.models.runtime.host_available", lambda: 10_000)
+        with monkeypatch.context() as patched:
+            patched.setattr("decoding.models.runtime.host_available", lambda: 10_000)
             with pytest.raises(
                 InsufficientMemoryError,
                 match=r"needs 0\.\d+ GB of host memory per rank and 0\.\d+ GB are available",
@@ -161,28 +158,28 @@ def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
                 list(engine.generate(PROMPT, 20, GREEDY))
             with pytest.raises(InsufficientMemoryError, match="host memory"):
                 engine.plan(90, 20)
-        assert list(engine.generate(PROMPT, 20, GREEDY)) == models.text("plain", PROMPT, 20)
+        assert list(engine.generate(PROMPT, 20, GREEDY)) == models.generate("plain", PROMPT, 20)
 
 
-def test_a_refusal_beforehand_is_the_one_that_the_text_gets(
+def test_plan_and_generate_raise_the_same_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of what the memory lacks, in the mode that lacks least."""
+    """Both report what is missing in the mode that lacks least."""
     settings = Settings(dtype="bfloat16", link="emulated:50", gpu_kv_layers=0)
     with closing(Engine.from_pretrained(DEMO / "target", settings=settings)) as engine:
         monkeypatch.setattr("decoding.models.runtime.host_available", lambda: 10_000)
         prompt = list(range(2, 1500))
-        with pytest.raises(InsufficientMemoryError, match="host memory") as beforehand:
+        with pytest.raises(InsufficientMemoryError, match="host memory") as planned:
             engine.plan(len(prompt), 20)
-        with pytest.raises(InsufficientMemoryError) as then:
+        with pytest.raises(InsufficientMemoryError) as raised:
             list(engine.generate(prompt, 20, GREEDY))
-        assert str(then.value) == str(beforehand.value)
+        assert str(raised.value) == str(planned.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "more", "reason"),
+    ("prompt", "options", "reason"),
     [
-        (None, {}, "the text must be a string, or .* numbers that are token ids, found NoneType"),
+        (None, {}, "the prompt must be a string or integer token ids, found NoneType"),
         (7, {}, "found int"),
         ([1, "two"], {}, "token ids"),
         (b"It was", {}, "token ids"),
@@ -199,17 +196,17 @@ def test_a_refusal_beforehand_is_the_one_that_the_text_gets(
         ([], {}, "the prompt is empty"),
     ],
 )
-def test_arguments_of_another_kind_are_refused_in_a_line(
-    text: Any, more: dict[str, Any], reason: str, models: Pair
+def test_arguments_of_the_wrong_type_raise(
+    prompt: Any, options: dict[str, Any], reason: str, models: Pair
 ) -> None:
     with models.engine("plain") as engine:
         with pytest.raises(InvalidRequestError, match=reason):
-            list(engine.generate(text, **more))
-        assert list(engine.generate(PROMPT, 5, GREEDY))  # and the engine is good for the next
+            list(engine.generate(prompt, **options))
+        assert list(engine.generate(PROMPT, 5, GREEDY))  # the engine remains usable
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("prompt", "kind"),
     [
         (b"hi", "bytes"),
         (bytearray(b"hi"), "bytearray"),
@@ -220,15 +217,15 @@ def test_arguments_of_another_kind_are_refused_in_a_line(
         ({"role": "user"}, "dict"),
     ],
 )
-def test_what_is_no_string_is_named_where_a_string_is_streamed(
-    text: Any, found: str, models: Pair
+def test_stream_raises_for_prompts_that_are_not_strings(
+    prompt: Any, kind: str, models: Pair
 ) -> None:
     with models.engine("plain") as engine:
         for chat in (False, True):
             with pytest.raises(
-                InvalidRequestError, match=f"^the text must be a string, found {found}.$"
+                InvalidRequestError, match=f"^the prompt must be a string, found {kind}.$"
             ):
-                list(engine.stream(text, chat=chat))
+                list(engine.stream(prompt, chat=chat))
 
 
 @pytest.mark.parametrize(
@@ -242,12 +239,12 @@ def test_what_is_no_string_is_named_where_a_string_is_streamed(
         ("retrieval_budget", "1024"),
     ],
 )
-def test_a_setting_of_another_kind_is_refused(name: str, value: Any) -> None:
+def test_settings_of_the_wrong_type_raise(name: str, value: Any) -> None:
     with pytest.raises(TierForceError, match=f"`{name}`"):
         Settings(**{name: value})
 
 
 @pytest.mark.parametrize("values", [("hot",), (True,), (1e-40,), (0.6, 0, True)])
-def test_a_law_of_another_kind_is_refused(values: tuple[Any, ...]) -> None:
+def test_invalid_sampling_parameters_raise(values: tuple[Any, ...]) -> None:
     with pytest.raises(TierForceError, match=r"`temperature`|`top_p`"):
         Sampling(*values)

@@ -1,4 +1,4 @@
-"""Two ranks write what one writes, and go on together after whatever stops a text."""
+"""Two ranks generate what one does, and continue in step after any request that fails."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ Report = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def deep(checkpoint: Callable[..., Path]) -> Folders:
-    """With a target of which the host may hold some layers to good effect."""
+    """A deeper target, so that some of its layers can be offloaded."""
     return checkpoint(num_hidden_layers=DEEP, max_position_embeddings=4096), checkpoint(
         seed=1, num_hidden_layers=1
     )
 
 
 @pytest.fixture(scope="module")
-def alone(folders: Folders) -> dict[str, list[int]]:
-    """What one rank writes in each mode."""
+def one_rank(folders: Folders) -> dict[str, list[int]]:
+    """What one rank generates in each mode."""
     pair = Pair(*folders)
-    return {mode: pair.text(mode, PROMPT, NEW, FULL, **SMALL) for mode in MODES}
+    return {mode: pair.generate(mode, PROMPT, NEW, FULL, **SMALL) for mode in MODES}
 
 
 @pytest.fixture(scope="module")
 def reports(folders: Folders, deep: Folders) -> list[Report]:
-    """What each of two ranks found: they start once for all tests."""
-    return run_ranks(2, on_a_rank, folders, deep)
+    """The report of each of two ranks, which start once for all tests."""
+    return run_ranks(2, report_on_rank, folders, deep)
 
 
-class Recording:
-    """What a recorder holds of a CUDA graph."""
+class FakeGraph:
+    """A stand-in for a captured CUDA graph."""
 
     is_reset = False
 
@@ -63,57 +63,60 @@ class Recording:
         self.is_reset = True
 
 
-def on_a_rank(folders: Folders, deep: Folders) -> Report:
+def report_on_rank(folders: Folders, deep: Folders) -> Report:
     group = TensorParallelGroup.from_environment("cpu")
     pair = Pair(*folders, group)
     report: Report = {}
     for mode in MODES:
         with pair.engine(mode, **SMALL) as engine:
-            report[mode] = lead(engine, whole)
-    recording = Recording()
-    group.graph_capturer._graphs.add(recording)
+            report[mode] = lead(engine, generate)
+    graph = FakeGraph()
+    group.graph_capturer._graphs.add(graph)
     with pair.engine("hierarchical", **SMALL) as engine:
-        report["given up"] = lead(engine, given_up)
-    report["reset"] = recording.is_reset
+        report["closed"] = lead(engine, generate_after_closing)
+    report["reset"] = graph.is_reset
     report["plans"] = plans_differ(Pair(*deep, group))
     report["fit"] = one_rank_too_small(pair)
     report["deferred"] = deferred_layers(pair)
-    report["nan"] = nan_in_one_text(pair)  # the last, for it spoils the weights
+    report["nan"] = nan_in_one_request(pair)  # the last, because it changes the weights
     return report
 
 
-def whole(engine: Engine) -> list[int]:
+def generate(engine: Engine) -> list[int]:
     return list(engine.generate(PROMPT, NEW, FULL))
 
 
-def given_up(engine: Engine) -> list[list[int]]:
-    """Texts behind others that were given up after some tokens, or were refused."""
-    texts = []
+def generate_after_closing(engine: Engine) -> list[list[int]]:
+    """Return outputs after other requests that were closed after some tokens, or were invalid."""
+    outputs = []
     for count in (1, 2, 9):
         for _ in islice(engine.generate(OTHER, NEW, GREEDY), count):
             pass
         with pytest.raises(InvalidRequestError):
             next(engine.generate([], NEW, GREEDY))
-        texts.append(whole(engine))
-    return texts
+        outputs.append(generate(engine))
+    return outputs
 
 
 def plans_differ(pair: Pair) -> tuple[int, list[int]]:
-    """How many layers stay on this rank, where rank 1's share just fits and rank 0 has the draft to
-    hold too; and the text.
+    """Return the number of this rank's on-device layers, and the output.
+
+    Rank 1's share just fits; rank 0 also holds the draft.
     """
-    choices = {"retrieval_budget": 32, "link": "emulated:50"}
-    with pair.engine("hierarchical", **choices) as engine:
+    options = {"retrieval_budget": 32, "link": "emulated:50"}
+    with pair.engine("hierarchical", **options) as engine:
         needed = parameter_bytes(pair.target) + engine.runtime.plan(len(LONG), NEW).device_bytes
     room = pair.group.all_gather(torch.tensor([needed])).tolist()[1]
-    with pair.engine("hierarchical", device_memory=room, **choices) as engine:
-        text = list(engine.generate(LONG, NEW, GREEDY))
-        return engine.runtime.plan(len(LONG), NEW).resident_layers, text
+    with pair.engine("hierarchical", device_memory=room, **options) as engine:
+        output = list(engine.generate(LONG, NEW, GREEDY))
+        return engine.runtime.plan(len(LONG), NEW).resident_layers, output
 
 
 def one_rank_too_small(pair: Pair) -> list[str | list[int]]:
-    """What `check` and `generate` say while rank 1 has no host memory, and the text once it has."""
-    found: list[str | list[int]] = []
+    """Return the errors of `plan` and `generate` while rank 1 has no host memory, and the output
+    once it has.
+    """
+    results: list[str | list[int]] = []
     available = decoding.models.runtime.host_available
     with pair.engine("hierarchical", **SMALL) as engine:
         if pair.group.rank:
@@ -123,107 +126,107 @@ def one_rank_too_small(pair: Pair) -> list[str | list[int]]:
             lambda: list(engine.generate(PROMPT, NEW, FULL)),
         ):
             try:
-                found.append(attempt())
+                results.append(attempt())
             except InsufficientMemoryError as error:
-                found.append(str(error))
+                results.append(str(error))
         decoding.models.runtime.host_available = available
-        found.append(list(engine.generate(PROMPT, NEW, FULL)))
-    return found
+        results.append(list(engine.generate(PROMPT, NEW, FULL)))
+    return results
 
 
 def deferred_layers(pair: Pair) -> list[str | list[int]]:
-    """A text whose resident layer comes late, one where rank 1 has no memory for it any more, and
-    the first again.
-    """
-    planned, found = decoding.models.runtime.fit, list[str | list[int]]()
-    layer = ResidentLayer._allocate
+    """Return the outputs of three requests whose on-device layer is deferred.
 
-    def lost(layer: ResidentLayer) -> Tensor:
+    For the second one, rank 1 fails to allocate the layer.
+    """
+    fit, results = decoding.models.runtime.fit, list[str | list[int]]()
+    allocate = ResidentLayer._allocate
+
+    def fail(layer: ResidentLayer) -> Tensor:
         raise torch.OutOfMemoryError("gone")
 
     with (
         patch.object(
-            decoding.models.runtime, "fit", lambda *text: replace(planned(*text), deferred_layers=1)
+            decoding.models.runtime, "fit", lambda *args: replace(fit(*args), deferred_layers=1)
         ),
         pair.engine("hierarchical", **SMALL) as engine,
     ):
-        for without in (False, True, False):
+        for fails in (False, True, False):
             with patch.object(
-                ResidentLayer, "_allocate", lost if without and pair.group.rank else layer
+                ResidentLayer, "_allocate", fail if fails and pair.group.rank else allocate
             ):
                 try:
-                    found.append(list(engine.generate(PROMPT, NEW, FULL)))
+                    results.append(list(engine.generate(PROMPT, NEW, FULL)))
                 except InsufficientMemoryError as error:
-                    found.append(str(error))
-    return found
+                    results.append(str(error))
+    return results
 
 
-def nan_in_one_text(pair: Pair) -> list[str | list[int]]:
-    """A text, one with a token whose embedding becomes NaN, and the first again."""
-    found: list[str | list[int]] = []
+def nan_in_one_request(pair: Pair) -> list[str | list[int]]:
+    """Return the outputs of a request, of one with a NaN embedding, and of the first again."""
+    results: list[str | list[int]] = []
     with pair.engine("plain", **SMALL) as engine:
-        found.append(list(engine.generate(OTHER, 5, GREEDY)))
-        spoilt = next(
-            token for token in range(101) if token not in {*OTHER, *pair.group.broadcast(found[0])}
-        )
-        spoil(pair.target.embed, spoilt)
-        for prompt in ([*OTHER, spoilt], OTHER):
+        results.append(list(engine.generate(OTHER, 5, GREEDY)))
+        output = pair.group.broadcast(results[0])
+        bad_token = next(token for token in range(101) if token not in {*OTHER, *output})
+        set_nan(pair.target.embed, bad_token)
+        for prompt in ([*OTHER, bad_token], OTHER):
             try:
-                found.append(list(engine.generate(prompt, 5, GREEDY)))
+                results.append(list(engine.generate(prompt, 5, GREEDY)))
             except InvalidRequestError as error:
-                found.append(str(error))
-    return found
+                results.append(str(error))
+    return results
 
 
-def spoil(embed: VocabParallelEmbedding, token: int) -> None:
+def set_nan(embed: VocabParallelEmbedding, token: int) -> None:
     if embed.first <= token < embed.last:
         with torch.inference_mode():
             embed.weight[token - embed.first] = torch.nan
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sampled_text_is_that_of_one_rank(
-    mode: str, reports: list[Report], alone: dict[str, list[int]]
+def test_sampled_output_equals_one_rank(
+    mode: str, reports: list[Report], one_rank: dict[str, list[int]]
 ) -> None:
-    assert reports[0][mode] == [alone[mode]]
+    assert reports[0][mode] == [one_rank[mode]]
 
 
-def test_texts_given_up_or_refused_leave_no_trace(
-    reports: list[Report], alone: dict[str, list[int]]
+def test_closed_and_invalid_requests_do_not_affect_others(
+    reports: list[Report], one_rank: dict[str, list[int]]
 ) -> None:
-    assert reports[0]["given up"] == [[alone["hierarchical"]] * 3]
+    assert reports[0]["closed"] == [[one_rank["hierarchical"]] * 3]
 
 
-def test_no_recording_stays_once_an_engine_is_closed(reports: list[Report]) -> None:
-    """destroy_process_group would hang."""
+def test_closing_an_engine_resets_captured_graphs(reports: list[Report]) -> None:
+    """Otherwise destroy_process_group would hang."""
     assert [report["reset"] for report in reports] == [True, True]
 
 
-def test_ranks_may_keep_different_layers(reports: list[Report], deep: Folders) -> None:
-    (few, text), (many, _) = (report["plans"] for report in reports)
+def test_ranks_may_have_different_on_device_layers(reports: list[Report], deep: Folders) -> None:
+    (few, output), (many, _) = (report["plans"] for report in reports)
     assert 0 < few < many == DEEP
-    assert text == Pair(*deep).text("plain", LONG, NEW)
+    assert output == Pair(*deep).generate("plain", LONG, NEW)
 
 
-def test_what_does_not_fit_one_rank_is_raised_on_both(
-    reports: list[Report], alone: dict[str, list[int]]
+def test_errors_of_one_rank_are_raised_on_both(
+    reports: list[Report], one_rank: dict[str, list[int]]
 ) -> None:
-    (checked, generated, text), (checked_there, *followed) = (report["fit"] for report in reports)
-    assert "host memory per rank" in checked
-    assert checked == checked_there == generated
-    assert text == alone["hierarchical"]
-    assert followed == [[], []]
+    (plan_error, error, output), (worker_error, *outputs) = (report["fit"] for report in reports)
+    assert "host memory per rank" in plan_error
+    assert plan_error == worker_error == error
+    assert output == one_rank["hierarchical"]
+    assert outputs == [[], []]
 
 
-def test_a_nan_fails_its_text_alone(reports: list[Report]) -> None:
-    first, failed, again = reports[0]["nan"]
-    assert "NaN in the logits" in failed
+def test_nan_logits_fail_one_request(reports: list[Report]) -> None:
+    first, error, again = reports[0]["nan"]
+    assert "NaN in the logits" in error
     assert first == again
 
 
-def test_a_layer_that_finds_its_memory_gone_fails_its_text_alone(
-    reports: list[Report], alone: dict[str, list[int]]
+def test_a_failed_onload_fails_one_request(
+    reports: list[Report], one_rank: dict[str, list[int]]
 ) -> None:
-    first, failed, again = reports[0]["deferred"]
-    assert first == again == alone["hierarchical"]
-    assert "another process took the device memory of 1 layers" in failed
+    first, error, again = reports[0]["deferred"]
+    assert first == again == one_rank["hierarchical"]
+    assert "another process took the device memory of 1 layers" in error

@@ -1,6 +1,4 @@
-"""Whatever is proposed, the text is the target's: every policy, adaptive lengths, lookup, split
-drafts.
-"""
+"""Output equals the target's for every policy, adaptive lengths, lookup and sharded drafts."""
 
 from __future__ import annotations
 
@@ -13,12 +11,12 @@ from decoding import GREEDY, Engine, Settings
 from offload.retrieval.selection import POLICIES
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, Pair
+from support.prompts import prompt
 from support.ranks import run_ranks
 from support.slow import slow_except
-from support.texts import prompt
 
 PROMPT, NEW = prompt("typing")[:700], 32
-LINKED = {"link": "emulated:50", "gpu_kv_layers": 1}
+OFFLOADED = {"link": "emulated:50", "gpu_kv_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +26,18 @@ def pair() -> Pair:
 
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> list[int]:
-    return pair.text("plain", PROMPT, NEW)
+    return pair.generate("plain", PROMPT, NEW)
 
 
 POLICY_CASES = [(policy, mode) for policy in POLICIES for mode in ("retrieval", "hierarchical")]
 
 
 @pytest.mark.parametrize(("policy", "mode"), slow_except(POLICY_CASES, 0, -1))
-def test_every_policy_writes_the_target_own_text(
+def test_every_policy_generates_the_target_output(
     policy: str, mode: str, pair: Pair, plain: list[int]
 ) -> None:
-    choices: dict[str, Any] = {"policy": policy, "chunk_size": 4}
-    assert pair.text(mode, PROMPT, NEW, retrieval_budget=300, **choices, **LINKED) == plain
+    options: dict[str, Any] = {"policy": policy, "chunk_size": 4}
+    assert pair.generate(mode, PROMPT, NEW, retrieval_budget=300, **options, **OFFLOADED) == plain
 
 
 LENGTHS = [
@@ -50,82 +48,82 @@ LENGTHS = [
 
 
 @pytest.mark.parametrize(
-    ("mode", "lookup", "lengths"),
+    ("mode", "ngram", "lengths"),
     slow_except(
-        [  # every pair of them
-            (mode, lookup, LENGTHS[(row + column) % 3])
+        [  # every pair of mode, n-gram and lengths
+            (mode, ngram, LENGTHS[(row + column) % 3])
             for row, mode in enumerate(["retrieval", "speculative", "hierarchical"])
-            for column, lookup in enumerate([0, 1, 3])
+            for column, ngram in enumerate([0, 1, 3])
         ],
-        *(0, 4, 8),  # every mode, lookup and length
+        *(0, 4, 8),  # every mode, n-gram and lengths
     ),
 )
-def test_every_proposer_and_length_write_the_target_own_text(
-    mode: str, lookup: int, lengths: dict[str, int], pair: Pair, plain: list[int]
+def test_every_proposer_and_length_generates_the_target_output(
+    mode: str, ngram: int, lengths: dict[str, int], pair: Pair, plain: list[int]
 ) -> None:
     with pair.engine(
         mode,
-        prompt_lookup_ngram=lookup,
+        prompt_lookup_ngram=ngram,
         retrieval_budget=300,
         selection_interval=9,
         **lengths,
-        **LINKED,
+        **OFFLOADED,
     ) as engine:
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == plain
         names = [level.name for level in engine.stats.levels]
-        assert ("prompt_lookup" in names) == (lookup > 0)
+        assert ("prompt_lookup" in names) == (ngram > 0)
         assert all(length is not None for length in engine.stats.num_draft_tokens.values())
 
 
-def test_prompt_lookup_alone_speculates(plain: list[int]) -> None:
-    choices: dict[str, Any] = {"prompt_lookup_ngram": 2, **LINKED}
-    alone = Pair(DEMO / "target", DEMO / "draft")
-    alone.draft = None
-    with alone.engine("speculative", **choices) as engine:
+def test_prompt_lookup_without_a_draft_model(plain: list[int]) -> None:
+    options: dict[str, Any] = {"prompt_lookup_ngram": 2, **OFFLOADED}
+    target_only = Pair(DEMO / "target", DEMO / "draft")
+    target_only.draft = None
+    with target_only.engine("speculative", **options) as engine:
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == plain
         assert [level.name for level in engine.stats.levels] == ["target", "prompt_lookup"]
         assert engine.stats.tokens_per_verification > 1
 
 
 Report = tuple[list[int], int]
-Case = tuple[str, bool | None, int]
-# mode, whether a draft is to be split, from how many bytes it is large; and its ranks
-SPLIT: list[tuple[Case, tuple[int, int]]] = [
+Case = tuple[str, bool | None, int]  # mode, `shard_draft`, bytes from which a draft is sharded
+# cases, and the number of ranks that the draft on each rank runs on; 0 without a draft
+SHARDED: list[tuple[Case, tuple[int, int]]] = [
     (("hierarchical", True, 1 << 40), (2, 2)),
-    (("hierarchical", None, 1), (2, 2)),  # a draft of a byte is large
+    (("hierarchical", None, 1), (2, 2)),  # any draft is large enough
     (("speculative", None, 1), (2, 2)),
     (("speculative", False, 1), (1, 0)),
     (("hierarchical", None, 1 << 40), (1, 0)),
 ]
 
 
-# two ranks take turns: behind less, and for more than two rounds
+# two ranks share one core: a shorter prompt, and an output of more than two rounds
 SHORT, FEW = 320, 12
 
 
 @pytest.fixture(scope="module")
 def reports() -> list[list[Report]]:
-    """What each of two ranks found in each case: they start once for all."""
-    return run_ranks(2, on_a_rank, PROMPT[:SHORT], [case for case, _ in SPLIT])
+    """The reports of each of two ranks, which start once for all cases."""
+    return run_ranks(2, report_on_rank, PROMPT[:SHORT], [case for case, _ in SHARDED])
 
 
-def on_a_rank(tokens: list[int], cases: list[Case]) -> list[Report]:
+def report_on_rank(tokens: list[int], cases: list[Case]) -> list[Report]:
     group = TensorParallelGroup.from_environment("cpu")
-    return [split_draft(group, tokens, *case) for case in cases]
+    return [generate_sharded(group, tokens, *case) for case in cases]
 
 
-def split_draft(
-    group: TensorParallelGroup, tokens: list[int], mode: str, shard: bool | None, large: int
+def generate_sharded(
+    group: TensorParallelGroup, tokens: list[int], mode: str, shard: bool | None, threshold: int
 ) -> Report:
-    """The text, and over how many ranks the draft model is split; 0 where there is none."""
-    decoding.planning.memory_requirements.SPLIT_DRAFT_BYTES = large
-    choices: dict[str, Any] = {
+    """Return the output, and the number of ranks that the draft runs on; 0 without a draft."""
+    decoding.planning.memory_requirements.SPLIT_DRAFT_BYTES = threshold
+    options: dict[str, Any] = {
         "prompt_lookup_ngram": 3,
         "num_draft_tokens": 9,
         "shard_draft": shard,
-        **LINKED,
+        **OFFLOADED,
     }
-    settings = Settings(mode=mode, dtype="float32", retrieval_budget=300, **choices)
+    settings = Settings(mode=mode, dtype="float32", retrieval_budget=300, **options)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     engine.stop_tokens = frozenset()
     draft = engine.runtime.draft
@@ -133,21 +131,21 @@ def split_draft(
     if group.rank:
         engine.run_worker()
         return [], draft.group.size if draft else 0
-    text = list(engine.generate(tokens, FEW, GREEDY))
+    output = list(engine.generate(tokens, FEW, GREEDY))
     engine.close()
-    return text, draft.group.size if draft else 0
+    return output, draft.group.size if draft else 0
 
 
 @pytest.mark.parametrize(
     "case",
-    slow_except([pytest.param(case) for case in SPLIT], 0, -1),
+    slow_except([pytest.param(case) for case in SHARDED], 0, -1),
     ids=lambda case: str(case[0]),
 )
-def test_a_large_draft_is_split_over_the_ranks(
+def test_a_large_draft_is_sharded(
     case: tuple[Case, tuple[int, int]], reports: list[list[Report]], pair: Pair
 ) -> None:
-    index, ranks = SPLIT.index(case), case[1]
-    (text, first), (nothing, second) = (report[index] for report in reports)
-    assert text == pair.text("plain", PROMPT[:SHORT], FEW)
-    assert nothing == []
+    index, ranks = SHARDED.index(case), case[1]
+    (output, first), (worker_output, second) = (report[index] for report in reports)
+    assert output == pair.generate("plain", PROMPT[:SHORT], FEW)
+    assert worker_output == []
     assert (first, second) == ranks

@@ -1,6 +1,4 @@
-"""Greedy text of the demo pair, in every mode: token for token the target's own, and transformers'
-own.
-"""
+"""Greedy output of the demo pair equals plain decoding in every mode, and that transformers'."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from decoding import GREEDY
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, Pair, lead
+from support.prompts import LENGTHS, prompt
 from support.ranks import run_ranks
 from support.slow import slow_except
-from support.texts import LENGTHS, prompt
 
-NEW = 80  # a block of the text goes to the host even where blocks are largest
+NEW = 80  # enough to offload a block during decoding, even of the largest size
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +26,12 @@ def pair() -> Pair:
 
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> dict[str, list[int]]:
-    """The target's own greedy text behind each prompt, one token a pass."""
-    return {name: pair.text("plain", prompt(name), NEW) for name in LENGTHS}
+    """The target's own greedy output after each prompt, one token per forward."""
+    return {name: pair.generate("plain", prompt(name), NEW) for name in LENGTHS}
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "choices"),
+    ("name", "mode", "options"),
     slow_except(
         [
             ("documentation", "hierarchical", {"retrieval_budget": 256}),
@@ -96,7 +94,7 @@ def plain(pair: Pair) -> dict[str, list[int]]:
                 "retrieval",
                 {"retrieval_budget": 4096, "int8_retrieval": True, "graphs": True},
             ),
-            # a budget that holds all of the text
+            # the budget holds the whole sequence
             (
                 "typing",
                 "retrieval",
@@ -111,35 +109,36 @@ def plain(pair: Pair) -> dict[str, list[int]]:
         *(0, 5, 8),
     ),
 )
-def test_every_mode_writes_the_target_own_text(
-    name: str, mode: str, choices: dict[str, Any], pair: Pair, plain: dict[str, list[int]]
+def test_every_mode_equals_plain_decoding(
+    name: str, mode: str, options: dict[str, Any], pair: Pair, plain: dict[str, list[int]]
 ) -> None:
-    assert pair.text(mode, prompt(name), NEW, **choices) == plain[name]
+    assert pair.generate(mode, prompt(name), NEW, **options) == plain[name]
 
 
-def test_plain_text_is_that_of_transformers(plain: dict[str, list[int]]) -> None:
+def test_plain_decoding_equals_transformers(plain: dict[str, list[int]]) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    found = model.generate(torch.tensor([prompt("typing")]), max_new_tokens=NEW, do_sample=False)
-    assert found[0, LENGTHS["typing"] :].tolist() == plain["typing"]
+    tokens = model.generate(torch.tensor([prompt("typing")]), max_new_tokens=NEW, do_sample=False)
+    assert tokens[0, LENGTHS["typing"] :].tolist() == plain["typing"]
 
 
-def on_a_rank(target: Path, draft: Path, tokens: list[int], new: int) -> list[list[int]]:
+def generate_on_rank(target: Path, draft: Path, tokens: list[int], new: int) -> list[list[int]]:
     group = TensorParallelGroup.from_environment("cpu")
     pair = Pair(target, draft, group)
     modes = [
         ("hierarchical", {"retrieval_budget": 200, "link": "emulated:50", "gpu_kv_layers": 4}),
         ("retrieval", {"retrieval_budget": 200, "int8_retrieval": True}),
     ]
-    texts = []
-    for mode, choices in modes:
-        with pair.engine(mode, **choices) as engine:
-            texts += lead(engine, lambda first: list(first.generate(tokens, new, GREEDY)))
-    return texts
+    outputs = []
+    for mode, options in modes:
+        with pair.engine(mode, **options) as engine:
+            outputs += lead(engine, lambda first: list(first.generate(tokens, new, GREEDY)))
+    return outputs
 
 
-def test_two_ranks_write_what_one_writes(pair: Pair) -> None:
+def test_two_ranks_equal_one(pair: Pair) -> None:
     tokens = prompt("documentation")[:400]
-    texts, followed = run_ranks(2, on_a_rank, DEMO / "target", DEMO / "draft", tokens, 24)
-    assert texts == [pair.text("plain", tokens, 24)] * 2
-    assert followed == []
+    target, draft = DEMO / "target", DEMO / "draft"
+    outputs, worker_outputs = run_ranks(2, generate_on_rank, target, draft, tokens, 24)
+    assert outputs == [pair.generate("plain", tokens, 24)] * 2
+    assert worker_outputs == []

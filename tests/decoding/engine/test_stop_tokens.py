@@ -1,6 +1,4 @@
-"""Which tokens end a text: all that the generation config names, else those of the model's
-config.
-"""
+"""Stop tokens: all that the generation config names, else those of the model's config."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from parallel.ranks.process_group import TensorParallelGroup
 DEMO = Path(__file__).parents[3] / "demo"
 
 
-def model(folder: Path) -> Path:
-    """Copy the demo's target."""
+def copy_model(folder: Path) -> Path:
+    """Copy the demo's target model, and return its folder."""
     return shutil.copytree(DEMO / "target", folder / "model")
 
 
@@ -35,9 +33,9 @@ def model(folder: Path) -> Path:
 def test_stop_tokens_come_from_the_generation_config_first(
     tmp_path: Path, generation: object, config: object, expected: set[int]
 ) -> None:
-    folder = model(tmp_path)
-    shape = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**shape, "eos_token_id": config}))
+    folder = copy_model(tmp_path)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "eos_token_id": config}))
     if generation == "no file":
         (folder / "generation_config.json").unlink()
     else:
@@ -58,13 +56,13 @@ def test_stop_tokens_come_from_the_generation_config_first(
         ('{"eos_token_id": [1, null]}', r"found \[1, null\]"),
         ('{"eos_token_id": -1}', "found -1"),
         ('{"eos_token_id": true}', "found true"),
-        (None, "cannot be read"),  # a link to nothing, as a lost download leaves
+        (None, "cannot be read"),  # a dangling symlink, as an incomplete download leaves
     ],
 )
-def test_a_generation_config_that_names_no_ids_is_refused(
+def test_an_invalid_generation_config_raises(
     tmp_path: Path, content: str | None, message: str
 ) -> None:
-    folder = model(tmp_path)
+    folder = copy_model(tmp_path)
     path = folder / "generation_config.json"
     path.unlink()
     if content is None:

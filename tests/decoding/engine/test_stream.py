@@ -1,4 +1,4 @@
-"""Text in, text out: nothing in it is special, any length goes in, whole characters come out."""
+"""Streaming: prompts of any length without special tokens, and output in whole characters."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SETTINGS = Settings(mode="plain", dtype="float32", context=100)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    made = Engine.from_pretrained(DEMO / "target", settings=SETTINGS, group=TensorParallelGroup())
-    yield made
-    made.close()
+    engine = Engine.from_pretrained(DEMO / "target", settings=SETTINGS, group=TensorParallelGroup())
+    yield engine
+    engine.close()
 
 
-def by_pieces_of_words() -> Any:
-    """A tokenizer as of sentencepiece: spaces are part of words, unknown letters are bytes."""
+def word_piece_tokenizer() -> Any:
+    """Return a tokenizer like sentencepiece's: words include spaces, unknown letters are bytes."""
     words = ["\u2581", "\u2581a", "\u2581word", "s", "\u2581end"]
     vocab = {word: at for at, word in enumerate([*words, *(f"<0x{at:02X}>" for at in range(256))])}
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
@@ -40,41 +40,41 @@ def by_pieces_of_words() -> Any:
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])
 def test_characters_come_out_whole(kind: str, engine: Engine) -> None:
-    tokenizer = engine.tokenizer if kind == "bytes" else by_pieces_of_words()
+    tokenizer = engine.tokenizer if kind == "bytes" else word_piece_tokenizer()
     tokens = tokenizer(TEXT, add_special_tokens=False).input_ids
     assert len(tokens) > len(TEXT.encode()) // 3
-    shown = list(detokenize_stream(tokenizer, iter(tokens)))
-    assert "".join(shown) == tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-    assert "Straße" in "".join(shown)
-    assert all("\ufffd" not in piece for piece in shown)
-    assert len(shown) > 10
+    pieces = list(detokenize_stream(tokenizer, iter(tokens)))
+    assert "".join(pieces) == tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    assert "Straße" in "".join(pieces)
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert len(pieces) > 10
 
 
-def test_a_character_that_is_cut_off_ends_the_text(engine: Engine) -> None:
+def test_an_incomplete_character_becomes_a_replacement_character(engine: Engine) -> None:
     tokens = engine.tokenizer("ends \U0001f642", add_special_tokens=False).input_ids[:-1]
     assert "".join(detokenize_stream(engine.tokenizer, tokens)) == "ends \ufffd"
 
 
-def test_pieces_are_shown_as_soon_as_they_are_whole(engine: Engine) -> None:
+def test_pieces_are_yielded_as_soon_as_they_are_whole(engine: Engine) -> None:
     tokens = iter(engine.tokenizer("one two three", add_special_tokens=False).input_ids)
-    shown = detokenize_stream(engine.tokenizer, tokens)
-    first = next(shown)
+    pieces = detokenize_stream(engine.tokenizer, tokens)
+    first = next(pieces)
     assert "one".startswith(first)
-    assert next(tokens, None) is not None  # it did not wait for the others
+    assert next(tokens, None) is not None  # the first piece did not wait for the other tokens
 
 
-def test_a_text_longer_than_the_context_loses_its_beginning(engine: Engine) -> None:
-    text = "The sun was low over the hills, and nobody spoke. " * 20
+def test_the_beginning_of_a_long_prompt_is_dropped(engine: Engine) -> None:
+    text = "The sun was low over the hills, and no one spoke. " * 20
     tokens = engine.tokenizer(text, add_special_tokens=False).input_ids
-    written = "".join(engine.stream(text, 20, Sampling(0.7, top_p=1, seed=3)))
+    output = "".join(engine.stream(text, 20, Sampling(0.7, top_p=1, seed=3)))
     assert engine.stats.truncated_tokens == len(tokens) - 80 > 100
     assert engine.stats.prompt_tokens == 80
     new = list(engine.generate(tokens[-80:], 20, Sampling(0.7, top_p=1, seed=3)))
-    assert written == engine.tokenizer.decode(new, skip_special_tokens=True)
+    assert output == engine.tokenizer.decode(new, skip_special_tokens=True)
     assert engine.stats.truncated_tokens == 0
 
 
-def test_a_context_with_no_room_for_text_is_refused(engine: Engine) -> None:
+def test_a_context_without_room_for_a_prompt_raises(engine: Engine) -> None:
     with pytest.raises(InvalidRequestError, match="no room left"):
         next(engine.stream("a text", 100, GREEDY))
 
@@ -90,24 +90,22 @@ def test_what_looks_like_a_special_token_is_plain_text(engine: Engine) -> None:
     )
 
 
-def test_a_message_is_asked_through_the_chat_template(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_uses_the_chat_template(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}bot:"
     monkeypatch.setattr(engine.tokenizer, "chat_template", template)
-    written = "".join(engine.stream("What is it?", 8, GREEDY, chat=True))
+    output = "".join(engine.stream("What is it?", 8, GREEDY, chat=True))
     messages = [{"role": "user", "content": "What is it?"}]
-    asked = engine.tokenizer.apply_chat_template(messages, return_dict=False)
-    assert (asked[0], asked.count(1)) == (0, 1)  # the template's own special tokens
-    assert written == engine.tokenizer.decode(
-        list(engine.generate(asked, 8, GREEDY)), skip_special_tokens=True
+    prompt = engine.tokenizer.apply_chat_template(messages, return_dict=False)
+    assert (prompt[0], prompt.count(1)) == (0, 1)  # the template's own special tokens
+    assert output == engine.tokenizer.decode(
+        list(engine.generate(prompt, 8, GREEDY)), skip_special_tokens=True
     )
-    assert engine.stats.prompt_tokens == len(asked)
+    assert engine.stats.prompt_tokens == len(prompt)
 
 
-def test_a_stream_given_up_leaves_the_engine_good(engine: Engine) -> None:
-    want = list(engine.stream("Once upon a time", 12, GREEDY))
-    given_up = engine.stream("Once upon a time", 12, GREEDY)
-    assert next(given_up) == want[0]
-    given_up.close()  # type: ignore[attr-defined]
-    assert list(engine.stream("Once upon a time", 12, GREEDY)) == want
+def test_a_closed_stream_leaves_the_engine_usable(engine: Engine) -> None:
+    expected = list(engine.stream("Once upon a time", 12, GREEDY))
+    pieces = engine.stream("Once upon a time", 12, GREEDY)
+    assert next(pieces) == expected[0]
+    pieces.close()  # type: ignore[attr-defined]
+    assert list(engine.stream("Once upon a time", 12, GREEDY)) == expected

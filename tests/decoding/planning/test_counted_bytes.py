@@ -57,9 +57,9 @@ def storage_bytes(value: Any, *others: Any) -> int:
 TARGET_TIERS = (
     "resident layers",
     "ring, in prefill one layer",
-    "recent tokens",
+    "device tail",
     "high_bytes",
-    "joining slices",
+    "reconstruction buffers",
 )
 
 

@@ -22,8 +22,8 @@ from offload.errors import InsufficientMemoryError
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, Pair
 from support.planning import case_of
+from support.prompts import prompt
 from support.ranks import run_ranks
-from support.texts import prompt
 
 PROMPT, NEW = 20_000, 200
 WHOLE, SPLIT = "retrieval", "split-retrieval"

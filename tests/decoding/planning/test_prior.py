@@ -25,7 +25,7 @@ from offload.dtypes import dtype_spec
 from offload.errors import TierForceError
 from support.engines import DEMO
 from support.planning import case_of
-from support.texts import prompt
+from support.prompts import prompt
 
 PROMPT, NEW = 20_000, 200
 WHOLE, SPLIT = "retrieval", "split-retrieval"

@@ -195,14 +195,14 @@ def test_caches_are_freed_before_the_next_request_is_planned(
 
 def test_chunks_larger_than_the_smallest_budgets_keep_the_output(pair: Pair) -> None:
     prompt = random_tokens(400).tolist()
-    plain = pair.text("plain", prompt, 9)
+    plain = pair.generate("plain", prompt, 9)
     for mode, chunk in (
         ("retrieval", 1024),
         ("hierarchical", 1024),
         ("retrieval", 40_000),
         ("plain", 40_000),
     ):
-        assert pair.text(mode, prompt, 9, chunk_size=chunk) == plain
+        assert pair.generate(mode, prompt, 9, chunk_size=chunk) == plain
 
 
 def test_a_request_that_never_fits_raises_with_any_mode(pair: Pair) -> None:
@@ -240,7 +240,7 @@ def test_rejections_with_the_same_budget_weigh_more(pair: Pair) -> None:
 def test_an_engine_reports_its_strategy_and_keeps_the_target_output(pair: Pair) -> None:
     memory = runtime_of(pair, 50).settings.device_memory
     prompts = [random_tokens(2100 + count).tolist() for count in range(2)]
-    plain = [pair.text("plain", prompt, 40) for prompt in prompts]
+    plain = [pair.generate("plain", prompt, 40) for prompt in prompts]
     with pair.engine(
         "hierarchical",
         link="emulated:0.5",

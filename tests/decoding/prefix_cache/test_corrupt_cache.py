@@ -1,4 +1,4 @@
-"""Nothing in the folder of kept prompts stops a text, or is taken for the KV of another one."""
+"""No file in the prompt cache's folder fails a request, or is loaded as another prompt's KV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from decoding import GREEDY
-from decoding.prefix_cache import fingerprint as identity
+from decoding.prefix_cache import fingerprint
 from decoding.prefix_cache.fingerprint import WeightDigests
 from decoding.prefix_cache.manager import ModelFingerprint
 from decoding.prefix_cache.store import MAX_TOKENS, CachedPrompt, PromptCache
@@ -24,30 +24,33 @@ from parallel.ranks.process_group import TensorParallelGroup
 from support import engines
 from support.engines import IDENTITY, Pair
 from support.irregular import IRREGULAR
-from support.keeping import NEW, PROMPT, SMALL, prompts_in, told
+from support.keeping import NEW, PROMPT, SMALL, collect_warnings, prompts_in
 from support.models import random_tokens
 from support.slow import slow_except
 
 OTHER = random_tokens(len(PROMPT), seed=2).tolist()
 
 
-def written(kept: str, models: Pair, *prompts: list[int]) -> list[list[int]]:
-    """Read prompts, which are kept, and return what was written behind each."""
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine:
+def save_prompts(cache_folder: str, models: Pair, *prompts: list[int]) -> list[list[int]]:
+    """Generate after prompts, which are saved, and return the outputs."""
+    with models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine:
         return [list(engine.generate(prompt, NEW, GREEDY, name="a book")) for prompt in prompts]
 
 
-def check_read_anew(kept: str, models: Pair, wanted: list[int]) -> list[str]:
-    """Check that PROMPT is read once more, and kept again; return what was told."""
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
-        for is_kept in (False, True):
-            assert list(engine.generate(PROMPT, NEW, GREEDY, name="a book")) == wanted
-            assert bool(engine.stats.loaded_tokens) == is_kept
+def check_prefilled_again(cache_folder: str, models: Pair, expected: list[int]) -> list[str]:
+    """Check that PROMPT is prefilled once more, then loaded; return the warnings."""
+    with (
+        models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine,
+        collect_warnings(engine) as lines,
+    ):
+        for is_cached in (False, True):
+            assert list(engine.generate(PROMPT, NEW, GREEDY, name="a book")) == expected
+            assert bool(engine.stats.loaded_tokens) == is_cached
     return lines
 
 
-def edit_manifest(kept: CachedPrompt, **fields: Any) -> None:
-    path = kept.folder / "manifest.json"
+def edit_manifest(cached: CachedPrompt, **fields: Any) -> None:
+    path = cached.folder / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
@@ -55,66 +58,66 @@ KV, CHECKSUMS, TOKENS = "rank-0-layer-*.kv", "rank-0.json", "tokens.bin"
 
 
 @pytest.mark.parametrize("patterns", [(KV,), (CHECKSUMS,), (KV, CHECKSUMS), (TOKENS,)])
-def test_files_of_another_text_of_the_same_length_are_noticed(
-    patterns: tuple[str, ...], models: Pair, kept: str
+def test_files_of_another_prompt_are_detected(
+    patterns: tuple[str, ...], models: Pair, cache_folder: str
 ) -> None:
-    wanted, _ = written(kept, models, PROMPT, OTHER)
-    first, second = prompts_in(kept)
+    expected, _ = save_prompts(cache_folder, models, PROMPT, OTHER)
+    first, second = prompts_in(cache_folder)
     for pattern in patterns:
         for path in first.folder.glob(pattern):
             shutil.copy(second.folder / path.name, path)
-    lines = check_read_anew(kept, models, wanted)
-    assert "of a book is damaged" in lines[0]
+    lines = check_prefilled_again(cache_folder, models, expected)
+    assert "of a book is corrupt" in lines[0]
 
 
-def test_tokens_and_what_is_said_of_them_do_not_make_another_texts_kv_theirs(
-    models: Pair, kept: str
-) -> None:
-    wanted, _ = written(kept, models, PROMPT, OTHER)
-    first, second = prompts_in(kept)
+def test_swapped_tokens_and_checksum_are_detected(models: Pair, cache_folder: str) -> None:
+    expected, _ = save_prompts(cache_folder, models, PROMPT, OTHER)
+    first, second = prompts_in(cache_folder)
     assert second.tokens().tolist() == OTHER
     shutil.rmtree(first.folder)
     raw = np.array(PROMPT, dtype=np.int64).tobytes()
     (second.folder / TOKENS).write_bytes(raw)
     edit_manifest(second, checksum=zlib.crc32(raw))
-    lines = check_read_anew(kept, models, wanted)
-    assert "of a book is damaged (rank-0-layer-0.kv does not match its checksum)" in lines[0]
+    lines = check_prefilled_again(cache_folder, models, expected)
+    assert "of a book is corrupt (rank-0-layer-0.kv does not match its checksum)" in lines[0]
 
 
-def test_layers_in_each_others_place_are_noticed(models: Pair, kept: str) -> None:
-    (wanted,) = written(kept, models, PROMPT)
-    (prompt,) = prompts_in(kept)
+def test_swapped_layers_are_detected(models: Pair, cache_folder: str) -> None:
+    (expected,) = save_prompts(cache_folder, models, PROMPT)
+    (prompt,) = prompts_in(cache_folder)
     sums = json.loads((prompt.folder / CHECKSUMS).read_text())
     (prompt.folder / CHECKSUMS).write_text(json.dumps([sums[1], sums[0], *sums[2:]]))
     one, two = (prompt.folder / f"rank-0-layer-{layer}.kv" for layer in range(2))
     content = one.read_bytes()
     one.write_bytes(two.read_bytes())
     two.write_bytes(content)
-    assert "is damaged" in check_read_anew(kept, models, wanted)[0]
+    assert "is corrupt" in check_prefilled_again(cache_folder, models, expected)[0]
 
 
-def test_what_is_said_of_an_entry_does_not_make_another_models_kv_this_ones(
-    models: Pair, kept: str, monkeypatch: pytest.MonkeyPatch
+def test_an_edited_identity_is_detected(
+    models: Pair, cache_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(engines, "IDENTITY", ModelFingerprint("4567", "another pair"))
-        (wanted,) = written(kept, models, PROMPT)
-    (prompt,) = prompts_in(kept)
-    own = ModelFingerprint.of_text(IDENTITY, models.target.config, len(PROMPT), len(PROMPT) + NEW)
+        (expected,) = save_prompts(cache_folder, models, PROMPT)
+    (prompt,) = prompts_in(cache_folder)
+    own = IDENTITY.kv_identity(models.target.config, len(PROMPT), len(PROMPT) + NEW)
     edit_manifest(prompt, identity=own)
-    assert "of a book is damaged" in check_read_anew(kept, models, wanted)[0]
+    assert "of a book is corrupt" in check_prefilled_again(cache_folder, models, expected)[0]
 
 
 @pytest.mark.parametrize("name", ["manifest.json", TOKENS, CHECKSUMS, "rank-0-layer-1.kv"])
 @pytest.mark.parametrize("kind", slow_except(IRREGULAR, 1))
-def test_what_is_no_file_is_damage(kind: str, name: str, models: Pair, kept: str) -> None:
-    (wanted,) = written(kept, models, PROMPT)
-    (prompt,) = prompts_in(kept)
+def test_irregular_files_are_corruption(
+    kind: str, name: str, models: Pair, cache_folder: str
+) -> None:
+    (expected,) = save_prompts(cache_folder, models, PROMPT)
+    (prompt,) = prompts_in(cache_folder)
     (prompt.folder / name).unlink()
     IRREGULAR[kind](prompt.folder / name)
-    (line,) = check_read_anew(kept, models, wanted)
-    assert "is damaged" in line
-    assert not list(Path(kept).glob(".dropped-*"))
+    (line,) = check_prefilled_again(cache_folder, models, expected)
+    assert "is corrupt" in line
+    assert not list(Path(cache_folder).glob(".dropped-*"))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_what_is_no_file_is_damage(kind: str, name: str, models: Pair, kept: str
         {"tokens": len(PROMPT) - 1},
         {"tokens": 0},
         {"tokens": True},
-        {"nbytes": 2**62},  # by which others would have to go
+        {"nbytes": 2**62},  # would evict all other prompts
         {"nbytes": 0},
         {"name": "x" * 100_000},
         {"name": None},
@@ -134,78 +137,86 @@ def test_what_is_no_file_is_damage(kind: str, name: str, models: Pair, kept: str
     ],
     ids=lambda fields: str(fields)[:30],
 )
-def test_a_manifest_that_was_edited_is_damage(
-    fields: dict[str, Any], models: Pair, kept: str
+def test_an_edited_manifest_is_corruption(
+    fields: dict[str, Any], models: Pair, cache_folder: str
 ) -> None:
-    wanted, _ = written(kept, models, PROMPT, OTHER)
-    first, second = prompts_in(kept)
+    expected, _ = save_prompts(cache_folder, models, PROMPT, OTHER)
+    first, second = prompts_in(cache_folder)
     edit_manifest(first, **fields)
-    limited = PromptCache(Path(kept), limit=10**9)
+    limited = PromptCache(Path(cache_folder), limit=10**9)
     limited.collect_garbage()
     assert [each.id for each in limited.prompts()] == [second.id]
-    assert check_read_anew(kept, models, wanted) == []
+    assert check_prefilled_again(cache_folder, models, expected) == []
 
 
 @pytest.mark.parametrize("name", ["manifest.json", TOKENS, CHECKSUMS, "rank-0-layer-1.kv"])
 @pytest.mark.parametrize("size", slow_except([0, 3, 1 << 40], 1))
-def test_files_of_any_size_are_damage(size: int, name: str, models: Pair, kept: str) -> None:
-    (wanted,) = written(kept, models, PROMPT)
-    (prompt,) = prompts_in(kept)
-    os.truncate(prompt.folder / name, size)  # what it has beyond its end takes no disk
-    (line,) = check_read_anew(kept, models, wanted)
-    assert "is damaged" in line
+def test_files_of_another_size_are_corruption(
+    size: int, name: str, models: Pair, cache_folder: str
+) -> None:
+    (expected,) = save_prompts(cache_folder, models, PROMPT)
+    (prompt,) = prompts_in(cache_folder)
+    os.truncate(prompt.folder / name, size)  # a sparse file: the larger size takes no disk
+    (line,) = check_prefilled_again(cache_folder, models, expected)
+    assert "is corrupt" in line
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_digests_that_are_no_file_are_made_anew(
+def test_irregular_digest_files_are_ignored(
     kind: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    wanted = WeightDigests.of(checkpoint(), tmp_path)
-    notes = tmp_path / ".digests.json"
-    content = notes.read_bytes()
-    notes.unlink()
-    IRREGULAR[kind](notes)
-    assert WeightDigests.of(checkpoint(), tmp_path) == wanted
-    if kind != "folder":  # which stays where it is
-        assert notes.read_bytes() == content
-        os.truncate(notes, 1 << 40)
-        assert WeightDigests.of(checkpoint(), tmp_path) == wanted
-        assert notes.read_bytes() == content
+    expected = WeightDigests.compute(checkpoint(), tmp_path)
+    cache_file = tmp_path / ".digests.json"
+    content = cache_file.read_bytes()
+    cache_file.unlink()
+    IRREGULAR[kind](cache_file)
+    assert WeightDigests.compute(checkpoint(), tmp_path) == expected
+    if kind != "folder":  # a folder cannot be replaced
+        assert cache_file.read_bytes() == content
+        os.truncate(cache_file, 1 << 40)
+        assert WeightDigests.compute(checkpoint(), tmp_path) == expected
+        assert cache_file.read_bytes() == content
 
 
-def test_what_lies_beside_the_prompts_stops_nothing(models: Pair, kept: str) -> None:
-    (wanted,) = written(kept, models, PROMPT)
-    folder = Path(kept)
-    left, closed = folder / f".writing-{'a' * 12}", folder / f".dropped-{'b' * 12}"
-    left.mkdir()
-    os.mkfifo(left / "rank-0.lock")
-    (left / "rank-1.lock").symlink_to("/dev/zero")
-    closed.symlink_to(folder)
+def test_foreign_files_in_the_folder_are_harmless(models: Pair, cache_folder: str) -> None:
+    (expected,) = save_prompts(cache_folder, models, PROMPT)
+    folder = Path(cache_folder)
+    leftover, dropped = folder / f".writing-{'a' * 12}", folder / f".dropped-{'b' * 12}"
+    leftover.mkdir()
+    os.mkfifo(leftover / "rank-0.lock")
+    (leftover / "rank-1.lock").symlink_to("/dev/zero")
+    dropped.symlink_to(folder)
     os.mkfifo(folder / ("c" * 12))
     (folder / ("d" * 12)).mkdir()
-    (folder / ("e" * 12)).symlink_to(prompts_in(kept)[0].folder)
+    (folder / ("e" * 12)).symlink_to(prompts_in(cache_folder)[0].folder)
     os.mkdir(os.fsencode(folder) + b"/\xff\xfe")
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
-        assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
+    with (
+        models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine,
+        collect_warnings(engine) as lines,
+    ):
+        assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected
         assert engine.stats.loaded_tokens
         assert list(engine.generate(OTHER, NEW, GREEDY))
     assert not lines
-    assert len(prompts_in(kept)) == 2
-    assert not left.exists()
+    assert len(prompts_in(cache_folder)) == 2
+    assert not leftover.exists()
 
 
-def test_names_of_any_length_are_kept_short(models: Pair, kept: str) -> None:
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
+def test_long_names_are_truncated(models: Pair, cache_folder: str) -> None:
+    with (
+        models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine,
+        collect_warnings(engine) as lines,
+    ):
         list(engine.generate(PROMPT, NEW, GREEDY, name="\ud800" + "n" * 100_000))
     assert not lines
-    assert len(prompts_in(kept)[0].manifest.name) == 200
+    assert len(prompts_in(cache_folder)[0].manifest.name) == 200
 
 
-def test_an_entry_of_an_older_layout_is_not_found(
+def test_the_format_version_changes_the_digest(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, group = ModelConfig.from_pretrained(checkpoint()), TensorParallelGroup()
-    weights = WeightDigests.of(checkpoint(), tmp_path)
-    now = identity.digest_of(weights, config, torch.float32, group)
-    monkeypatch.setattr(identity, "VERSION", identity.VERSION - 1)
-    assert identity.digest_of(weights, config, torch.float32, group) != now
+    weights = WeightDigests.compute(checkpoint(), tmp_path)
+    current = fingerprint.digest_of(weights, config, torch.float32, group)
+    monkeypatch.setattr(fingerprint, "VERSION", fingerprint.VERSION - 1)
+    assert fingerprint.digest_of(weights, config, torch.float32, group) != current

@@ -1,4 +1,4 @@
-"""What is kept while turns go on, texts are given up, processes are killed, and ranks share it."""
+"""Background saving during later turns, cancellation, killed processes, and two ranks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from parallel.ranks.process_group import TensorParallelGroup
 from support import batches
 from support.engines import Folders, Pair
 from support.keeping import (
+    CASES,
     NEW,
     PROMPT,
     SMALL,
-    WAYS,
+    collect_warnings,
     prompts_in,
-    told,
 )
 from support.models import random_tokens
 from support.ranks import PRELOAD, run_ranks
@@ -46,13 +46,14 @@ from support.slow import slow_except
 
 @contextmanager
 def slow_writes(seconds: float) -> Iterator[None]:
+    """Delay the write of each layer."""
     write = KVFile.write
 
-    def slowly(self: KVFile, *args: Any) -> list[int]:
+    def write_slowly(self: KVFile, *args: Any) -> list[int]:
         time.sleep(seconds)
         return write(self, *args)
 
-    with patch.object(KVFile, "write", slowly):
+    with patch.object(KVFile, "write", write_slowly):
         yield
 
 
@@ -61,197 +62,206 @@ OTHER = [*PROMPT[:500], *TURNS[1]]
 
 
 @pytest.fixture(scope="module")
-def wanted_of_turns(models: Pair) -> list[list[int]]:
-    """What plain decoding writes in each of TURNS, and behind OTHER."""
+def expected_turns(models: Pair) -> list[list[int]]:
+    """What plain decoding generates in each of TURNS, and after OTHER."""
     with models.engine("plain") as engine:
         return take_turns(engine)[0]
 
 
 def take_turns(engine: Engine) -> tuple[list[list[int]], list[int]]:
-    """Return what is written in each of TURNS and behind OTHER, and all of the text of TURNS."""
-    prompt, found = PROMPT, list[list[int]]()
+    """Return the outputs in each of TURNS and after OTHER, and the whole sequence of TURNS."""
+    sequence, outputs = PROMPT, list[list[int]]()
     for turn in TURNS:
-        prompt = [*prompt, *turn]
-        found.append(list(engine.generate(prompt, NEW, GREEDY)))
-        prompt = [*prompt, *found[-1]]
-    found.append(list(engine.generate(OTHER, NEW, GREEDY)))
-    return found, prompt
+        sequence = [*sequence, *turn]
+        outputs.append(list(engine.generate(sequence, NEW, GREEDY)))
+        sequence = [*sequence, *outputs[-1]]
+    outputs.append(list(engine.generate(OTHER, NEW, GREEDY)))
+    return outputs, sequence
 
 
-@pytest.mark.parametrize(("mode", "link", "resident"), WAYS)
-def test_turns_go_on_while_the_text_is_written(
+@pytest.mark.parametrize(("mode", "link", "resident"), CASES)
+def test_turns_continue_during_saving(
     mode: str,
     link: str,
     resident: int,
     models: Pair,
-    kept: str,
-    wanted_of_turns: list[list[int]],
+    cache_folder: str,
+    expected_turns: list[list[int]],
 ) -> None:
-    """Later turns, a text that outgrows its caches, and another from inside what is written."""
-    choices = {**SMALL, "link": link, "gpu_kv_layers": resident}
-    wanted = wanted_of_turns
+    """Later turns outgrow the caches, and the last one branches off inside what is being saved."""
+    options = {**SMALL, "link": link, "gpu_kv_layers": resident}
     with (
         slow_writes(0.05),
-        models.engine(mode, **choices, prompt_cache=kept) as engine,
+        models.engine(mode, **options, prompt_cache=cache_folder) as engine,
         engine.conversation(room=100),
     ):
-        found, prompt = take_turns(engine)
-    assert found == wanted
-    # the first turn's is part of the last one's
-    texts = sorted((each.tokens().tolist() for each in prompts_in(kept)), key=len)
-    assert texts == [OTHER, prompt[:-NEW]]
-    assert all(whole(each, models) for each in prompts_in(kept))
-    with models.engine(mode, **choices, prompt_cache=kept) as engine:
-        assert list(engine.generate(prompt[:-NEW], NEW, GREEDY)) == wanted[2]
-        assert engine.stats.loaded_tokens == len(prompt) - NEW - OBSERVED_ROWS
+        outputs, sequence = take_turns(engine)
+    assert outputs == expected_turns
+    # the last turn's prompt has replaced the first one's
+    prompts = sorted((each.tokens().tolist() for each in prompts_in(cache_folder)), key=len)
+    assert prompts == [OTHER, sequence[:-NEW]]
+    assert all(is_intact(each, models) for each in prompts_in(cache_folder))
+    with models.engine(mode, **options, prompt_cache=cache_folder) as engine:
+        assert list(engine.generate(sequence[:-NEW], NEW, GREEDY)) == expected_turns[2]
+        assert engine.stats.loaded_tokens == len(sequence) - NEW - OBSERVED_ROWS
 
 
-def test_a_text_given_up_is_kept_all_the_same(models: Pair, kept: str) -> None:
-    with slow_writes(0.02), models.engine("plain", **SMALL, prompt_cache=kept) as engine:
+def test_the_prompt_of_a_closed_request_is_saved(models: Pair, cache_folder: str) -> None:
+    with slow_writes(0.02), models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine:
         assert list(islice(engine.generate(PROMPT, NEW, GREEDY), 1))
-    assert len(prompts_in(kept)) == 1
+    assert len(prompts_in(cache_folder)) == 1
 
 
-def test_texts_together_are_kept_too(models: Pair, kept: str) -> None:
+def test_prompts_of_concurrent_requests_are_saved(models: Pair, cache_folder: str) -> None:
     prompts = [[*random_tokens(400, seed=seed).tolist(), 7] for seed in range(3)]
-    choices = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 0}
-    with models.engine("retrieval", **choices) as engine:
-        wanted = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in prompts]
+    options = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 0}
+    with models.engine("retrieval", **options) as engine:
+        expected = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in prompts]
     for turn in range(2):
-        with models.engine("retrieval", **choices, prompt_cache=kept) as engine:
-            asked = [Request(prompt, NEW, GREEDY) for prompt in prompts]
-            texts = batches.written(engine, asked, 2)
-            assert batches.tokens(texts) == wanted
-            assert all(bool(text.stats.loaded_tokens) == bool(turn) for text in texts)
-    assert len(prompts_in(kept)) == 3
+        with models.engine("retrieval", **options, prompt_cache=cache_folder) as engine:
+            requests = [Request(prompt, NEW, GREEDY) for prompt in prompts]
+            completions = batches.run_batch(engine, requests, 2)
+            assert batches.tokens(completions) == expected
+            assert all(bool(each.stats.loaded_tokens) == bool(turn) for each in completions)
+    assert len(prompts_in(cache_folder)) == 3
 
 
-def whole(prompt: CachedPrompt, models: Pair) -> bool:
-    """Read all that is kept of a prompt; raises where it is not what was written."""
+def is_intact(prompt: CachedPrompt, models: Pair) -> bool:
+    """Return whether a cached prompt has all its tokens. Raises CorruptCacheError for its KV."""
     layout, tokens = models.target.config.kv_layout(1, torch.float32), prompt.manifest.tokens
     files = files_of(prompt.folder, 0, layout, tokens, prompt.digest())
-    for _, pieces in load_saved(prompt.folder, 0, files, tokens):
-        assert list(pieces)
+    for _, blocks in load_saved(prompt.folder, 0, files, tokens):
+        assert list(blocks)
     return len(prompt.tokens()) == tokens
 
 
-def read_for_ever(folders: Folders, kept: str, seed: int) -> None:
+def save_forever(folders: Folders, cache_folder: str, seed: int) -> None:
     models = Pair(*folders)
-    with models.engine("plain", **SMALL, prompt_cache=kept, prompt_cache_limit=2_000_000) as engine:
+    with models.engine(
+        "plain", **SMALL, prompt_cache=cache_folder, prompt_cache_limit=2_000_000
+    ) as engine:
         for number in count(1000 * seed):
             list(engine.generate(random_tokens(400, seed=number).tolist(), 2, GREEDY))
 
 
 @pytest.mark.parametrize("kills", slow_except([3, 20]))
-def test_a_kill_leaves_whole_prompts_or_none(
-    kills: int, folders: Folders, models: Pair, kept: str
+def test_a_kill_leaves_no_corrupt_prompts(
+    kills: int, folders: Folders, models: Pair, cache_folder: str
 ) -> None:
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(PRELOAD)
-    rng, left, seen = random.Random(0), 0, 0
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    rng = random.Random(0)
+    unfinished, published = 0, 0
     for seed in range(kills):
-        process = forks.Process(target=read_for_ever, args=(folders, kept, seed), daemon=True)
+        process = context.Process(
+            target=save_forever, args=(folders, cache_folder, seed), daemon=True
+        )
         process.start()
-        while not (Path(kept).exists() and list(Path(kept).glob(".writing-*"))):
+        while not (Path(cache_folder).exists() and list(Path(cache_folder).glob(".writing-*"))):
             time.sleep(0.005)
             assert process.is_alive()
         time.sleep(rng.random() * 0.2)
         process.kill()
         process.join()
-        left += bool(list(Path(kept).glob(".writing-*")))
-        for each in PromptCache(Path(kept)).prompts():
-            assert whole(each, models)
-        prompts = prompts_in(kept)
-        assert all(whole(each, models) for each in prompts)
-        seen += len(prompts)
-        assert not list(Path(kept).glob(".writing-*"))
-        assert not list(Path(kept).glob(".dropped-*"))
-    assert left or kills < 20  # some were killed while they wrote
-    assert seen
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine:
-        list(engine.generate(prompts_in(kept)[-1].tokens().tolist(), NEW, GREEDY))
+        unfinished += bool(list(Path(cache_folder).glob(".writing-*")))
+        for each in PromptCache(Path(cache_folder)).prompts():
+            assert is_intact(each, models)
+        prompts = prompts_in(cache_folder)
+        assert all(is_intact(each, models) for each in prompts)
+        published += len(prompts)
+        assert not list(Path(cache_folder).glob(".writing-*"))
+        assert not list(Path(cache_folder).glob(".dropped-*"))
+    assert unfinished or kills < 20  # some were killed while they wrote
+    assert published
+    with models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine:
+        list(engine.generate(prompts_in(cache_folder)[-1].tokens().tolist(), NEW, GREEDY))
         assert engine.stats.loaded_tokens
 
 
-def test_what_is_no_number_is_not_kept(models: Pair, kept: str) -> None:
+def test_prompts_with_nan_logits_are_not_saved(models: Pair, cache_folder: str) -> None:
     weight = models.target.embed.weight
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine:
-        good = weight.data.clone()
+    with models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine:
+        original = weight.data.clone()
         weight.data[PROMPT[-1]] = float("nan")
         with pytest.raises(InvalidRequestError):
             list(engine.generate(PROMPT, NEW, GREEDY))
-        weight.data.copy_(good)
-        assert not prompts_in(kept)
+        weight.data.copy_(original)
+        assert not prompts_in(cache_folder)
         list(engine.generate(PROMPT, NEW, GREEDY))
-        assert len(prompts_in(kept)) == 1
+        assert len(prompts_in(cache_folder)) == 1
 
 
-def test_an_interrupt_gives_up_what_is_being_written(models: Pair, kept: str) -> None:
-    """Nothing reads the memory any more that the next text is given."""
+def test_an_interrupt_cancels_saving(models: Pair, cache_folder: str) -> None:
+    """The writer no longer reads memory that the next request reuses."""
     with models.engine("plain", **SMALL) as engine:
-        wanted = list(engine.generate(PROMPT, NEW, GREEDY))
+        expected = list(engine.generate(PROMPT, NEW, GREEDY))
     join, interrupts = Thread.join, iter([True])
 
-    def interrupted(thread: Thread, timeout: float | None = None) -> None:
+    def join_or_interrupt(thread: Thread, timeout: float | None = None) -> None:
         if thread.name == "prompt-cache-writer" and next(interrupts, False):
             raise KeyboardInterrupt
         join(thread, timeout)
 
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
+    with (
+        models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine,
+        collect_warnings(engine) as lines,
+    ):
         with (
             slow_writes(0.1),
-            patch.object(Thread, "join", interrupted),
+            patch.object(Thread, "join", join_or_interrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             list(engine.generate(PROMPT, NEW, GREEDY))
         assert not [each for each in threading.enumerate() if each.name == "prompt-cache-writer"]
-        assert not prompts_in(kept)
-        assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
+        assert not prompts_in(cache_folder)
+        assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected
         assert not lines
-    assert len(prompts_in(kept)) == 1
+    assert len(prompts_in(cache_folder)) == 1
 
 
-def harmed(how: str, rank: int, kept: str) -> Any:
-    """What goes wrong on rank 1, or in the folder, before the second text."""
-    (prompt,) = prompts_in(kept) if rank == 0 and how in ("damage", "gone") else (None,)
-    if prompt is not None and how == "damage":
+def inject_fault(fault: str, rank: int, cache_folder: str) -> Any:
+    """Cause a fault in the folder at once, or return a context that causes one on rank 1."""
+    (prompt,) = prompts_in(cache_folder) if rank == 0 and fault in ("damage", "gone") else (None,)
+    if prompt is not None and fault == "damage":
         (prompt.folder / "rank-1-layer-0.kv").write_bytes(b"")
-    if prompt is not None and how == "gone":
-        shutil.rmtree(kept)
-    if how == "disk" and rank:
+    if prompt is not None and fault == "gone":
+        shutil.rmtree(cache_folder)
+    if fault == "disk" and rank:
         return patch.object(KVFile, "write", side_effect=OSError(errno.ENOSPC, "full"))
-    if how == "memory" and rank:
+    if fault == "memory" and rank:
         return patch.object(TieredCache, "host_readers", side_effect=MemoryError())
     return nullcontext()
 
 
-Kept = tuple[list[list[int]], list[Any]]  # what three turns wrote; tokens loaded, lines told
+# outputs of three requests, and for each the loaded tokens and the number of warnings
+Report = tuple[list[list[int]], list[Any]]
 
 
-def on_two_ranks(folders: Folders, kept: dict[str, str]) -> dict[str, Kept]:
-    """What comes of each that goes wrong, in a folder of its own."""
+def report_on_rank(folders: Folders, cache_folders: dict[str, str]) -> dict[str, Report]:
+    """Return the report of each fault, in a folder of its own."""
     models = Pair(*folders, TensorParallelGroup.from_environment("cpu"))
-    return {how: three_turns(models, folder, how) for how, folder in kept.items()}
+    return {fault: run_requests(models, folder, fault) for fault, folder in cache_folders.items()}
 
 
-def three_turns(models: Pair, kept: str, how: str) -> Kept:
-    rank, found, loaded = models.group.rank, list[list[int]](), list[Any]()
-    choices = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 1, "prompt_cache": kept}
-    first = 0 if how in ("disk", "memory") else 1
+def run_requests(models: Pair, cache_folder: str, fault: str) -> Report:
+    """Run three requests on new engines, with a fault before the first or the second."""
+    rank, outputs, loaded = models.group.rank, list[list[int]](), list[Any]()
+    options = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 1, "prompt_cache": cache_folder}
+    first = 0 if fault in ("disk", "memory") else 1
     for turn in range(3):
         with (
-            models.engine("hierarchical", **choices) as engine,
-            told(engine) as lines,
-            harmed(how, rank, kept) if turn == first else nullcontext(),
+            models.engine("hierarchical", **options) as engine,
+            collect_warnings(engine) as lines,
+            inject_fault(fault, rank, cache_folder) if turn == first else nullcontext(),
         ):
             if rank:
                 engine.run_worker()
                 continue
-            found.append(list(engine.generate([*PROMPT, turn], NEW, GREEDY)))
+            outputs.append(list(engine.generate([*PROMPT, turn], NEW, GREEDY)))
             loaded.append((engine.stats.loaded_tokens, len(lines)))
             engine.close()
             loaded[-1] = (loaded[-1][0], len(lines))
-    return found, loaded
+    return outputs, loaded
 
 
 TOKENS = len(PROMPT) + 1 - OBSERVED_ROWS
@@ -262,41 +272,41 @@ LOADED = {
     "gone": [(0, 0), (0, 1), (0, 0)],
     "disk": [(0, 1), (0, 0), (TOKENS, 0)],
 }
-STARTS = [("damage", "memory"), ("nothing", "gone", "disk")]  # the ranks do several at a time
+STARTS = [("damage", "memory"), ("nothing", "gone", "disk")]  # faults that share a start of ranks
 
 
 @pytest.fixture(scope="module")
-def kept_by_two(
+def reports(
     folders: Folders, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[Kept, str]]:
-    """What came of something that went wrong, and where the prompt is kept."""
+) -> Callable[[str], tuple[Report, str]]:
+    """A function that returns the report of a fault, and the prompt cache's folder."""
 
     @cache
-    def start(hows: tuple[str, ...]) -> dict[str, tuple[Kept, str]]:
+    def start(faults: tuple[str, ...]) -> dict[str, tuple[Report, str]]:
         root = tmp_path_factory.mktemp("two-ranks")
-        kept = {how: str(root / how) for how in hows}
-        found, _ = run_ranks(2, on_two_ranks, folders, kept)
-        return {how: (found[how], kept[how]) for how in hows}
+        cache_folders = {fault: str(root / fault) for fault in faults}
+        results, _ = run_ranks(2, report_on_rank, folders, cache_folders)
+        return {fault: (results[fault], cache_folders[fault]) for fault in faults}
 
-    return lambda how: next(start(hows)[how] for hows in STARTS if how in hows)
+    return lambda fault: next(start(faults)[fault] for faults in STARTS if fault in faults)
 
 
 @pytest.fixture(scope="module")
-def wanted_of_three(models: Pair) -> list[list[int]]:
+def expected_outputs(models: Pair) -> list[list[int]]:
     with models.engine("plain", **SMALL) as engine:
         return [list(engine.generate([*PROMPT, turn], NEW, GREEDY)) for turn in range(3)]
 
 
-@pytest.mark.parametrize("how", slow_except(LOADED, 0, 1))
-def test_two_ranks_keep_as_one(
-    how: str,
-    kept_by_two: Callable[[str], tuple[Kept, str]],
-    wanted_of_three: list[list[int]],
+@pytest.mark.parametrize("fault", slow_except(LOADED, 0, 1))
+def test_faults_on_two_ranks(
+    fault: str,
+    reports: Callable[[str], tuple[Report, str]],
+    expected_outputs: list[list[int]],
 ) -> None:
-    (found, loaded), kept = kept_by_two(how)
-    assert found == wanted_of_three
-    assert loaded == LOADED[how]
-    (prompt,) = prompts_in(kept)
+    (outputs, loaded), cache_folder = reports(fault)
+    assert outputs == expected_outputs
+    assert loaded == LOADED[fault]
+    (prompt,) = prompts_in(cache_folder)
     assert prompt.manifest.ranks == 2
     assert {each.name for each in prompt.folder.iterdir()} == {
         "manifest.json",

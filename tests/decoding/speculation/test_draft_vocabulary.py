@@ -16,9 +16,9 @@ from decoding import GREEDY, Engine, Settings
 from offload.errors import TierForceError
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, EVERY_LEVEL, Pair, lead
+from support.prompts import prompt
 from support.ranks import run_ranks
 from support.slow import slow_except
-from support.texts import prompt
 
 VOCAB, FEWER, MORE = 2048, 700, 2112
 NEW = 20
@@ -61,7 +61,7 @@ def rename(folder: Path, token: int, name: str) -> Path:
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
     pair = Pair(DEMO / "target", DEMO / "draft")
-    return pair.text("plain", prompt("typing")[:PROMPT_TOKENS], NEW)
+    return pair.generate("plain", prompt("typing")[:PROMPT_TOKENS], NEW)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from decoding.speculation.coroutines import Steps
 from decoding.speculation.decoders import Decoder, Speculative
 from decoding.speculation.draft_length import DraftLength
 from decoding.speculation.rejection_sampler import Draft
-from support.laws import BROKEN, LIKELY, frequencies, p_value
+from support.distributions import BROKEN, LIKELY, frequencies, p_value
 from support.slow import slow_except
 from support.toys import (
     PROMPT,

@@ -11,7 +11,7 @@ from decoding.speculation.randomness import GumbelCoupled
 from decoding.speculation.rejection_sampler import Draft
 from decoding.speculation.sampling import GREEDY, Sampling
 from offload.errors import InvalidRequestError
-from support.laws import LIKELY, frequencies, p_value
+from support.distributions import LIKELY, frequencies, p_value
 from support.slow import slow_except
 from support.toys import VOCAB, Toy, continuation_index, generate, nest
 

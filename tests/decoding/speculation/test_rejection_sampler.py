@@ -9,7 +9,7 @@ from torch import Tensor
 from decoding.speculation.rejection_sampler import Draft, rejection_sample, residual_probs
 from decoding.speculation.sampling import draw
 from offload.errors import InvalidRequestError
-from support.laws import LIKELY, frequencies, p_value
+from support.distributions import LIKELY, frequencies, p_value
 
 VOCAB = 5
 ROUNDS = 1_000

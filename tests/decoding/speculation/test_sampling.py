@@ -14,7 +14,7 @@ from transformers import (
 from decoding import GREEDY, Sampling
 from decoding.speculation.sampling import draw
 from offload.errors import TierForceError
-from support.laws import LIKELY, frequencies, p_value
+from support.distributions import LIKELY, frequencies, p_value
 
 
 def logits(rows: int = 300, vocab: int = 60, seed: int = 0) -> torch.Tensor:

@@ -23,7 +23,7 @@ from offload.layout import KVLayout
 from offload.memory.link import Link
 from offload.traffic import ByteCounters
 from support.driving import LAYOUT, forward, prefill, random_qkv, tiered_cache
-from support.interpreter import interpreted
+from support.interpreter import import_interpreted
 from support.slow import slow_except
 
 pytest.importorskip("triton")
@@ -36,7 +36,7 @@ every_dtype = pytest.mark.parametrize(
 @pytest.fixture
 def kernels() -> Any:
     """The interpreted kernels; on a machine with a GPU, tests/gpu tests the compiled ones."""
-    return interpreted("offload.kernels.batch_invariant")
+    return import_interpreted("offload.kernels.batch_invariant")
 
 
 def inputs(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from offload.tiered import split as split_layer
 from offload.tiered.cache import TieredCache
 from offload.traffic import ByteCounters
 from support.driving import LAYOUT, forward, prefill, random_qkv, tiered_cache
-from support.interpreter import interpreted
+from support.interpreter import import_interpreted
 from support.slow import slow_except
 
 pytest.importorskip("triton")
@@ -38,7 +38,7 @@ every_dtype = pytest.mark.parametrize(
 @pytest.fixture
 def kernels() -> Any:
     """The interpreted kernels; on a machine with a GPU, tests/gpu tests the compiled ones."""
-    return interpreted("offload.kernels.split_float")
+    return import_interpreted("offload.kernels.split_float")
 
 
 def format_of(dtype: torch.dtype) -> SplitFormat:

@@ -147,7 +147,7 @@ def test_deferred_layers_use_the_memory_of_hidden_states(
     assert models.draft is not None
     prompt, max_new_tokens, sampling = [5, 9, 3, 7] * 500, 30, Sampling(1.0, top_p=1)
     options = {**SMALL, "retrieval_budget": 64, "prefill_chunk": 64, "link": "emulated:50"}
-    expected = models.text(mode, prompt, max_new_tokens, sampling, gpu_kv_layers=2, **options)
+    expected = models.generate(mode, prompt, max_new_tokens, sampling, gpu_kv_layers=2, **options)
     with models.engine(mode, **options) as engine:
         needs = engine.runtime.requirements
         required = max(

@@ -21,19 +21,19 @@ from parallel.execution.cuda_graphs import GraphRunner
 from parallel.model.loading import load_model
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
-from support.batches import SMALL, alone, requests, tokens, written
+from support.batches import SMALL, requests, run_alone, run_batch, tokens
+from support.captures import (
+    USES,
+    ScriptedCapturer,
+    count_replays,
+    exact_graph,
+    failed_capture,
+    fixed_slot_graph,
+    streaming_cache,
+)
 from support.engines import DEMO, Pair
 from support.models import random_tokens
 from support.ranks import run_ranks
-from support.recording import (
-    USES,
-    Scripted,
-    baked,
-    count_replays,
-    faithful,
-    impossible,
-    streaming,
-)
 from support.slow import slow_except
 
 CONCURRENCY = 3
@@ -46,7 +46,7 @@ def draft() -> Transformer:
 
 def caches_at(model: Transformer, lengths: Sequence[int]) -> list[StreamingCache]:
     """Return caches that hold so many tokens, each of its own sequence."""
-    caches = [streaming(model) for _ in lengths]
+    caches = [streaming_cache(model) for _ in lengths]
     for seed, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
         model(random_tokens(length, seed=seed), cache, 1)
         cache.advance(length)
@@ -79,7 +79,7 @@ def test_sequences_of_any_lengths_share_replays(
     """Also if a window slides, even if only for the padding, if tokens are rolled back, and if
     sequences have different numbers of query tokens.
     """
-    capturer = Scripted(faithful)
+    capturer = ScriptedCapturer(exact_graph)
     runner = GraphRunner(True, capturer, USES)
     caches, plain = caches_at(draft, lengths), caches_at(draft, lengths)
     for seed in range(16):
@@ -95,14 +95,15 @@ def test_sequences_of_any_lengths_share_replays(
             cache.advance(count)
             cache.crop(cache.length - seed % 2)
     assert (runner.counts["replayed"], runner.counts["refused"]) == (2, 0)
-    assert capturer.made == 2
+    assert capturer.captures == 2
     assert max(cache._dropped for cache in caches) > 0
 
 
 def test_a_graph_is_verified_once_all_lengths_differ_from_those_at_capture(
     draft: Transformer,
 ) -> None:
-    runner, caches = GraphRunner(True, Scripted(baked), USES), caches_at(draft, (5, 31, 40))
+    runner = GraphRunner(True, ScriptedCapturer(fixed_slot_graph), USES)
+    caches = caches_at(draft, (5, 31, 40))
     for seed in range(USES + 3):
         runner.run(forward_requests(draft, caches, (1, 1, 1), seed))
         for cache in caches[1:]:
@@ -118,7 +119,7 @@ def test_evicting_a_sequence_frees_its_shared_graphs(draft: Transformer) -> None
     gc.collect()
     gc.disable()
     try:
-        capturer = Scripted(faithful)
+        capturer = ScriptedCapturer(exact_graph)
         runner, caches = GraphRunner(True, capturer, USES), caches_at(draft, (5, 31, 40))
         for seed in range(USES + 2):
             for subset in (caches, caches[:2]):
@@ -144,7 +145,7 @@ def test_only_graphs_of_batched_forwards_are_limited(
     draft: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel.execution.cuda_graphs, "MAX_GRAPHS", 2)
-    capturer = Scripted(faithful)
+    capturer = ScriptedCapturer(exact_graph)
     runner, caches = GraphRunner(True, capturer, 1), caches_at(draft, (5, 31))
 
     def graphs_after(count: int, subset: list[StreamingCache]) -> int:
@@ -166,13 +167,13 @@ def test_only_graphs_of_batched_forwards_are_limited(
 
 
 def test_a_batched_forward_of_many_tokens_runs_eagerly(draft: Transformer) -> None:
-    capturer, lengths = Scripted(faithful), [5] * 5
+    capturer, lengths = ScriptedCapturer(exact_graph), [5] * 5
     runner, caches = GraphRunner(True, capturer, 1), caches_at(draft, lengths)
     max_count = MAX_STATIC_TOKENS // len(lengths)
     for count in (max_count + 1, max_count):
-        assert capturer.made == 0
+        assert capturer.captures == 0
         runner.run(forward_requests(draft, caches, [1] * 4 + [count], 0))
-    assert capturer.made == 1
+    assert capturer.captures == 1
 
 
 SIZES = [(60, 12), (33, 20), (90, 16), (41, 12)]  # one starts later, and one ends alone
@@ -193,9 +194,9 @@ def test_concurrent_requests_match_sequential_ones(
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     replays, batch = count_replays(monkeypatch), requests(GREEDY, SIZES)
     with demo.engine(mode, graphs=False, gpu_kv_layers=resident, **SMALL) as engine:
-        expected = alone(engine, batch)
+        expected = run_alone(engine, batch)
     with demo.engine(mode, graphs=True, gpu_kv_layers=resident, **SMALL) as engine:
-        completions = written(engine, batch, CONCURRENCY)
+        completions = run_batch(engine, batch, CONCURRENCY)
     assert tokens(completions) == expected
     counts = [completion.stats.cuda_graphs for completion in completions]
     assert all(graphs is not None and graphs["refused"] == 0 for graphs in counts)
@@ -212,7 +213,7 @@ def run_rank() -> Results:
     group, results = TensorParallelGroup.from_environment("cpu"), Results()
     pair = Pair(DEMO / "target", DEMO / "draft", group)
     for script in SCRIPTS:
-        group.graph_capturer = Scripted(script if group.rank else faithful)
+        group.graph_capturer = ScriptedCapturer(script if group.rank else exact_graph)
         with pytest.MonkeyPatch.context() as patch:
             replays = count_replays(patch)
             with pair.engine("hierarchical", graphs=True, **SMALL) as engine:
@@ -221,7 +222,7 @@ def run_rank() -> Results:
                     results.append(([], {}, replays))
                     continue
                 batch = requests(GREEDY, SIZES[:CONCURRENCY])
-                completions = written(engine, batch, CONCURRENCY)
+                completions = run_batch(engine, batch, CONCURRENCY)
                 engine.close()
         graphs = completions[0].stats.cuda_graphs
         assert graphs is not None
@@ -229,12 +230,12 @@ def run_rank() -> Results:
     return results
 
 
-SCRIPTS = [faithful, impossible]
+SCRIPTS = [exact_graph, failed_capture]
 
 
 def test_two_ranks_replay_the_same_batched_forwards(demo: Pair) -> None:
     with demo.engine("plain") as engine:
-        expected = alone(engine, requests(GREEDY, SIZES[:CONCURRENCY]))
+        expected = run_alone(engine, requests(GREEDY, SIZES[:CONCURRENCY]))
     rank_0, rank_1 = run_ranks(2, run_rank)
     for script, (sequences, counts, replays), (_, _, others) in zip(
         SCRIPTS, rank_0, rank_1, strict=True
@@ -242,4 +243,4 @@ def test_two_ranks_replay_the_same_batched_forwards(demo: Pair) -> None:
         assert sequences == expected
         # replays on one rank are the draft's, on rank 0
         assert [replay for replay in replays if replay[1] == 2] == others
-        assert ((CONCURRENCY, 2) in others) == (counts["why"] is None) == (script is faithful)
+        assert ((CONCURRENCY, 2) in others) == (counts["why"] is None) == (script is exact_graph)

@@ -21,25 +21,25 @@ from parallel.model.loading import load_model
 from parallel.model.transformer import Transformer
 from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.process_group import TensorParallelGroup
+from support.captures import (
+    USES,
+    LogitsFn,
+    ScriptedCapturer,
+    exact_graph,
+    failed_capture,
+    fixed_slot_graph,
+    inaccurate_graph,
+    nan_graph,
+    stale_graph,
+    streaming_cache,
+)
 from support.driving import tiered_cache
 from support.engines import DEMO, Pair
 from support.links import CPU, make_test_link
 from support.models import random_tokens
+from support.prompts import prompt
 from support.ranks import run_ranks
-from support.recording import (
-    USES,
-    Made,
-    Scripted,
-    baked,
-    faithful,
-    impossible,
-    not_a_number,
-    stale,
-    streaming,
-    wrong,
-)
 from support.slow import slow_except
-from support.texts import prompt
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def draft() -> Transformer:
 
 def check_logits(runner: GraphRunner, model: Transformer, forwards: int) -> None:
     """Assert that forwards of one and two tokens in turn give the logits of an eager model."""
-    cache, plain = streaming(model), streaming(model)
+    cache, plain = streaming_cache(model), streaming_cache(model)
     for seed in range(forwards):
         tokens = random_tokens(1 + seed % 2, seed=seed)
         logits, expected = runner(model, tokens, cache, 1), model(tokens, plain, 1)
@@ -61,17 +61,17 @@ def check_logits(runner: GraphRunner, model: Transformer, forwards: int) -> None
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        (faithful, None),
-        (wrong, "replayed logits are off by 0.02, written KV by 0, "),
-        (stale, "off by "),
-        (impossible, "RuntimeError('operation not permitted when stream is capturing')"),
-        (not_a_number, "off by nan"),
+        (exact_graph, None),
+        (inaccurate_graph, "replayed logits are off by 0.02, written KV by 0, "),
+        (stale_graph, "off by "),
+        (failed_capture, "RuntimeError('operation not permitted when stream is capturing')"),
+        (nan_graph, "off by nan"),
     ],
 )
 def test_a_graph_is_verified_before_it_is_replayed(
     script: Any, why: str | None, draft: Transformer
 ) -> None:
-    runner = GraphRunner(True, Scripted(script), USES)
+    runner = GraphRunner(True, ScriptedCapturer(script), USES)
     check_logits(runner, draft, 24)
     counts = runner.counts
     assert (counts["replayed"], counts["refused"]) == ((2, 0) if why is None else (0, 2))
@@ -84,10 +84,10 @@ def test_a_replay_replaces_the_launches(
 ) -> None:
     replayed, launched = [], []
 
-    def counting(function: Made) -> Made:
+    def counting(function: LogitsFn) -> LogitsFn:
         return lambda: replayed.append(1) or function()
 
-    runner, cache = GraphRunner(True, Scripted(counting), USES), streaming(draft)
+    runner, cache = GraphRunner(True, ScriptedCapturer(counting), USES), streaming_cache(draft)
     forward = Transformer.forward
     monkeypatch.setattr(
         Transformer, "forward", lambda *arguments: launched.append(1) or forward(*arguments)
@@ -104,7 +104,8 @@ def test_a_graph_is_verified_at_another_length(draft: Transformer) -> None:
     """After a completely rejected draft the next forward has the same length, at which a baked-in
     position does not show.
     """
-    runner, cache = GraphRunner(True, Scripted(baked), USES), streaming(draft)
+    runner = GraphRunner(True, ScriptedCapturer(fixed_slot_graph), USES)
+    cache = streaming_cache(draft)
     for seed in range(USES + 5):
         runner(draft, random_tokens(1, seed=seed), cache, 1)
     assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 0)
@@ -114,28 +115,28 @@ def test_a_graph_is_verified_at_another_length(draft: Transformer) -> None:
 
 
 def test_warm_up_runs_until_replays(draft: Transformer) -> None:
-    runner, cache = GraphRunner(True, GraphCapturer(CPU)), streaming(draft)
+    runner, cache = GraphRunner(True, GraphCapturer(CPU)), streaming_cache(draft)
     runner.warm_up(draft, random_tokens(2), cache, 1)
     assert runner.counts["replayed"] == 1
     assert cache.length == 0
 
 
 def test_a_broken_capturer_is_not_called(draft: Transformer) -> None:
-    capturer = Scripted(faithful)
+    capturer = ScriptedCapturer(exact_graph)
     capturer.broken = "a capture before this one"
     runner = GraphRunner(True, capturer, USES)
     check_logits(runner, draft, 20)
-    assert capturer.made == 0
+    assert capturer.captures == 0
     assert runner.counts["why"] == "a capture before this one"
 
 
 def test_logits_outlive_the_next_forward(draft: Transformer) -> None:
     out = torch.zeros(1, draft.config.vocab)
 
-    def in_place(function: Made) -> Made:  # like a CUDA graph
+    def in_place(function: LogitsFn) -> LogitsFn:  # like a CUDA graph
         return lambda: out.copy_(function())
 
-    runner, cache = GraphRunner(True, Scripted(in_place), USES), streaming(draft)
+    runner, cache = GraphRunner(True, ScriptedCapturer(in_place), USES), streaming_cache(draft)
     outs = []
     for seed in range(USES + 4):
         outs.append(runner(draft, random_tokens(1, seed=seed), cache, 1))
@@ -148,12 +149,12 @@ def test_logits_outlive_the_next_forward(draft: Transformer) -> None:
 
 
 def test_long_forwards_and_other_caches_run_eagerly(draft: Transformer) -> None:
-    capturer = Scripted(impossible)
-    runner, cache = GraphRunner(True, capturer, 1), streaming(draft)
+    capturer = ScriptedCapturer(failed_capture)
+    runner, cache = GraphRunner(True, capturer, 1), streaming_cache(draft)
     other = tiered_cache(make_test_link("view"), 2)
     for _ in range(3):
         runner(draft, random_tokens(MAX_GRAPH_TOKENS + 1), cache, 1)
-    assert capturer.made == 0
+    assert capturer.captures == 0
     logits = torch.zeros(1, 5)
     assert torch.equal(runner(lambda *_: logits, random_tokens(1), other, 1), logits)  # type: ignore[arg-type]
 
@@ -163,7 +164,7 @@ def test_an_evicted_cache_is_freed_without_garbage_collection(draft: Transformer
     gc.collect()
     gc.disable()
     try:
-        runner, cache = GraphRunner(True, GraphCapturer(CPU), USES), streaming(draft)
+        runner, cache = GraphRunner(True, GraphCapturer(CPU), USES), streaming_cache(draft)
         for seed in range(USES + 3):
             runner(draft, random_tokens(1, seed=seed), cache, 1)
             cache.advance(1)
@@ -259,7 +260,7 @@ def test_two_ranks_replay_what_one_rank_generates(
 ) -> None:
     rank_0, rank_1 = (report["generate", shard] for report in reports)
     output, supported, counts = rank_0
-    assert output == demo.text("plain", prompt("typing")[:SHORT], FEW)
+    assert output == demo.generate("plain", prompt("typing")[:SHORT], FEW)
     assert rank_1[0] == []
     assert counts is not None
     assert counts["replayed"] > 0
@@ -267,14 +268,15 @@ def test_two_ranks_replay_what_one_rank_generates(
     assert supported is rank_1[1] is False  # a CPU has no CUDA graphs
 
 
-FAILURES = [(0, impossible), (1, impossible), (1, not_a_number)]
+FAILURES = [(0, failed_capture), (1, failed_capture), (1, nan_graph)]
 
 
 def run_with_failing_capture(
-    group: TensorParallelGroup, failing_rank: int, script: Callable[[Made], Made]
+    group: TensorParallelGroup, failing_rank: int, script: Callable[[LogitsFn], LogitsFn]
 ) -> dict[str, Any]:
     model = load_model(DEMO / "draft", group, "float32")
-    runner = GraphRunner(True, Scripted(script if group.rank == failing_rank else faithful), USES)
+    capturer = ScriptedCapturer(script if group.rank == failing_rank else exact_graph)
+    runner = GraphRunner(True, capturer, USES)
     check_logits(runner, model, 20)
     return runner.counts
 
@@ -282,11 +284,11 @@ def run_with_failing_capture(
 def run_with_broken_capturer(
     group: TensorParallelGroup, broken_rank: int
 ) -> tuple[int, dict[str, Any]]:
-    capturer = Scripted(faithful)
+    capturer = ScriptedCapturer(exact_graph)
     capturer.broken = "a capture before this one" if group.rank == broken_rank else None
     runner = GraphRunner(True, capturer, USES)
     check_logits(runner, load_model(DEMO / "draft", group, "float32"), 14)
-    return capturer.made, runner.counts
+    return capturer.captures, runner.counts
 
 
 @pytest.mark.parametrize("broken_rank", [0, 1])
@@ -300,7 +302,7 @@ def test_no_rank_captures_if_one_capturer_is_broken(
 
 @pytest.mark.parametrize("case", FAILURES)
 def test_no_rank_replays_if_one_capture_fails(
-    case: tuple[int, Callable[[Made], Made]], reports: list[dict[Any, Any]]
+    case: tuple[int, Callable[[LogitsFn], LogitsFn]], reports: list[dict[Any, Any]]
 ) -> None:
     """Ranks that replay and ranks that do not would mix up their all-reduces."""
     for counts in (report[case] for report in reports):

@@ -1,1 +1,1 @@
-"""Requests and answers as OpenAI's interface has them, guarded; knows nothing of models."""
+"""Requests and responses in OpenAI's format, and their access control; independent of models."""

@@ -1,6 +1,6 @@
-"""The bodies of requests, as OpenAI's interface has them, and what is refused of them.
+"""The bodies of requests in OpenAI's format, with validation.
 
-What would change an answer and cannot be done is refused, never ignored.
+Unsupported fields that would change an answer are refused, never ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 from decoding.app.server.worker import limits
 
 _Accepted = Mapping[str, tuple[Any, ...] | None]
-# fields that change no answer, with the values that are taken; None: with any value
+# accepted fields that change no answer, and their accepted values; None: any value
 _ACCEPTED: _Accepted = {
     "best_of": (1,),
     "echo": (False,),
@@ -37,15 +37,14 @@ _ACCEPTED: _Accepted = {
     "tools": ([],),
     "user": None,
 }
-MAX_TOP = 20  # likeliest tokens whose probabilities are told
-
+MAX_TOP_LOGPROBS = 20
 
 _Stop = Annotated[str, Field(min_length=1, max_length=limits.STOP_CHARACTERS)]
 _Stops = Annotated[list[_Stop], Field(max_length=limits.STOPS, fail_fast=True)]
 
 
 class _Strict(BaseModel):
-    """An object of which every field is known, or says nothing that would change an answer."""
+    """A JSON object whose fields are all supported, or do not change the answer."""
 
     model_config = ConfigDict(strict=True)
 
@@ -53,8 +52,8 @@ class _Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def refuse_unsupported(cls, data: Any) -> Any:
-        """Raise ValueError for the first field that cannot be followed; null says nothing."""
+    def check_supported(cls, data: Any) -> Any:
+        """Raise ValueError for the first unsupported field; null is accepted for any field."""
         if isinstance(data, dict):
             for name, value in data.items():
                 values = cls.accepted.get(name, ())
@@ -65,7 +64,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream has beside the answer."""
+    """What a stream contains besides the answer."""
 
     accepted = {"include_obfuscation": (False,)}
 
@@ -73,9 +72,9 @@ class StreamOptions(_Strict):
 
 
 def _single(prompt: Any) -> str | list[int]:
-    """Return a prompt, which may be the only one in a list.
+    """Return a prompt, also if it is the only one in a list.
 
-    It is looked at by hand: of a union, pydantic would tell of each number what it is not.
+    Checked by hand: for a union, pydantic would report an error for each number.
     """
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
@@ -84,12 +83,12 @@ def _single(prompt: Any) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
-        raise ValueError("send a text, or the ids of its tokens")
+        raise ValueError("send a string or a list of token ids")
     return prompt
 
 
 class _Body(_Strict):
-    """What chat and plain completions have in common."""
+    """The common fields of chat and plain completions."""
 
     accepted = _ACCEPTED
 
@@ -110,13 +109,13 @@ class _Body(_Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
-    def most(self) -> tuple[str, int | None]:
-        """Return the most tokens to write, behind the field that says so."""
+    def token_limit(self) -> tuple[str, int | None]:
+        """Return the field that limits the new tokens, and its value."""
         return "max_tokens", self.max_tokens
 
     @property
-    def top(self) -> int | None:
-        """Return of how many likeliest tokens probabilities are told; None where of no token."""
+    def num_top_logprobs(self) -> int | None:
+        """Return the number of top log-probabilities per token; None: no log-probabilities."""
         raise NotImplementedError
 
 
@@ -128,7 +127,7 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    """What somebody said."""
+    """A message of a conversation."""
 
     accepted = {"name": None, "annotations": ([],), "tool_calls": ([],)}
 
@@ -136,7 +135,7 @@ class Message(_Strict):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def as_template(self) -> dict[str, str]:
-        """Return it as chat templates take it."""
+        """Return the message in the format of chat templates."""
         role = "system" if self.role == "developer" else self.role
         if isinstance(self.content, str):
             return {"role": role, "content": self.content}
@@ -144,39 +143,39 @@ class Message(_Strict):
 
 
 class ChatBody(_Body):
-    """A conversation that is to be answered."""
+    """The body of a chat completion."""
 
     messages: list[Message] = Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**63)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @model_validator(mode="after")
-    def refuse_contradictions(self) -> ChatBody:
-        """Raise ValueError for fields that do not go together."""
+    def check_logprobs(self) -> ChatBody:
+        """Raise ValueError if `top_logprobs` is used without `logprobs`."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise ValueError("top_logprobs requires logprobs: true")
         return self
 
     @property
-    def most(self) -> tuple[str, int | None]:
+    def token_limit(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is None:
-            return super().most
+            return super().token_limit
         return "max_completion_tokens", self.max_completion_tokens
 
     @property
-    def top(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(_Body):
-    """A text that is to be continued: itself, or its tokens."""
+    """The body of a completion, whose prompt is a string or token ids."""
 
     prompt: Annotated[str | list[int], PlainValidator(_single)]
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @property
-    def top(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         return self.logprobs
 
 

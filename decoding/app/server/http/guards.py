@@ -1,4 +1,4 @@
-"""Who may ask, and how much: what stands before all else that a server does."""
+"""Access control: host names, API keys and content types, checked before a body is read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from decoding.app.server.http.replies import error_of
+from decoding.app.server.http.replies import error_body
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.jobs import Failed
 from decoding.app.server.worker.metrics import Metrics
 
-_OPEN = ("/", "/health")  # what is shown to everybody
+_OPEN = ("/", "/health")  # paths that need no key
 _BAD_KEY = "invalid_api_key"
-_HEADERS = {  # by status
+_HEADERS = {  # additional headers per status
     401: {"WWW-Authenticate": "Bearer"},
     408: {"Connection": "close"},
     429: {"Retry-After": "5"},
@@ -27,8 +27,8 @@ _HEADERS = {  # by status
 }
 
 
-class Refused(Exception):
-    """A request that goes no further."""
+class RequestRefused(Exception):
+    """A request that is answered with an error, and not processed further."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class Refused(Exception):
         super().__init__(message)
         self.failed = Failed(status, message, code, param, details)
 
-    def reply(self) -> JSONResponse:
-        """Return what its client is told."""
+    def response(self) -> JSONResponse:
+        """Return the error response."""
         status = self.failed.status
-        return JSONResponse(error_of(self.failed), status, _HEADERS.get(status))
+        return JSONResponse(error_body(self.failed), status, _HEADERS.get(status))
 
 
 class RequestGuard:
-    """Lets requests through to an application, and refuses others before their body is read."""
+    """ASGI middleware: checks requests before their body is read, and refuses invalid ones."""
 
     def __init__(
         self, app: ASGIApp, hosts: Sequence[str] | None, keys: Sequence[str], metrics: Metrics
@@ -56,24 +56,24 @@ class RequestGuard:
         """Guard `app`.
 
         Args:
-            app: what is behind.
-            hosts: by which clients may call this server; None for any. A page of another site
-                could let its own name stand for this machine.
-            keys: one of which has to come with a request; none where it is for everybody.
-            metrics: count replies.
+            app: the application that handles accepted requests.
+            hosts: accepted names in the Host header; None for any. The page of another site
+                could make its own name resolve to this machine (DNS rebinding).
+            keys: accepted API keys; if empty, none is needed.
+            metrics: counts the responses by status.
         """
         self._app, self._hosts = app, hosts
         self._keys = [_digest(key) for key in keys]
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
+        """Handle a request."""
         headers = Headers(scope=scope)
         incoming = _Incoming(receive, headers.get("expect", "").lower() == "100-continue")
 
-        async def reply(message: Message) -> None:
+        async def send_response(message: Message) -> None:
             if message["type"] == "http.response.start":
-                if message["status"] != 408:  # of a slow one there is nothing to discard
+                if message["status"] != 408:  # the body of a slow client would not end
                     await incoming.drain()
                 self._metrics.replies.labels(str(message["status"])).inc()
             await send(message)
@@ -83,40 +83,43 @@ class RequestGuard:
             self._check_key(scope["path"], headers)
             if scope["method"] == "POST":
                 _check_type(headers)
-        except Refused as refused:
-            await refused.reply()(scope, incoming.receive, reply)
+        except RequestRefused as refused:
+            await refused.response()(scope, incoming.receive, send_response)
             return
-        await self._app(scope, incoming.receive, reply)
+        await self._app(scope, incoming.receive, send_response)
 
     def _check_host(self, headers: Headers) -> None:
         host = re.sub(r":\d*$", "", headers.get("host", ""))
         if self._hosts is not None and host.lower() not in self._hosts:
-            raise Refused(403, "this server does not go by the name in the Host header.")
+            raise RequestRefused(
+                403,
+                "the Host header is not a name of this server: use the address that it printed.",
+            )
 
     def _check_key(self, path: str, headers: Headers) -> None:
-        """Compare with all keys, in a time that tells nothing of them."""
+        """Compare with all keys, in a time that does not depend on them."""
         if not self._keys or path in _OPEN:
             return
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        digest = _digest(given.strip())
-        known = [hmac.compare_digest(digest, key) for key in self._keys]
-        if kind.lower() != "bearer" or not any(known):
-            raise Refused(
+        kind, _, value = headers.get("authorization", "").partition(" ")
+        digest = _digest(value.strip())
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        if kind.lower() != "bearer" or not any(matches):
+            raise RequestRefused(
                 401, "send one of the server's keys as `Authorization: Bearer KEY`.", _BAD_KEY
             )
 
 
 class _Incoming:
-    """A request's body, as it comes."""
+    """The receiving side of a request, which knows whether the body is complete."""
 
     def __init__(self, receive: Receive, is_announced: bool):
-        """`is_announced`: whether the client sends it only once it has been received from."""
+        """`is_announced`: the client sends the body only after a `100 Continue`."""
         self._receive = receive
         self._is_complete = False
         self._is_announced = is_announced
 
     async def receive(self) -> Message:
-        """Return what comes next: of the body, or that the client is gone."""
+        """Return the next message: a part of the body, or the client's disconnect."""
         self._is_announced = False
         message = await self._receive()
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
@@ -124,24 +127,24 @@ class _Incoming:
         return message
 
     async def drain(self) -> None:
-        """Discard the rest of the body, for a while: a client that is still sending may not read.
+        """Discard the rest of the body, within limits: a client may not read while it sends.
 
-        Where the connection is closed with the reply, unread input would reset it.
+        If the connection is closed after the response, unread input would reset it.
         """
         if self._is_announced:
             return
         with anyio.move_on_after(limits.DRAIN_S):
             while not self._is_complete:
-                with anyio.move_on_after(limits.DRAIN_IDLE_S) as waiting:
+                with anyio.move_on_after(limits.DRAIN_IDLE_S) as idle:
                     await self.receive()
-                if waiting.cancelled_caught:
+                if idle.cancelled_caught:
                     return
 
 
 def _check_type(headers: Headers) -> None:
-    """Refuse what a page of another site may send without asking."""
+    """Refuse content types that pages of other sites can send without a CORS preflight."""
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Refused(415, "send JSON, with the header `Content-Type: application/json`.")
+        raise RequestRefused(415, "send JSON, with the header `Content-Type: application/json`.")
 
 
 def _digest(key: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The page for people: one file, which needs nothing from anywhere else."""
+"""The chat page: one file without external resources."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
-def _hash_of(tag: str) -> str:
-    """Return by what a browser knows the page's own script or style from any other."""
-    found = re.search(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
-    assert found is not None
-    digest = hashlib.sha256(found[1].encode()).digest()
+def _csp_hash(tag: str) -> str:
+    """Return the CSP hash of the page's script or style, so that browsers allow no other."""
+    match = re.search(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
+    assert match is not None
+    digest = hashlib.sha256(match[1].encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 POLICY = {
     "Content-Security-Policy": (
-        f"default-src 'none'; script-src {_hash_of('script')}; style-src {_hash_of('style')}; "
+        f"default-src 'none'; script-src {_csp_hash('script')}; style-src {_csp_hash('style')}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
     ),

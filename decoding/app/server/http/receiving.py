@@ -1,4 +1,4 @@
-"""Bodies of requests: received within bounds of size, time and memory, and parsed as JSON."""
+"""Bodies of requests: received within limits of size, time and memory, and parsed as JSON."""
 
 from __future__ import annotations
 
@@ -12,59 +12,59 @@ import anyio
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from decoding.app.server.http.guards import Refused
+from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.worker import limits
 from offload.memory.host import trim_heap
 
-_POLL_S = 0.05  # between two looks at whether there is memory
+_POLL_S = 0.05  # interval of polling for memory
 
 
 @dataclass(eq=False)
 class _Upload:
-    """A body in memory, complete or not. Times are those of the event loop."""
+    """A body in memory, complete or not. Times are on the event loop's clock."""
 
     started: float
-    waited: float = 0.0  # seconds, for memory
+    waited: float = 0.0  # seconds waited for memory
     size: int = 0  # bytes so far
-    is_receiving: bool = True  # whether it waits for its client
+    is_receiving: bool = True  # False: complete, or waiting for memory
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    marked: tuple[float, int] = (0.0, 0)  # a time, and the size then
+    marked: tuple[float, int] = (0.0, 0)  # time and size at the start of the measured interval
 
     def is_slow(self) -> bool:
-        """Return whether less has come since the last mark than may be expected, and mark anew."""
+        """Return whether the body arrives too slowly since the last mark, and set a new mark."""
         now = anyio.current_time()
-        since, size = self.marked
-        if not self.is_receiving or now - since < limits.SLOW_S:
+        marked_at, size = self.marked
+        if not self.is_receiving or now - marked_at < limits.SLOW_S:
             return False
         self.marked = now, self.size
-        return self.size - size < limits.SLOW_RATE * (now - since)
+        return self.size - size < limits.SLOW_RATE * (now - marked_at)
 
 
 class Uploads:
-    """The bodies that are in memory, which have a limit in common."""
+    """The bodies in memory, with a common limit."""
 
     def __init__(self, max_body: int):
-        """Take bodies of at most `max_body` bytes, and a few times that in all."""
+        """Accept bodies of at most `max_body` bytes each, and a few times that in all."""
         self._max_body = max_body
-        self._uploads: list[_Upload] = []  # the oldest first
+        self._uploads: list[_Upload] = []  # oldest first
 
     @asynccontextmanager
-    async def received(self, request: Request) -> AsyncIterator[bytes]:
-        """Receive a request's body; it is taken to be in memory until the end of the block.
+    async def receive(self, request: Request) -> AsyncIterator[bytes]:
+        """Receive a request's body; it counts as in memory until the end of the block.
 
-        Raises Refused for one that is too large or too slow, and ClientDisconnect.
+        Raises RequestRefused for one that is too large or too slow, and ClientDisconnect.
         """
         now = anyio.current_time()
         upload = _Upload(now, marked=(now, 0))
         self._uploads.append(upload)
         try:
-            yield await self._receive(upload, request)
+            yield await self._read(upload, request)
         finally:
             self._uploads.remove(upload)
             if upload.size > limits.SMALL_BODY:
-                trim_heap()  # glibc would keep it for each of the threads that parse
+                trim_heap()  # glibc would keep the memory, once per parsing thread
 
-    async def _receive(self, upload: _Upload, request: Request) -> bytes:
+    async def _read(self, upload: _Upload, request: Request) -> bytes:
         if int(request.headers.get("content-length", 0)) > self._max_body:
             raise self._too_large()
         parts = list[bytes]()
@@ -81,12 +81,12 @@ class Uploads:
                 upload.is_receiving = False
                 return b"".join(parts)
         finally:
-            parts.clear()  # an error refers to this frame until its reply is sent
-        raise Refused(
+            parts.clear()  # an error refers to this frame until its response is sent
+        raise RequestRefused(
             408,
-            f"the request's body came too slowly: send it within {limits.BODY_S:g} s, a large one "
-            f"at {limits.BODY_RATE / 1e3:g} KB/s or, while others wait, "
-            f"{limits.SLOW_RATE / 1e3:g} KB/s.",
+            f"the body arrived too slowly: send it within {limits.BODY_S:g} s, a large one at "
+            f"{limits.BODY_RATE / 1e3:g} KB/s, or at {limits.SLOW_RATE / 1e3:g} KB/s while other "
+            "requests wait.",
         )
 
     def _set_deadline(self, upload: _Upload) -> None:
@@ -95,9 +95,9 @@ class Uploads:
         )
 
     async def _wait_for_memory(self, upload: _Upload) -> None:
-        """Wait until more of a body may be received; a small one and the oldest never wait.
+        """Wait until there is memory for more of a body; a small one and the oldest never wait.
 
-        Those that come slowly are refused while another waits.
+        Slow bodies are refused while another waits.
         """
         while (
             upload.size > limits.SMALL_BODY
@@ -109,49 +109,49 @@ class Uploads:
                 if each.is_slow():
                     each.scope.cancel()
             if upload.waited >= limits.MEMORY_S:
-                raise Refused(503, "too many large requests at once: try again later.")
+                raise RequestRefused(503, "too many large requests at once: try again later.")
             upload.waited += _POLL_S
             self._set_deadline(upload)
             await anyio.sleep(_POLL_S)
             upload.marked = anyio.current_time(), upload.size
         upload.is_receiving = True
 
-    def _too_large(self) -> Refused:
-        return Refused(
+    def _too_large(self) -> RequestRefused:
+        return RequestRefused(
             413,
-            f"the request is larger than {self._max_body / 1e6:g} MB: send less, or start the "
-            "server with a larger --max-body.",
+            f"the body is larger than {self._max_body / 1e6:g} MB: send less, or start the server "
+            "with a larger --max-body.",
         )
 
 
 def parse_json(body: bytes, max_values: int) -> Any:
-    """Return what a JSON text in UTF-8 stands for.
+    """Return the value of a JSON text in UTF-8.
 
-    Nesting is bounded by the parser, as is the length of a number; names and strings with half of a
-    surrogate pair are refused. Raises Refused for what is not accepted.
+    The parser limits the nesting and the length of a number, and rejects lone surrogates in names
+    and strings. Raises RequestRefused for an invalid body.
     """
     if _has_more_values(body, max_values):
-        raise Refused(400, f"the body has more than {max_values:,} JSON values: send fewer.")
+        raise RequestRefused(400, f"the body has more than {max_values:,} JSON values: send fewer.")
     try:
         body = body.removeprefix(codecs.BOM_UTF8)
         return from_json(body, cache_strings="none")
     except ValueError as error:
-        hint = " (half a character: a lone surrogate)" if "hex escape" in str(error) else ""
-        raise Refused(400, f"the body is not JSON: {error}{hint}.") from error
+        hint = " (a lone surrogate)" if "hex escape" in str(error) else ""
+        raise RequestRefused(400, f"the body is not JSON: {error}{hint}.") from error
 
 
-def _has_more_values(body: bytes, most: int) -> bool:
-    """Return whether a JSON text may have more values than `most`, without building any of them.
+def _has_more_values(body: bytes, maximum: int) -> bool:
+    """Return whether a JSON text may have more than `maximum` values, without building any.
 
-    Each but the first follows a comma or a bracket that is not in a string; nothing need follow a
-    bracket.
+    Every value but the first follows a comma or an opening bracket outside of strings. A bracket
+    may also be followed by no value, so this is an upper bound.
     """
-    if _count_marks(body) < most:
+    if _count_marks(body) < maximum:
         return False
     body = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    if body.count(b'"') > 4 * most:  # each value has a key at most
+    if body.count(b'"') > 4 * maximum:  # 4 quotes: a string and its key
         return True
-    return _count_marks(b"".join(body.split(b'"')[::2])) >= most
+    return _count_marks(b"".join(body.split(b'"')[::2])) >= maximum
 
 
 def _count_marks(text: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI's interface."""
+"""Responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from decoding.app.server.worker.jobs import Failed, TokenLogprobs
 Logprobs = Sequence[tuple[int, TokenLogprobs]]
 
 
-def usage_of(counts: dict[str, Any]) -> dict[str, Any]:
-    """Return what an answer took: its tokens as the interface has them, and all counts."""
+def usage_fields(counts: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields `usage`, as in OpenAI's API, and `tierforce`, all statistics."""
     prompt, new = counts["prompt_tokens"], counts["new_tokens"]
     cached = counts["reused_tokens"] + counts["loaded_tokens"]
     usage = {
@@ -26,8 +26,8 @@ def usage_of(counts: dict[str, Any]) -> dict[str, Any]:
     return {"usage": usage, "tierforce": counts}
 
 
-def error_of(failed: Failed) -> dict[str, Any]:
-    """Return what a client is told that gets no answer."""
+def error_body(failed: Failed) -> dict[str, Any]:
+    """Return the body of an error response."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = "server_error" if failed.status >= 500 else "invalid_request_error"
     return {
@@ -42,54 +42,57 @@ def error_of(failed: Failed) -> dict[str, Any]:
 
 
 class ResponseBuilder(ABC):
-    """The replies to one request."""
+    """Builds the response to one request, whole or as a stream."""
 
-    name: str  # of the whole answer
-    piece_name: str  # of a piece of it
-    prefix: str
+    name: str  # `object` of a whole response
+    chunk_name: str  # `object` of a chunk in a stream
+    prefix: str  # beginning of the id
 
     def __init__(self, model: str):
         self.model = model
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
-    def whole(self, text: str, laws: Logprobs | None, reason: str, counts: dict[str, Any]) -> Any:
-        """Return the answer; `laws` None where no probabilities are wanted."""
-        return {**self._reply(self.name, self.said(text), laws, reason), **usage_of(counts)}
+    def whole(
+        self, text: str, logprobs: Logprobs | None, reason: str, counts: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the whole response; `logprobs` is None if the request has none."""
+        response = self._response(self.name, self.message(text), logprobs, reason)
+        return {**response, **usage_fields(counts)}
 
     def first(self) -> dict[str, Any] | None:
-        """Return what a stream begins with."""
+        """Return the first chunk of a stream, if the format has one before the text."""
         return None
 
-    def piece(self, text: str, laws: Logprobs | None) -> dict[str, Any]:
-        """Return a piece of a stream."""
-        return self._reply(self.piece_name, self.added(text), laws, None)
+    def chunk(self, text: str, logprobs: Logprobs | None) -> dict[str, Any]:
+        """Return a chunk of a stream."""
+        return self._response(self.chunk_name, self.delta(text), logprobs, None)
 
     def last(self, reason: str) -> dict[str, Any]:
-        """Return the end of a stream."""
-        return self._reply(self.piece_name, self.added(""), None, reason)
+        """Return the last chunk of a stream."""
+        return self._response(self.chunk_name, self.delta(""), None, reason)
 
-    def counts(self, counts: dict[str, Any]) -> dict[str, Any]:
-        """Return what comes behind the end where it is asked for."""
-        return {**self._head(self.piece_name), "choices": [], **usage_of(counts)}
-
-    @abstractmethod
-    def said(self, text: str) -> dict[str, Any]:
-        """Return a whole text, as an answer has it."""
+    def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """Return the chunk with usage and statistics, which follows the last one on request."""
+        return {**self._head(self.chunk_name), "choices": [], **usage_fields(counts)}
 
     @abstractmethod
-    def added(self, text: str) -> dict[str, Any]:
-        """Return a piece of text, as a stream has it."""
+    def message(self, text: str) -> dict[str, Any]:
+        """Return the fields of a choice with the whole text."""
 
     @abstractmethod
-    def logprobs(self, laws: Logprobs) -> dict[str, Any]:
-        """Return the probabilities of tokens."""
+    def delta(self, text: str) -> dict[str, Any]:
+        """Return the fields of a choice with a piece of text."""
 
-    def _reply(
-        self, name: str, said: dict[str, Any], laws: Logprobs | None, reason: str | None
+    @abstractmethod
+    def format_logprobs(self, logprobs: Logprobs) -> dict[str, Any]:
+        """Return the field `logprobs` of a choice."""
+
+    def _response(
+        self, name: str, text: dict[str, Any], logprobs: Logprobs | None, reason: str | None
     ) -> dict[str, Any]:
-        logprobs = None if laws is None else self.logprobs(laws)
-        choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": reason}
+        formatted = None if logprobs is None else self.format_logprobs(logprobs)
+        choice = {"index": 0, **text, "logprobs": formatted, "finish_reason": reason}
         return {**self._head(name), "choices": [choice]}
 
     def _head(self, name: str) -> dict[str, Any]:
@@ -97,63 +100,64 @@ class ResponseBuilder(ABC):
 
 
 class ChatResponseBuilder(ResponseBuilder):
-    """Replies to a conversation."""
+    """Builds responses to chat completions."""
 
-    name, piece_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def first(self) -> dict[str, Any]:
-        begun = {"delta": {"role": "assistant", "content": ""}}
-        return self._reply(self.piece_name, begun, None, None)
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return self._response(self.chunk_name, delta, None, None)
 
-    def said(self, text: str) -> dict[str, Any]:
+    def message(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def added(self, text: str) -> dict[str, Any]:
+    def delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
-    def logprobs(self, laws: Logprobs) -> dict[str, Any]:
+    def format_logprobs(self, logprobs: Logprobs) -> dict[str, Any]:
         return {
             "content": [
                 {
-                    **_told(law.token, law.logprob),
-                    "sampled_logprob": law.sampled_logprob,
-                    "top_logprobs": [_told(*each) for each in law.top],
+                    **_token_logprob(token.token, token.logprob),
+                    "sampled_logprob": token.sampled_logprob,
+                    "top_logprobs": [_token_logprob(*each) for each in token.top],
                 }
-                for _, law in laws
+                for _, token in logprobs
             ],
             "refusal": None,
         }
 
 
 class CompletionResponseBuilder(ResponseBuilder):
-    """Replies to a text that is continued."""
+    """Builds responses to plain completions."""
 
-    name = piece_name = "text_completion"
+    name = chunk_name = "text_completion"
     prefix = "cmpl"
 
-    def said(self, text: str) -> dict[str, Any]:
+    def message(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    added = said
+    delta = message
 
-    def logprobs(self, laws: Logprobs) -> dict[str, Any]:
+    def format_logprobs(self, logprobs: Logprobs) -> dict[str, Any]:
+        tokens = [token for _, token in logprobs]
         return {
-            "tokens": [_name(law.token) for _, law in laws],
-            "token_logprobs": [law.logprob for _, law in laws],
-            "sampled_logprobs": [law.sampled_logprob for _, law in laws],
-            "top_logprobs": [{_name(token): p for token, p in law.top} for _, law in laws],
-            "text_offset": [at for at, _ in laws],
+            "tokens": [_name(token.token) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "sampled_logprobs": [token.sampled_logprob for token in tokens],
+            "top_logprobs": [{_name(name): p for name, p in token.top} for token in tokens],
+            "text_offset": [offset for offset, _ in logprobs],
         }
 
 
-def _told(token: bytes, logprob: float) -> dict[str, Any]:
-    """Return a token with its probability, as answers to conversations have it."""
+def _token_logprob(token: bytes, logprob: float) -> dict[str, Any]:
+    """Return a token with its log-probability, in the format of chat completions."""
     text = token.decode(errors="replace")
     return {"token": text, "logprob": logprob, "bytes": list(token)}
 
 
 def _name(token: bytes) -> str:
-    """Return a token's text; of one that is a part of a character its bytes, spelt out."""
+    """Return a token's text, or its escaped bytes if it is a part of a character."""
     try:
         return token.decode()
     except UnicodeDecodeError:

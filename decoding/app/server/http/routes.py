@@ -1,4 +1,4 @@
-"""The addresses of a server, and how each is answered."""
+"""The routes of a server, and their handlers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from decoding.app.server.http.bodies import AnyBody, ChatBody, CompletionBody, StreamOptions
-from decoding.app.server.http.guards import Refused
+from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.page import PAGE, POLICY
 from decoding.app.server.http.parsing import RequestParser, ServedModel
 from decoding.app.server.http.receiving import Uploads
@@ -25,11 +25,11 @@ from decoding.app.server.http.replies import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
     ResponseBuilder,
-    error_of,
+    error_body,
 )
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.jobs import (
-    BROKEN,
+    INTERNAL_ERROR,
     Event,
     Failed,
     Finished,
@@ -45,13 +45,13 @@ from decoding.app.server.worker.prompts import Prompts
 from decoding.app.terminal.streams import say
 from offload.errors import one_line
 
-_LOOK_S = 0.1  # between two looks at whether a client is still there
+_DISCONNECT_POLL_S = 0.1  # interval of checks whether a client is still connected
 _SEPARATOR = "\n"
 _UNBUFFERED = {"X-Accel-Buffering": "no", "Cache-Control": "no-store"}
 
 
 class Server:
-    """Answers requests through the queue of one engine; in the event loop."""
+    """Answers requests through the queue of one engine; runs in the event loop."""
 
     def __init__(
         self,
@@ -61,41 +61,41 @@ class Server:
         served: ServedModel,
         max_body: int,
     ):
-        """Serve one model, whose jobs go into `queue`; a request has `max_body` bytes at most."""
+        """Serve one model through `queue`; a body has at most `max_body` bytes."""
         self.queue, self.metrics, self.served = queue, metrics, served
         self._parser = RequestParser(prompts, served)
         self._uploads = Uploads(max_body)
-        self._parsing = asyncio.Semaphore(limits.PARSED_AT_ONCE)
-        self._since = int(time.time())
+        self._parsing = asyncio.Semaphore(limits.CONCURRENT_PARSES)
+        self._created = int(time.time())
 
     def app(self) -> FastAPI:
-        """Return the application."""
+        """Return the ASGI application."""
         app = FastAPI(
             title="TierForce",
             docs_url=None,
             redoc_url=None,
             openapi_url=None,
-            redirect_slashes=False,  # it would redirect to the host that the request names
+            redirect_slashes=False,  # a redirect would go to the host in the request
         )
-        app.add_exception_handler(ClientDisconnect, _gone)
-        app.add_exception_handler(HTTPException, _no_such)
-        app.add_exception_handler(Refused, _refused)
-        app.add_exception_handler(Exception, _broken)
+        app.add_exception_handler(ClientDisconnect, _on_disconnect)
+        app.add_exception_handler(HTTPException, _on_http_exception)
+        app.add_exception_handler(RequestRefused, _on_refused)
+        app.add_exception_handler(Exception, _on_error)
         app.api_route("/", methods=["GET", "HEAD"])(self.page)
         app.api_route("/health", methods=["GET", "HEAD"])(self.health)
         app.get("/metrics")(self.show_metrics)
         app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}")(self.one_model)
+        app.get("/v1/models/{name:path}")(self.model)
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/completions")(self.complete)
         return app
 
     async def page(self) -> Response:
-        """Show the page for people."""
+        """Return the chat page."""
         return HTMLResponse(PAGE, headers=POLICY)
 
     async def health(self) -> Response:
-        """Say whether requests are answered."""
+        """Return whether requests are accepted, and the length of the queue."""
         state = {
             "status": "closing" if self.queue.is_closed else "ok",
             "running": self.queue.running,
@@ -104,116 +104,116 @@ class Server:
         return JSONResponse(state, 503 if self.queue.is_closed else 200)
 
     async def show_metrics(self) -> Response:
-        """Show all counters."""
+        """Return all metrics."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self) -> Response:
-        """List the one model."""
+        """Return the list of models, which has one."""
         return JSONResponse({"object": "list", "data": [self._card()]})
 
-    async def one_model(self, name: str) -> Response:
-        """Show a model."""
+    async def model(self, name: str) -> Response:
+        """Return a model's card."""
         self._parser.check_model(name)
         return JSONResponse(self._card())
 
     async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
+        """Answer a chat completion."""
         return await self._answer(request, ChatBody, ChatResponseBuilder(self.served.model))
 
     async def complete(self, request: Request) -> Response:
-        """Continue a text."""
+        """Answer a plain completion."""
         return await self._answer(
             request, CompletionBody, CompletionResponseBuilder(self.served.model)
         )
 
     async def _answer(
-        self, request: Request, kind: type[AnyBody], replies: ResponseBuilder
+        self, request: Request, kind: type[AnyBody], builder: ResponseBuilder
     ) -> Response:
-        """Put what is asked in the queue, and answer it."""
-        # of the body nothing is left in memory once this is known
-        asked, stream_options = await self._receive(request, kind)
-        job = QueuedRequest(asked)
+        """Queue a request, and answer it."""
+        # the body is not kept in memory while the request is queued
+        params, stream_options = await self._receive(request, kind)
+        queued = QueuedRequest(params)
         try:
-            self.queue.put(job)
+            self.queue.put(queued)
         except QueueFull as error:
-            raise Refused(429, str(error), "queue_full") from error
+            raise RequestRefused(429, str(error), "queue_full") from error
         if stream_options is not None:
-            events = self._streamed(job, replies, bool(stream_options.include_usage))
+            events = self._stream(queued, builder, bool(stream_options.include_usage))
             return EventSourceResponse(
                 events, sep=_SEPARATOR, headers=_UNBUFFERED, ping=limits.PING_S
             )
-        return await self._whole(job, replies, request)
+        return await self._whole(queued, builder, request)
 
     async def _receive(
         self, request: Request, kind: type[AnyBody]
     ) -> tuple[GenerationParams, StreamOptions | None]:
-        """Return what a request asks for; options only if the answer is to be streamed."""
-        async with self._uploads.received(request) as body, self._parsing:
+        """Return a request's parameters, and the stream options if the answer is streamed."""
+        async with self._uploads.receive(request) as body, self._parsing:
             return await run_sync(self._parser.parse, body, kind)
 
     async def _whole(
-        self, job: QueuedRequest, replies: ResponseBuilder, request: Request
+        self, queued: QueuedRequest, builder: ResponseBuilder, request: Request
     ) -> Response:
-        """Wait for the whole answer, unless the client is gone before."""
-        text, laws = list[str](), list[tuple[int, TokenLogprobs]]()
+        """Return the whole answer; the wait ends early if the client disconnects."""
+        text, logprobs = list[str](), list[tuple[int, TokenLogprobs]]()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._watch_client, job, request)
-            async for event in _events_of(job):
+            tasks.start_soon(self._watch_client, queued, request)
+            async for event in _events_of(queued):
                 if isinstance(event, TextDelta):
                     text.append(event.text)
-                    laws += event.logprobs
+                    logprobs += event.logprobs
             tasks.cancel_scope.cancel()
-        self.queue.cancel(job)
+        self.queue.cancel(queued)
         if isinstance(event, Failed):
-            return JSONResponse(error_of(event), event.status)
+            return JSONResponse(error_body(event), event.status)
         assert isinstance(event, Finished)
-        shown = None if job.params.top_logprobs is None else laws
-        return JSONResponse(replies.whole("".join(text), shown, event.reason, event.counts))
+        requested = None if queued.params.top_logprobs is None else logprobs
+        return JSONResponse(builder.whole("".join(text), requested, event.reason, event.counts))
 
-    async def _watch_client(self, job: QueuedRequest, request: Request) -> None:
-        """End a job whose client is gone."""
+    async def _watch_client(self, queued: QueuedRequest, request: Request) -> None:
+        """Cancel a request when its client disconnects."""
         while not await request.is_disconnected():
-            await anyio.sleep(_LOOK_S)
-        self.queue.cancel(job)
-        job.fail(Failed(499, "the client is gone."))
+            await anyio.sleep(_DISCONNECT_POLL_S)
+        self.queue.cancel(queued)
+        queued.fail(Failed(499, "the client disconnected."))
 
-    async def _streamed(
-        self, job: QueuedRequest, replies: ResponseBuilder, with_usage: bool
+    async def _stream(
+        self, queued: QueuedRequest, builder: ResponseBuilder, with_usage: bool
     ) -> AsyncIterator[ServerSentEvent]:
-        """Yield the answer as it is written; what else happens goes into comments."""
-        has_laws = job.params.top_logprobs is not None
+        """Yield the answer as it is generated, with progress as comments."""
+        has_logprobs = queued.params.top_logprobs is not None
         try:
-            if (first := replies.first()) is not None:
+            if (first := builder.first()) is not None:
                 yield _data(first)
-            async for event in _events_of(job):
+            async for event in _events_of(queued):
                 if isinstance(event, TextDelta):
-                    yield _data(replies.piece(event.text, event.logprobs if has_laws else None))
+                    yield _data(builder.chunk(event.text, event.logprobs if has_logprobs else None))
                 elif isinstance(event, Finished):
-                    yield _data(replies.last(event.reason))
+                    yield _data(builder.last(event.reason))
                     if with_usage:
-                        yield _data(replies.counts(event.counts))
+                        yield _data(builder.usage(event.counts))
                     yield ServerSentEvent("[DONE]", sep=_SEPARATOR)
                 elif isinstance(event, Failed):
-                    yield _data(error_of(event))
+                    yield _data(error_body(event))
                 else:
-                    yield ServerSentEvent(comment=json.dumps(event.said), sep=_SEPARATOR)
+                    yield ServerSentEvent(comment=json.dumps(event.data), sep=_SEPARATOR)
         finally:
-            self.queue.cancel(job)
+            self.queue.cancel(queued)
 
     def _card(self) -> dict[str, Any]:
         return {
             "id": self.served.model,
             "object": "model",
-            "created": self._since,
+            "created": self._created,
             "owned_by": "tierforce",
             "max_model_len": self.served.context,
         }
 
 
-async def _events_of(job: QueuedRequest) -> AsyncIterator[Event]:
-    """Yield what happens to a job, to its end."""
+async def _events_of(request: QueuedRequest) -> AsyncIterator[Event]:
+    """Yield the events of a request, to its end."""
     while True:
-        event = await job.events.get()
+        event = await request.events.get()
         yield event
         if isinstance(event, Finished | Failed):
             return
@@ -223,23 +223,23 @@ def _data(content: dict[str, Any]) -> ServerSentEvent:
     return ServerSentEvent(json.dumps(content), sep=_SEPARATOR)
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return error.reply()
+async def _on_refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestRefused)
+    return error.response()
 
 
-async def _broken(_: Request, error: Exception) -> Response:
-    """Say what nobody foresaw."""
-    say(f"not answered: {type(error).__name__}: {one_line(error)}")
-    return JSONResponse(error_of(BROKEN), BROKEN.status)
+async def _on_error(_: Request, error: Exception) -> Response:
+    """Log an unexpected error."""
+    say(f"request failed: {type(error).__name__}: {one_line(error)}")
+    return JSONResponse(error_body(INTERNAL_ERROR), INTERNAL_ERROR.status)
 
 
-async def _gone(_: Request, __: Exception) -> Response:
-    """Answer a client that has left before its request was complete: it receives nothing."""
+async def _on_disconnect(_: Request, __: Exception) -> Response:
+    """Return a response for the metrics: the client left before its request was complete."""
     return Response(status_code=499)
 
 
-async def _no_such(_: Request, error: Exception) -> Response:
+async def _on_http_exception(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     failed = Failed(error.status_code, f"{error.detail}.")
-    return JSONResponse(error_of(failed), error.status_code, error.headers)
+    return JSONResponse(error_body(failed), error.status_code, error.headers)

@@ -1,1 +1,1 @@
-"""The thread with the models: a queue of requests, answered; knows nothing of HTTP."""
+"""The thread that owns the models and answers queued requests; independent of HTTP."""

@@ -1,4 +1,4 @@
-"""What an answer took, as a client is told."""
+"""Statistics of an answer, as clients receive them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from decoding.engine.engine import Engine
 from decoding.engine.stats import Stats
 
 
-def counts_of(stats: Stats, engine: Engine, seed: int) -> dict[str, Any]:
-    """Return the counts of the text that is being answered, so far. Bytes are one rank's own."""
+def request_counts(stats: Stats, engine: Engine, seed: int) -> dict[str, Any]:
+    """Return the statistics of the current request so far. Bytes are those of one rank."""
     traffic = stats.traffic.get("target")
     return {
         "seed": seed,
@@ -31,13 +31,16 @@ def counts_of(stats: Stats, engine: Engine, seed: int) -> dict[str, Any]:
 
 
 def _layers(stats: Stats, engine: Engine) -> dict[str, int] | None:
-    """Return how many layers have their KV on the device, codes alone there, or on the host."""
+    """Return the number of layers by the place of their KV: device, split, or host.
+
+    A split layer has its high bytes on the device and its low bits on the host.
+    """
     plan, layers = stats.plan, engine.runtime.target.config.layers
     if plan is None:
         return None
-    far = layers - plan.resident_layers
+    offloaded = layers - plan.resident_layers
     return {
         "device": plan.resident_layers,
         "split": plan.split_layers,
-        "host": far - plan.split_layers,
+        "host": offloaded - plan.split_layers,
     }

@@ -1,4 +1,4 @@
-"""Requests on their way from the clients to the engine, and what it tells them on the way back."""
+"""Requests queued for the engine, and the events that it sends back to their clients."""
 
 from __future__ import annotations
 
@@ -18,49 +18,47 @@ from offload.errors import TierForceError
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """What a request asks for, as the engine takes it."""
+    """The prompt and the options of a request, as the engine takes them."""
 
-    prompt: array[int]  # of 4 bytes: many may wait
-    new: int
+    prompt: array[int]  # 4 bytes per token: many requests may be queued
+    max_new_tokens: int
     sampling: Sampling
     stops: tuple[str, ...] = ()
-    top_logprobs: int | None = None  # None where no probabilities are wanted
+    top_logprobs: int | None = None  # None: no log-probabilities are requested
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probability of a token that was written, and those of the likeliest in its place."""
+    """Log-probabilities of a generated token, and of the most likely tokens at its position."""
 
     token: bytes
-    logprob: float  # by the target's logits
-    sampled_logprob: float  # by the law that it was drawn from: warped by temperature, top-k, top-p
+    logprob: float  # the target's, before temperature, top-k and top-p
+    sampled_logprob: float  # after them: in the distribution that the token was sampled from
     top: list[tuple[bytes, float]]
 
 
 @dataclass(frozen=True)
-class QueueUpdate:
-    """Progress, as a comment in a stream has it.
+class ProgressUpdate:
+    """Progress of a request, sent as a comment in a stream.
 
-    `{"waiting": N}` requests come first, the one that is being answered among them; `{"prefill":
-    [done, total]}` of the prompt; or `{"counts": {...}}`, what the answer took so far.
+    `{"waiting": N}`: N requests come first, including the one being answered;
+    `{"prefill": [done, total]}`: progress of the prefill; `{"counts": {...}}`: statistics so far.
     """
 
-    said: dict[str, Any]
+    data: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """More of the answer, with the tokens that it ends with."""
+    """The next part of the answer, and the tokens that begin in it."""
 
     text: str
-    logprobs: Sequence[
-        tuple[int, TokenLogprobs]
-    ] = ()  # each behind where it stands in the whole answer
+    logprobs: Sequence[tuple[int, TokenLogprobs]] = ()  # offset in the whole answer, per token
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The answer is complete."""
+    """The end of a complete answer."""
 
     reason: str  # "stop" or "length"
     counts: dict[str, Any]
@@ -68,77 +66,83 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """There is no answer, or no more of it."""
+    """An error that replaces the answer, or the rest of it."""
 
-    status: int  # of HTTP
+    status: int  # HTTP status
     message: str
     code: str | None = None
-    param: str | None = None  # the field that is to blame
+    param: str | None = None  # field of the request that caused the error
     details: dict[str, int] | None = None  # numbers for programs
 
 
-BROKEN = Failed(500, "the server failed at this request; its log says how.")
-Event = QueueUpdate | TextDelta | Finished | Failed
+INTERNAL_ERROR = Failed(500, "internal error: see the server's log.")
+Event = ProgressUpdate | TextDelta | Finished | Failed
 
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """A request that waits or is being answered; made in the event loop that its client is in."""
+    """A request that is queued or being answered; created in the event loop of its client."""
 
     params: GenerationParams
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    is_over: bool = False  # nobody waits for more of it
+    is_over: bool = False  # True: its client needs nothing more
 
     def send(self, event: Event) -> None:
-        """Let the client hear of something; from any thread.
+        """Send an event to the client; from any thread.
 
-        A client that is too far behind gets no more: what it has not read is in memory.
+        A client with too many unread events gets no more of them, since they are held in memory.
         """
         if self.events.qsize() >= limits.UNREAD_EVENTS and not isinstance(event, Finished | Failed):
             if not self.is_over:
-                self.fail(Failed(503, "the answer was read too slowly and ends here."))
+                self.fail(
+                    Failed(
+                        503,
+                        f"the answer was aborted: {limits.UNREAD_EVENTS:,} parts of it are unread. "
+                        "Read it faster.",
+                    )
+                )
             return
-        with suppress(RuntimeError):  # the loop is closed: nobody listens
+        with suppress(RuntimeError):  # the loop is closed: the client is gone
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
     def fail(self, failed: Failed) -> None:
-        """End it; from any thread."""
+        """End the request with an error; from any thread."""
         self.is_over = True
         self.send(failed)
 
 
 class QueueFull(TierForceError):
-    """More requests wait than may."""
+    """The queue has no place for another request."""
 
 
 class RequestQueue:
-    """The requests that wait for the one engine, in their order; for any thread."""
+    """The queue of the one engine, first come, first served; for any thread."""
 
     def __init__(self, limit: int):
-        """Let at most `limit` wait."""
+        """Queue at most `limit` requests."""
         self.limit = limit
         self._waiting: deque[QueuedRequest] = deque()
         self._current: QueuedRequest | None = None
         self._changed = Condition()
         self._closed: Failed | None = None
 
-    def put(self, job: QueuedRequest) -> None:
-        """Let a job wait its turn. Raises QueueFull."""
+    def put(self, request: QueuedRequest) -> None:
+        """Append a request; it fails at once if the queue is closed. Raises QueueFull."""
         with self._changed:
             if self._closed is not None:
-                job.fail(self._closed)
+                request.fail(self._closed)
                 return
             if len(self._waiting) + self.running > self.limit:
                 raise QueueFull(
-                    f"{self.limit} requests wait already: try again when some are answered."
+                    f"the queue is full: {self.limit} requests are waiting. Try again later."
                 )
-            self._waiting.append(job)
+            self._waiting.append(request)
             self._send_positions()
             self._changed.notify()
 
     def take(self) -> QueuedRequest | None:
-        """Return the next job, which is the current one from then on; None when it is closed."""
+        """Wait for the next request, make it the current one and return it; None once closed."""
         with self._changed:
             self._current = None
             self._changed.wait_for(lambda: self._waiting or self._closed is not None)
@@ -148,24 +152,24 @@ class RequestQueue:
             self._send_positions()
             return self._current
 
-    def cancel(self, job: QueuedRequest) -> None:
-        """Let nothing more be done for a job: its client is gone, or has what it wants."""
+    def cancel(self, request: QueuedRequest) -> None:
+        """Stop work on a request whose client is gone or has all of its answer."""
         with self._changed:
-            job.is_over = True
-            if job in self._waiting:
-                self._waiting.remove(job)
+            request.is_over = True
+            if request in self._waiting:
+                self._waiting.remove(request)
                 self._send_positions()
 
     def close(self, failed: Failed) -> None:
-        """End all jobs, and those that come later, with what they are told."""
+        """End all requests with an error, and those that are put later, too."""
         with self._changed:
             if self._closed is not None:
                 return
             self._closed = failed
-            jobs = [*self._waiting, *([self._current] if self._current else [])]
+            requests = [*self._waiting, *([self._current] if self._current else [])]
             self._waiting.clear()
-            for job in jobs:
-                job.fail(failed)
+            for request in requests:
+                request.fail(failed)
             self._changed.notify_all()
 
     @property
@@ -174,14 +178,14 @@ class RequestQueue:
 
     @property
     def waiting(self) -> int:
-        """Return how many wait."""
+        """Return the number of queued requests."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Return how many are being answered: 0 or 1."""
+        """Return the number of requests being answered: 0 or 1."""
         return int(self._current is not None)
 
     def _send_positions(self) -> None:
-        for before, job in enumerate(self._waiting):
-            job.send(QueueUpdate({"waiting": before + self.running}))
+        for position, request in enumerate(self._waiting):
+            request.send(ProgressUpdate({"waiting": position + self.running}))

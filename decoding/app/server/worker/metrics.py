@@ -1,4 +1,4 @@
-"""Counters for Prometheus."""
+"""Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """What a server has done since it was started."""
+    """The metrics of a server since its start."""
 
     def __init__(self, queue: RequestQueue):
         self._registry = registry = CollectorRegistry()
@@ -20,13 +20,13 @@ class Metrics:
         )
         self._tokens = Counter(
             "tierforce_tokens",
-            "Tokens: prefilled, reused from caches, loaded from disk, generated.",
+            "Tokens prefilled, reused from caches, loaded from disk, generated.",
             ["kind"],
             registry=registry,
         )
         self._link = Counter(
             "tierforce_link_bytes",
-            "Bytes over one rank's host link, for the target.",
+            "Bytes over one rank's host link, for the target's KV cache.",
             registry=registry,
         )
         self._first = Histogram(
@@ -41,18 +41,22 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self._per_pass = Gauge(
-            "tierforce_tokens_per_verification", "Of the last answer.", registry=registry
+        self._per_verification = Gauge(
+            "tierforce_tokens_per_verification",
+            "Tokens per verification of the last answer.",
+            registry=registry,
         )
         waiting = Gauge("tierforce_requests_waiting", "Requests in the queue.", registry=registry)
         waiting.set_function(lambda: queue.waiting)
-        running = Gauge("tierforce_requests_running", "0 or 1.", registry=registry)
+        running = Gauge(
+            "tierforce_requests_running", "Requests being answered: 0 or 1.", registry=registry
+        )
         running.set_function(lambda: queue.running)
 
     def count(self, stats: Stats, seconds: float) -> None:
-        """Count a text that is over."""
-        known = stats.reused_tokens + stats.loaded_tokens
-        self._tokens.labels("prefilled").inc(max(0, stats.prompt_tokens - known))
+        """Count a request that has ended."""
+        cached = stats.reused_tokens + stats.loaded_tokens
+        self._tokens.labels("prefilled").inc(max(0, stats.prompt_tokens - cached))
         self._tokens.labels("reused").inc(stats.reused_tokens)
         self._tokens.labels("loaded").inc(stats.loaded_tokens)
         self._tokens.labels("generated").inc(stats.new_tokens)
@@ -62,8 +66,8 @@ class Metrics:
             self._first.observe(stats.first_token_s)
             self._whole.observe(seconds)
         if (tokens := stats.tokens_per_verification) is not None:
-            self._per_pass.set(tokens)
+            self._per_verification.set(tokens)
 
     def text(self) -> bytes:
-        """Return all of it, as Prometheus reads it."""
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""What prompts of requests are called where they are kept on disk."""
+"""Names of prompts in the prompt cache on disk."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from decoding.app.terminal.streams import printable
 
-_ROLES = ("system", "user", "assistant")  # what a chat template may write before a message
-_MAX_TOKENS = 48  # that are decoded
+_ROLES = ("system", "user", "assistant")  # a chat template may write one before a message
+_MAX_TOKENS = 48  # decoded tokens
 _MAX_CHARACTERS = 60
 
 
-def name_of(tokenizer: Any, prompt: Sequence[int]) -> str:
-    """Return the first words of the longest message of a prompt, fit for a terminal.
+def prompt_name(tokenizer: Any, prompt: Sequence[int]) -> str:
+    """Return the first words of a prompt's longest message, without control characters.
 
-    Messages are what stands between special tokens. The longest is the document, if there is one.
+    A message is a run of tokens between special tokens. The longest is the document, if any.
     """
     special = {token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
     runs = [

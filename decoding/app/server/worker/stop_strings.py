@@ -1,4 +1,4 @@
-"""Texts that end an answer."""
+"""Stop strings: strings that end an answer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Looks for stop strings in text that comes in pieces; one may begin in one and end in another.
+    """Finds stop strings in streamed text, also across the borders of its pieces.
 
-    What may be the beginning of one is held back until the next piece tells.
+    Text that may be the beginning of a stop string is held back until the next piece decides.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -17,23 +17,23 @@ class StopStrings:
         self.is_hit = False
 
     def feed(self, piece: str) -> str:
-        """Return the text that can be shown; where one `is_hit`, the last, without it."""
+        """Return the text to show; once `is_hit`, it is the last, up to the stop string."""
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        if starts:
             self.is_hit, self._held = True, ""
-            return text[: min(found)]
-        begun = (
+            return text[: min(starts)]
+        partial_matches = (
             length
             for stop in self._stops
             for length in range(1, len(stop))
             if text.endswith(stop[:length])
         )
-        shown = len(text) - max(begun, default=0)
+        shown = len(text) - max(partial_matches, default=0)
         self._held = text[shown:]
         return text[:shown]
 
     def rest(self) -> str:
-        """Return what was held back: no more text comes."""
+        """Return the text that is held back, after the last piece."""
         held, self._held = self._held, ""
         return held

@@ -1,6 +1,4 @@
-"""A job that machines of a cluster share: here a Ray of this machine alone, with an actor for each
-of two machines.
-"""
+"""A job on a Ray cluster: here of this machine alone, with one actor for each of two machines."""
 
 from __future__ import annotations
 
@@ -25,19 +23,19 @@ import psutil
 import pytest
 
 from decoding import Settings
-from decoding.app.batch import cluster_worker as machine
+from decoding.app.batch import cluster_worker
 from decoding.app.batch.cluster import Cluster, _ClusterWorkers, _readable, _write
 from decoding.app.batch.documents import find_documents
 from decoding.app.batch.job import model_digest
 from decoding.app.batch.records import Records
-from decoding.app.batch.summarize import Results, job_of
+from decoding.app.batch.summarize import Results, make_job
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.speculation.sampling import Sampling
 from support.commands import (
     DRAFT,
+    GREEDY_FP32,
     MODELS,
-    STEADY,
     TARGET,
     Fork,
     Job,
@@ -56,7 +54,7 @@ WORDS = "It was the best of times, it was the worst of times, it was the age of 
 
 
 def documents(folder: Path, count: int) -> Path:
-    """A folder of texts that differ, one of them no text at all."""
+    """Write `count` different documents and a broken one; return their folder."""
     folder.mkdir()
     for number in range(count):
         (folder / f"{number}.txt").write_text(f"Chapter {number}. " + WORDS * (8 + number % 5))
@@ -64,9 +62,9 @@ def documents(folder: Path, count: int) -> Path:
     return folder
 
 
-def asked(source: Path, output: Path) -> tuple[str, ...]:
+def summarize(source: Path, output: Path) -> tuple[str, ...]:
     paths = ("--input", str(source), "--output", str(output))
-    return ("summarize", *MODELS, *STEADY, *SHORT, *paths)
+    return ("summarize", *MODELS, *GREEDY_FP32, *SHORT, *paths)
 
 
 def records(output: Path) -> list[dict[str, Any]]:
@@ -75,60 +73,64 @@ def records(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def actors(job: Job) -> list[psutil.Process]:
-    """The processes of machines, as Ray calls them."""
-    found = []
+def worker_processes(job: Job) -> list[psutil.Process]:
+    """Return the processes of Ray actors."""
+    actors = []
     for process in psutil.Process(job.process.pid).children(recursive=True):
         try:
-            if any("ray::" in part and "Machine" in part for part in process.cmdline()):
-                found.append(process)
+            if any("ray::" in part and "ClusterWorker" in part for part in process.cmdline()):
+                actors.append(process)
         except psutil.Error:
             continue
-    return found
+    return actors
 
 
 @needs_ray
 @pytest.mark.slow
-def test_a_machine_that_is_lost_leaves_its_documents_to_others(tmp_path: Path) -> None:
-    """Each machine is a group of two ranks, and is sent two documents at a time."""
+def test_documents_of_lost_machine_are_retried(tmp_path: Path) -> None:
+    """Each machine has two ranks, and gets two documents at a time."""
     source, output = documents(tmp_path / "in", 6), tmp_path / "out.jsonl"
     alone = tmp_path / "alone.jsonl"
-    assert forked(tmp_path / "a", *asked(source, alone)).code == 1
-    ways = ("--cluster", "local", "--machines", "2", "--gpus", "2", "--concurrency", "2")
-    job = Job(*asked(source, output), *ways)
-    job.wait_for(lambda: len(records(output)) >= 3, every=0.1)
-    job.wait_for(lambda: len(actors(job)) == 2, every=0.1)
-    actors(job)[0].send_signal(signal.SIGKILL)
+    assert forked(tmp_path / "a", *summarize(source, alone)).code == 1
+    options = ("--cluster", "local", "--machines", "2", "--gpus", "2", "--concurrency", "2")
+    job = Job(*summarize(source, output), *options)
+    job.wait_for(lambda: len(records(output)) >= 3, interval_s=0.1)
+    job.wait_for(lambda: len(worker_processes(job)) == 2, interval_s=0.1)
+    worker_processes(job)[0].send_signal(signal.SIGKILL)
     finished = job.finish(240)
     assert finished.code == 1
     assert "6 of 7 documents summarised" in finished.err
-    found = records(output)
-    assert Counter(record["id"] for record in found) == Counter(
+    written = records(output)
+    assert Counter(record["id"] for record in written) == Counter(
         [*(f"{number}.txt" for number in range(6)), "broken.txt"]
     )
-    wanted = {record["id"]: record for record in records(alone)}
-    for record in found:
+    expected = {record["id"]: record for record in records(alone)}
+    for record in written:
         for name in ("summary", "error", "kind", "digest", "prompt_tokens"):
-            assert record.get(name) == wanted[record["id"]].get(name)
+            assert record.get(name) == expected[record["id"]].get(name)
         if "summary" in record:
             assert record["ranks"] == 2
-    # those of the machine that was lost are written one at a time
-    assert {record.get("concurrency") for record in found} >= {2}
-    # what is finished is not done again, and no machine is asked
-    again = forked(tmp_path, *asked(source, output), "--cluster", "nowhere")
+    # Documents of the lost machine are retried one at a time.
+    assert {record.get("concurrency") for record in written} >= {2}
+    # A second run skips finished documents, and connects to no cluster.
+    again = forked(tmp_path, *summarize(source, output), "--cluster", "nowhere")
     assert again.code == 1
-    assert again.err.count("finished before, skipped") == 6
+    assert again.err.count("already finished, skipped") == 6
     assert len(records(output)) == 7
 
 
 def listening(processes: Sequence[psutil.Process]) -> set[str]:
-    """The addresses that processes listen at."""
-    found = set[str]()
+    """Return the addresses that processes listen on."""
+    addresses = set[str]()
     for process in processes:
         with suppress(psutil.Error):
             connections = process.net_connections(kind="inet")
-            found |= {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
-    return found
+            addresses |= {
+                connection.laddr.ip
+                for connection in connections
+                if connection.status == psutil.CONN_LISTEN
+            }
+    return addresses
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -139,27 +141,27 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def kill(name: str, job: Running) -> list[psutil.Process]:
-    """Kill a process of a job on a cluster of its own; return all that it had started.
+    """Kill a process of a job with a local cluster; return the processes that the job had started.
 
-    Nothing of it could be reached from another machine.
+    Fail if one of them could be reached from another machine.
     """
     processes = psutil.Process(job.process.pid).children(recursive=True)
     addresses = listening(processes)
     if name == "job":
         job.send_signal(signal.SIGKILL)
     else:
-        next(each for each in processes if each.name() == name).kill()
+        next(process for process in processes if process.name() == name).kill()
     assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     return processes
 
 
-def ended_with_a_word(job: Running, code: int, processes: Sequence[psutil.Process]) -> None:
-    """Fails unless a job that was killed said so, and left nothing."""
-    wait_for(lambda: not any(map(is_alive, processes)))  # its guard too, which says so
+def check_killed_job(job: Running, code: int, processes: Sequence[psutil.Process]) -> None:
+    """Fail unless a killed job reported that, and left no processes."""
+    wait_for(lambda: not any(map(is_alive, processes)))  # including the guard, which reports it
     finished = job.finish()
     assert finished.code == code
     last = finished.err.splitlines()[-1]
-    # the first to notice says so: the guard, or the job itself while it still can
+    # The first to notice reports it: the guard, or the job itself while it still runs.
     node = "tierforce: the Ray node of --cluster local on this machine, or this"
     assert last.startswith((node, "tierforce: the machines of --cluster local are lost"))
     assert "run the same command again" in last
@@ -167,92 +169,92 @@ def ended_with_a_word(job: Running, code: int, processes: Sequence[psutil.Proces
 
 @needs_ray
 @pytest.mark.slow
-def test_a_job_that_is_killed_says_so_and_leaves_nothing_but_records(tmp_path: Path) -> None:
-    """Those that it wrote are what one machine alone writes."""
+def test_killed_job_reports_it_and_leaves_only_records(tmp_path: Path) -> None:
+    """Its records equal those of a run without a cluster."""
     source, output = documents(tmp_path / "in", 60), tmp_path / "out.jsonl"
-    job = Fork(tmp_path, *asked(source, output), "--cluster", "local")
-    job.wait_for(lambda: len(records(output)) >= 2, every=0.1)
-    ended_with_a_word(job, -signal.SIGKILL, kill("job", job))
-    written = {each["id"]: each.get("summary") for each in records(output)}
+    job = Fork(tmp_path, *summarize(source, output), "--cluster", "local")
+    job.wait_for(lambda: len(records(output)) >= 2, interval_s=0.1)
+    check_killed_job(job, -signal.SIGKILL, kill("job", job))
+    written = {record["id"]: record.get("summary") for record in records(output)}
     assert written.pop("broken.txt") is None
     assert 1 <= len(written) < 60
-    few = documents(tmp_path / "few", 0)
+    subset = documents(tmp_path / "subset", 0)
     for name in list(written)[:2]:
-        (few / name).write_text((source / name).read_text())
+        (subset / name).write_text((source / name).read_text())
     alone = tmp_path / "alone.jsonl"
-    assert forked(tmp_path / "a", *asked(few, alone)).code == 1
-    for each in records(alone):
-        assert each.get("summary") == written.get(each["id"])
+    assert forked(tmp_path / "a", *summarize(subset, alone)).code == 1
+    for record in records(alone):
+        assert record.get("summary") == written.get(record["id"])
 
 
 @needs_ray
 @pytest.mark.slow
-def test_a_job_whose_ray_is_killed_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+def test_job_with_killed_ray_reports_it_and_leaves_no_processes(tmp_path: Path) -> None:
     job = Job(
-        *asked(documents(tmp_path / "in", 2), tmp_path / "out.jsonl"),
+        *summarize(documents(tmp_path / "in", 2), tmp_path / "out.jsonl"),
         *("--max-new-tokens", "100000", "--cluster", "local"),
     )
-    job.wait_for(lambda: actors(job), every=0.1)
-    ended_with_a_word(job, 1, kill("raylet", job))
+    job.wait_for(lambda: worker_processes(job), interval_s=0.1)
+    check_killed_job(job, 1, kill("raylet", job))
 
 
-class Scripted:
-    """Machines that are lost, or cannot do anything, by places."""
+class ScriptedWorkers:
+    """Machines that are lost or cannot start, by a script."""
 
-    def __init__(self, *passes: dict[int, str | None]):
-        self.passes = list(passes)  # what becomes of a place: a summary; None where it is lost
+    def __init__(self, *rounds: dict[int, str | None]):
+        self.rounds = list(rounds)  # index -> summary, "busy" if not started, None if lost
         self.sent: list[tuple[list[int], bool]] = []
 
     def summaries(
-        self, rows: Sequence[dict[str, Any]], together: bool
+        self, rows: Sequence[dict[str, Any]], batched: bool
     ) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
-        self.sent.append(([row["place"] for row in rows], together))
-        for place, summary in self.passes.pop(0).items():
+        self.sent.append(([row["index"] for row in rows], batched))
+        for index, summary in self.rounds.pop(0).items():
             if summary == "busy":
-                yield place, None, "no room"
+                yield index, None, "no room"
             elif summary is not None:
-                yield place, {"id": str(place), "summary": summary, "versions": {}}, "read"
-                yield place, {"id": str(place), "summary": "again", "versions": {}}, "read"
+                yield index, {"id": str(index), "summary": summary, "versions": {}}, "read"
+                yield index, {"id": str(index), "summary": "again", "versions": {}}, "read"
 
 
-def test_what_is_lost_is_sent_again_three_times_and_what_found_no_room_until_it_does(
+def test_lost_documents_are_sent_three_times_and_unstarted_ones_until_done(
     tmp_path: Path,
 ) -> None:
     source = documents(tmp_path / "in", 4)
     due = find_documents(source).documents  # 0 to 3, and the broken one
-    with Records(tmp_path / "out.jsonl") as kept, Display(5, sys.stderr) as display:
-        results = Results(due, due, kept, display)
+    with Records(tmp_path / "out.jsonl") as output, Display(5, sys.stderr) as display:
+        results = Results(due, due, output, display)
         rows = list(_readable(due, results))
-        machines = Scripted(
+        workers = ScriptedWorkers(
             {0: "a", 1: None, 2: None, 3: "busy"},
             {1: "b", 2: None, 3: "busy"},
             {2: None, 3: "busy"},
             {3: "d"},
         )
-        _write(rows, machines, due, results)  # type: ignore[arg-type]
-    assert machines.sent == [
+        _write(rows, workers, due, results)  # type: ignore[arg-type]
+    assert workers.sent == [
         ([0, 1, 2, 3], True),
         ([1, 2, 3], False),
         ([2, 3], False),
         ([3], False),
     ]
-    found = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
-    assert len(records(tmp_path / "out.jsonl")) == len(found) == 5
-    summaries = {id: record["summary"] for id, record in found.items() if "summary" in record}
+    written = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
+    assert len(records(tmp_path / "out.jsonl")) == len(written) == 5
+    summaries = {id: record["summary"] for id, record in written.items() if "summary" in record}
     assert summaries == {"0.txt": "a", "1.txt": "b", "3.txt": "d"}
-    assert "was lost 3 times" in found["2.txt"]["error"]
-    assert "not UTF-8" in found["broken.txt"]["error"]
+    assert "was lost 3 times" in written["2.txt"]["error"]
+    assert "not UTF-8" in written["broken.txt"]["error"]
     assert results.failed == 2
 
 
-def test_a_machine_writes_what_the_command_writes(
+def test_worker_and_command_write_the_same_summaries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_join", lambda *_: None)
-    monkeypatch.setattr(machine, "_own_name", lambda: "first")
+    monkeypatch.setattr(cluster_worker, "_start_ranks", lambda *_: None)
+    monkeypatch.setattr(cluster_worker, "_actor_id", lambda: "first")
     source, output = documents(tmp_path / "in", 3), tmp_path / "out.jsonl"
     (source / "broken.txt").unlink()
-    assert forked(tmp_path / "a", *asked(source, output), "--instruction", "Sum up.").code == 0
+    assert forked(tmp_path / "a", *summarize(source, output), "--instruction", "Sum up.").code == 0
     common = Common(
         model=str(TARGET),
         draft=str(DRAFT),
@@ -261,138 +263,144 @@ def test_a_machine_writes_what_the_command_writes(
         settings=Settings(dtype="float32", mode="plain"),
         sampling=Sampling(0.0),
     )
-    texts = [(source / f"{number}.txt").read_text() for number in range(3)]
-    one = machine.ClusterWorker(common, job_of(common, TARGET, "Sum up."), 2)
-    answer = one({"place": np.array([4, 7, 5]), "text": np.array(texts, dtype=object)})
-    assert answer["place"] == [4, 7, 5]
-    assert answer["machine"] == ["first"] * 3
-    written = [json.loads(record) for record in answer["record"]]
-    assert [each["id"] for each in written] == ["4", "7", "5"]
-    assert {each["concurrency"] for each in written} >= {2}
-    wanted = {each["id"]: each for each in records(output)}
-    for number, each in enumerate(written):
+    contents = [(source / f"{number}.txt").read_text() for number in range(3)]
+    worker = cluster_worker.ClusterWorker(common, make_job(common, TARGET, "Sum up."), 2)
+    batch = worker({"index": np.array([4, 7, 5]), "text": np.array(contents, dtype=object)})
+    assert batch["index"] == [4, 7, 5]
+    assert batch["machine"] == ["first"] * 3
+    written = [json.loads(record) for record in batch["record"]]
+    assert [record["id"] for record in written] == ["4", "7", "5"]
+    assert {record["concurrency"] for record in written} >= {2}
+    expected = {record["id"]: record for record in records(output)}
+    for number, record in enumerate(written):
         for name in ("summary", "kind", "digest", "prompt_tokens"):
-            assert each.get(name) == wanted[f"{number}.txt"].get(name)
+            assert record.get(name) == expected[f"{number}.txt"].get(name)
 
 
-def test_a_machine_that_can_do_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_HELD", 0.0)
-    monkeypatch.setattr(machine, "_join", lambda *_: None)
-    monkeypatch.setattr(machine, "_own_name", lambda: "first")
+def test_worker_that_cannot_start_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_worker, "_FAILURE_DELAY_S", 0.0)
+    monkeypatch.setattr(cluster_worker, "_start_ranks", lambda *_: None)
+    monkeypatch.setattr(cluster_worker, "_actor_id", lambda: "first")
     common = Common(
         model=str(TARGET),
         device="cpu",
         settings=Settings(context=999_999),
         sampling=Sampling(),
     )
-    batch = {"place": np.array([4, 7]), "text": np.array(["one", "two"], dtype=object)}
-    for weights, why in (
+    batch = {"index": np.array([4, 7]), "text": np.array(["one", "two"], dtype=object)}
+    for weights, reason in (
         (model_digest(TARGET), "`context` 999999 is more"),
-        ("0" * 8, "other weights"),
+        ("0" * 8, "different weights"),
     ):
-        job = job_of(common, TARGET, "Summarise.")
-        answer = machine.ClusterWorker(common, replace(job, weights=weights), 1)(batch)
-        assert answer["place"] == [4, 7]
-        assert answer["record"] == ["", ""]
-        assert answer["machine"] == ["first", "first"]
-        assert all(why in line for line in answer["line"])
+        job = make_job(common, TARGET, "Summarise.")
+        result = cluster_worker.ClusterWorker(common, replace(job, weights=weights), 1)(batch)
+        assert result["index"] == [4, 7]
+        assert result["record"] == ["", ""]
+        assert result["machine"] == ["first", "first"]
+        assert all(reason in line for line in result["line"])
 
 
 @needs_ray
 @pytest.mark.parametrize("address", slow_except(["127.0.0.1:1", "auto"]))
-def test_a_cluster_that_is_not_there(address: str, tmp_path: Path) -> None:
+def test_missing_cluster_is_an_error(address: str, tmp_path: Path) -> None:
     source = documents(tmp_path / "in", 1)
     (source / "broken.txt").unlink()
-    result = forked(tmp_path, *asked(source, tmp_path / "out.jsonl"), "--cluster", address)
+    result = forked(tmp_path, *summarize(source, tmp_path / "out.jsonl"), "--cluster", address)
     assert f"--cluster {address}: no Ray cluster answers" in refused(result)
     assert not (tmp_path / "out.jsonl").exists()
 
 
-class Guard:
-    """A guard that counts how often it was dismissed."""
+class CountingGuard:
+    """A guard that counts calls of `dismiss`."""
 
     dismissed = 0
     process = psutil.Process()
 
-    def __init__(self, last_words: str):
-        Guard.dismissed = 0
+    def __init__(self, message: str):
+        CountingGuard.dismissed = 0
 
     def dismiss(self) -> None:
-        Guard.dismissed += 1
+        CountingGuard.dismissed += 1
 
 
-def _fails(*_: Any, **__: Any) -> None:
+def _raise(*_: Any, **__: Any) -> None:
     raise KeyError("anything")
 
 
-@pytest.mark.parametrize("failing", ["init", "nodes", "shutdown"])
-def test_a_guard_is_dismissed_whatever_ray_raises(
-    failing: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing_call", ["init", "nodes", "shutdown"])
+def test_guard_is_dismissed_if_ray_raises(
+    failing_call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would say that this job was killed."""
+    """Otherwise it would report that this job was killed."""
     node = {"Alive": True, "Resources": {"CPU": 1}}
-    parts = {"init": lambda **_: None, "nodes": lambda: [node], "shutdown": lambda: None}
+    functions = {"init": lambda **_: None, "nodes": lambda: [node], "shutdown": lambda: None}
     ray = ModuleType("ray")
     ray.data = ModuleType("ray.data")  # type: ignore[attr-defined]
-    for name, part in {**parts, failing: _fails}.items():
-        setattr(ray, name, part)
+    for name, function in {**functions, failing_call: _raise}.items():
+        setattr(ray, name, function)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.data", ray.data)  # type: ignore[attr-defined]
-    monkeypatch.setattr("decoding.app.batch.cluster.ClusterGuard", Guard)
+    monkeypatch.setattr("decoding.app.batch.cluster.ClusterGuard", CountingGuard)
     monkeypatch.setattr("psutil.wait_procs", lambda *_, **__: ([], []))
     common = Common(model=str(TARGET), device="cpu", settings=Settings(), sampling=Sampling())
-    job = job_of(common, TARGET, "Summarise.")
-    # it sets variables for Ray
+    job = make_job(common, TARGET, "Summarise.")
+    # _ClusterWorkers sets variables for Ray
     with patch.dict(os.environ), pytest.raises(KeyError, match="anything"):
         _ClusterWorkers(Cluster("auto"), common, job).close()
-    assert Guard.dismissed == 1
+    assert CountingGuard.dismissed == 1
 
 
 @pytest.mark.slow
-def test_a_job_that_died_before_its_guard_was_up_leaves_nothing(tmp_path: Path) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    environment = {**os.environ, "TIERFORCE_CLUSTER_JOB": str(gone.pid)}
-    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment)
+def test_guard_kills_children_of_a_job_that_died_first(tmp_path: Path) -> None:
+    job = subprocess.Popen([sys.executable, "-c", ""])
+    job.wait()
+    environment = {**os.environ, "TIERFORCE_CLUSTER_JOB": str(job.pid)}
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env=environment
+    )
     command = [
         sys.executable,
         "-m",
         "decoding.app.batch.cluster_guard",
-        str(gone.pid),
+        str(job.pid),
         "it was killed",
     ]
     guard = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert (guard.returncode, guard.stderr) == (0, "it was killed\n")
-    assert left.wait() == -signal.SIGKILL
+    assert child.wait() == -signal.SIGKILL
 
 
-def _no_ray() -> None:
+def _hide_ray() -> None:
     sys.modules["ray"] = None  # type: ignore[assignment]
 
 
-def test_where_ray_is_missing_a_line_says_how_to_get_it(tmp_path: Path) -> None:
+def test_missing_ray_error_has_the_install_command(tmp_path: Path) -> None:
     source = documents(tmp_path / "in", 1)
     (source / "broken.txt").unlink()
-    ways = ("--cluster", "local")
-    result = forked(tmp_path, *asked(source, tmp_path / "out.jsonl"), *ways, before=_no_ray)
+    options = ("--cluster", "local")
+    result = forked(
+        tmp_path, *summarize(source, tmp_path / "out.jsonl"), *options, before=_hide_ray
+    )
     assert "pip install 'tierforce[cluster]'" in refused(result)
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_machines_are_those_of_a_cluster(tmp_path: Path) -> None:
+def test_machines_option_needs_cluster(tmp_path: Path) -> None:
     source = documents(tmp_path / "in", 1)
-    result = forked(tmp_path, *asked(source, tmp_path / "out.jsonl"), "--machines", "2")
+    result = forked(tmp_path, *summarize(source, tmp_path / "out.jsonl"), "--machines", "2")
     assert "--machines needs --cluster" in refused(result)
 
 
-def _few_files() -> None:
+def _limit_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 
 
-def test_too_few_open_files_for_ray_are_told(tmp_path: Path) -> None:
+def test_open_file_limit_for_ray_is_an_error(tmp_path: Path) -> None:
     source = documents(tmp_path / "in", 1)
-    ways = ("--cluster", "local")
-    result = forked(tmp_path, *asked(source, tmp_path / "out.jsonl"), *ways, before=_few_files)
+    options = ("--cluster", "local")
+    result = forked(
+        tmp_path, *summarize(source, tmp_path / "out.jsonl"), *options, before=_limit_open_files
+    )
     lines = result.err.splitlines()
     assert result.code == 1
     assert (

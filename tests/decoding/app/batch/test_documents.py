@@ -1,4 +1,4 @@
-"""What is found, in what order and under which id, and what of it can be read."""
+"""Which documents are found, their order and ids, and errors when they are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.errors import InvalidRequestError, TierForceError
 from support.irregular import IRREGULAR
 
 
-def test_a_folder_is_searched_through_in_the_order_of_its_names(tmp_path: Path) -> None:
+def test_folder_is_searched_recursively_by_name(tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.md", "a/b/c.TXT", "B.md", "notes.rst", "a.txt.bak"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,33 +29,33 @@ def test_a_folder_is_searched_through_in_the_order_of_its_names(tmp_path: Path) 
     ]
 
 
-def test_one_file_of_any_name_is_a_document(tmp_path: Path) -> None:
+def test_single_file_with_any_name_is_a_document(tmp_path: Path) -> None:
     path = tmp_path / "letter"
     path.write_text("Dear all,")
     (document,) = find_documents(path).documents
     assert (document.id, document.size, document.read()) == ("letter", 9, "Dear all,")
 
 
-def test_lines_of_jsonl_are_documents_under_their_own_ids(tmp_path: Path) -> None:
+def test_jsonl_lines_are_documents_with_their_ids(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    texts = {
+    contents = {
         "a": "First.",
         7: "Zwölf Boxkämpfer 🥊 jagen",
         "ü": "line\nbreak",
-        "last": "no newline behind it",
+        "last": "no newline at the end",
     }
     lines = [
         json.dumps({"text": text, "id": name, "more": 1}, ensure_ascii=False)
-        for name, text in texts.items()
+        for name, text in contents.items()
     ]
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(lines).encode())
     found = find_documents(path).documents
     assert [document.id for document in found] == ["a", "7", "ü", "last"]
-    assert [document.read() for document in found] == list(texts.values())
+    assert [document.read() for document in found] == list(contents.values())
     assert found[2].size == len(lines[2].encode()) + 2
 
 
-def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffIt was".encode())
     assert find_documents(path).documents[0].read() == "It was"
@@ -74,16 +74,14 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
         ("Müller".encode("latin1"), "iconv -f latin1"),
     ],
 )
-def test_what_is_no_text_is_told_when_it_is_read(
-    content: bytes, reason: str, tmp_path: Path
-) -> None:
+def test_reading_non_text_raises(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     (document,) = find_documents(tmp_path).documents
     with pytest.raises(InvalidRequestError, match=reason):
         document.read()
 
 
-def test_a_document_that_went_away_is_told_when_it_is_read(tmp_path: Path) -> None:
+def test_reading_a_deleted_document_raises(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"gone\.txt cannot be read: No such file"):
         Document("gone.txt", tmp_path / "gone.txt", 3).read()
 
@@ -97,13 +95,13 @@ def test_a_document_that_went_away_is_told_when_it_is_read(tmp_path: Path) -> No
         ('{"id": "a", "text": "  "}', "a", "empty"),
         ('{"id": 1.5, "text": "x"}', "line 2", '"id"'),
         ('{"id": true, "text": "x"}', "line 2", '"id"'),
-        ('{"id": "", "text": "x"}', "line 2", "not empty"),
+        ('{"id": "", "text": "x"}', "line 2", "non-empty"),
         ('{"id": "a", "text": "x\\u0000y", "b": "\0"}', "line 2", "NUL"),
         ('{"id": "a", "text": "\\udc00"}', "a", "surrogate"),
         ('"text"', "line 2", '"id"'),
     ],
 )
-def test_a_bad_line_is_a_document_that_cannot_be_read(
+def test_invalid_line_is_an_unreadable_document(
     line: str, name: str, reason: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "in.jsonl"
@@ -115,7 +113,7 @@ def test_a_bad_line_is_a_document_that_cannot_be_read(
         bad.read()
 
 
-def test_a_line_that_is_not_utf_8_is_a_document_that_cannot_be_read(tmp_path: Path) -> None:
+def test_line_that_is_not_utf8_is_an_unreadable_document(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"id": "caf\xe9", "text": "x"}\n')
     (document,) = find_documents(path).documents
@@ -124,7 +122,7 @@ def test_a_line_that_is_not_utf_8_is_a_document_that_cannot_be_read(tmp_path: Pa
         document.read()
 
 
-def test_one_id_for_two_documents_is_refused(tmp_path: Path) -> None:
+def test_duplicate_ids_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text(
         '{"id": "a", "text": "x"}\n{"id": "b", "text": "x"}\n{"id": "a", "text": "y"}\n'
@@ -133,14 +131,14 @@ def test_one_id_for_two_documents_is_refused(tmp_path: Path) -> None:
         find_documents(path)
 
 
-def test_a_source_with_nothing_to_summarise_is_refused(tmp_path: Path) -> None:
+def test_source_without_documents_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TierForceError, match="nothing to summarise"):
         find_documents(tmp_path)
     with pytest.raises(TierForceError, match="No such file"):
         find_documents(tmp_path / "nowhere")
 
 
-def test_what_is_no_text_is_counted_and_the_output_is_no_document(tmp_path: Path) -> None:
+def test_other_files_are_counted_and_output_is_left_out(tmp_path: Path) -> None:
     for name in ("a.txt", "b.epub", "c.pdf", "out.txt"):
         (tmp_path / name).write_text("It was")
     listing = find_documents(tmp_path, tmp_path / "../" / tmp_path.name / "out.txt")
@@ -148,30 +146,28 @@ def test_what_is_no_text_is_counted_and_the_output_is_no_document(tmp_path: Path
     assert listing.skipped == 2
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_is_an_error_and_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(TierForceError, match="pipe or a device"):
         find_documents(tmp_path / "pipe.txt")
-    with pytest.raises(InvalidRequestError, match="no regular file"):
+    with pytest.raises(InvalidRequestError, match="not a regular file"):
         Document("pipe.txt", tmp_path / "pipe.txt", 0).read()
     with pytest.raises(TierForceError, match="nothing to summarise"):
         find_documents(tmp_path)
 
 
-def test_no_more_of_a_document_is_read_than_a_context_may_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_documents_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "MAX_BYTES", 100)
     book, lines = tmp_path / "a.txt", tmp_path / "in.jsonl"
     book.write_text("x" * 100)
     assert len(Document("a.txt", book, 0).read()) == 100
-    os.truncate(book, 1 << 40)  # which takes no disk
+    os.truncate(book, 1 << 40)  # sparse: takes no disk space
     lines.write_text(
         f'{{"id": "a", "text": "first"}}\n{{"id": "b", "text": "{"x" * 1000}"}}\n'
         '{"id": "c", "text": "last"}\n' + " " * 200
     )
     found = find_documents(lines).documents
-    assert [each.id for each in found] == ["a", "line 2", "c"]
+    assert [document.id for document in found] == ["a", "line 2", "c"]
     assert [found[0].read(), found[2].read()] == ["first", "last"]
     for large in (Document("a.txt", book, 0), found[1]):
         with pytest.raises(InvalidRequestError, match="more than any context holds: split it"):
@@ -182,7 +178,7 @@ def test_no_more_of_a_document_is_read_than_a_context_may_hold(
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_what_takes_a_files_place_meanwhile_fails_alone(kind: str, tmp_path: Path) -> None:
+def test_document_replaced_by_irregular_file_raises(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("It was")
     (document,) = find_documents(tmp_path).documents
@@ -190,11 +186,11 @@ def test_what_takes_a_files_place_meanwhile_fails_alone(kind: str, tmp_path: Pat
     with pytest.raises(InvalidRequestError, match="cannot be read: No such file"):
         document.read()
     IRREGULAR[kind](path)
-    with pytest.raises(InvalidRequestError, match="is no regular file"):
+    with pytest.raises(InvalidRequestError, match="is not a regular file"):
         document.read()
 
 
-def test_an_id_may_be_as_long_as_a_path(tmp_path: Path) -> None:
+def test_maximum_id_length(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(f'{{"id": "{"x" * count}", "text": "a"}}\n' for count in (4096, 4097)))
     first, second = find_documents(path).documents
@@ -203,14 +199,14 @@ def test_an_id_may_be_as_long_as_a_path(tmp_path: Path) -> None:
         second.read()
 
 
-def test_a_line_without_an_id_takes_nobody_elses(tmp_path: Path) -> None:
+def test_generated_id_of_a_line_is_unique(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"id": "line 2", "text": "x"}\nbroken\n{"id": "line 3", "text": "y"}\n[]\n')
     names = [document.id for document in find_documents(path).documents]
     assert names == ["line 2", "line 2 (no id)", "line 3", "line 4"]
 
 
-def test_a_line_that_is_anothers_by_now_is_not_read(tmp_path: Path) -> None:
+def test_line_changed_since_listing_raises(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"id": "a", "text": "x"}\n{"id": "b", "text": "y"}\n')
     first, second = find_documents(path).documents
@@ -220,14 +216,14 @@ def test_a_line_that_is_anothers_by_now_is_not_read(tmp_path: Path) -> None:
     assert second.read() == "z"
 
 
-def test_json_that_is_no_jsonl_is_not_taken_for_prose(tmp_path: Path) -> None:
+def test_json_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "list.json"
     path.write_text('[{"id": "a", "text": "x"}]')
     with pytest.raises(TierForceError, match=r"jq -c '\.\[\]' list\.json > list\.jsonl"):
         find_documents(path)
 
 
-def test_links_are_followed_once_and_what_leads_nowhere_is_told(tmp_path: Path) -> None:
+def test_links_are_followed_once_and_broken_links_are_reported(tmp_path: Path) -> None:
     folder, other = tmp_path / "in", tmp_path / "other"
     for place in (folder / "sub", other):
         place.mkdir(parents=True)
@@ -239,28 +235,28 @@ def test_links_are_followed_once_and_what_leads_nowhere_is_told(tmp_path: Path) 
     (folder / "loop.txt").symlink_to(folder / "loop.txt")
     listing = find_documents(folder)
     assert [document.id for document in listing.documents] == ["linked/a.txt", "sub/a.txt"]
-    assert listing.unread == (folder / "gone.txt", folder / "loop.txt")
+    assert listing.unreadable == (folder / "gone.txt", folder / "loop.txt")
 
 
-def test_a_folder_that_cannot_be_listed_is_told(
+def test_folder_that_cannot_be_listed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "closed").mkdir()
     (tmp_path / "a.txt").write_text("x")
     scan = os.scandir
 
-    def refused(folder: Path) -> Any:
-        if folder == tmp_path / "closed":  # whoever runs this may be allowed everything
+    def raise_for_closed(folder: Path) -> Any:
+        if folder == tmp_path / "closed":  # simulated, since root may list everything
             raise PermissionError(13, "Permission denied")
         return scan(folder)
 
-    monkeypatch.setattr(os, "scandir", refused)
+    monkeypatch.setattr(os, "scandir", raise_for_closed)
     listing = find_documents(tmp_path)
     assert [document.id for document in listing.documents] == ["a.txt"]
-    assert listing.unread == (tmp_path / "closed",)
+    assert listing.unreadable == (tmp_path / "closed",)
 
 
-def test_a_folder_of_any_depth_is_searched(tmp_path: Path) -> None:
+def test_deeply_nested_folder_is_searched(tmp_path: Path) -> None:
     deep = tmp_path
     for _ in range(1100):
         deep = deep / "d"
@@ -268,7 +264,7 @@ def test_a_folder_of_any_depth_is_searched(tmp_path: Path) -> None:
     text = deep / "a.txt"
     text.write_text("x")
     assert len(find_documents(tmp_path).documents) == 1
-    text.unlink()  # pytest would not get there
+    text.unlink()  # too deep for the clean-up of pytest
     while deep != tmp_path:
         deep.rmdir()
         deep = deep.parent

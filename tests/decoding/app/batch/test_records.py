@@ -1,6 +1,4 @@
-"""The output file survives whatever happens to the job, and no other file is harmed by being named
-as one.
-"""
+"""The output file survives any end of a job, and other files given as output are left unchanged."""
 
 from __future__ import annotations
 
@@ -25,26 +23,26 @@ def failure(name: str) -> dict[str, Any]:
     return {"id": name, "error": "empty", "kind": "InvalidRequestError", "versions": {}}
 
 
-def written(path: Path, *content: dict[str, Any]) -> Path:
+def write_records(path: Path, *content: dict[str, Any]) -> Path:
     with Records(path) as output:
-        for one in content:
-            output.append(one)
+        for item in content:
+            output.append(item)
     return path
 
 
-def test_records_are_lines_of_json_and_finished_ones_are_remembered(tmp_path: Path) -> None:
+def test_records_are_json_lines_and_finished_ones_are_remembered(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     odd = record("line\nbreak ü \ud800", summary="„Ja“ 🥊\n\u2028")
     with Records(path) as output:
-        for one in (record("a"), failure("b"), odd):
-            output.append(one)
+        for item in (record("a"), failure("b"), odd):
+            output.append(item)
         assert output.finished.keys() == {"a", "line\nbreak ü \ud800"}
     assert records(path) == [record("a"), failure("b"), odd]
-    assert "„Ja“ 🥊" in path.read_text(encoding="utf-8")  # for people too
+    assert "„Ja“ 🥊" in path.read_text(encoding="utf-8")  # readable, not escaped
 
 
-def test_a_later_job_goes_on_and_takes_failed_documents_again(tmp_path: Path) -> None:
-    path = written(tmp_path / "out.jsonl", record("a"), failure("b"), record("c"))
+def test_reopening_keeps_finished_and_drops_failed_records(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "out.jsonl", record("a"), failure("b"), record("c"))
     with Records(path) as output:
         assert output.finished.keys() == {"a", "c"}
         output.append(record("b"))
@@ -63,36 +61,36 @@ def test_a_record_is_on_disk_when_append_returns(
         lambda file: (sync(file), synced.append((os.fstat(file).st_ino, path.read_bytes()))),
     )
     with Records(path) as output:
-        assert synced == [(tmp_path.stat().st_ino, b"")]  # the new file's name
+        assert synced == [(tmp_path.stat().st_ino, b"")]  # the directory entry
         output.append(record("a"))
         assert synced[1:] == [(path.stat().st_ino, path.read_bytes())]
         assert b"Of a." in synced[1][1]
 
 
-def test_a_record_that_was_cut_off_anywhere_is_repaired(tmp_path: Path) -> None:
-    path = written(tmp_path / "out.jsonl", record("a"), record("b"))
-    whole = path.read_bytes()
-    for end in range(whole.index(b"\n") + 1, len(whole) - 1):
-        path.write_bytes(whole[:end])
+def test_torn_record_is_dropped(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "out.jsonl", record("a"), record("b"))
+    content = path.read_bytes()
+    for end in range(content.index(b"\n") + 1, len(content) - 1):
+        path.write_bytes(content[:end])
         with Records(path) as output:
             assert output.finished.keys() == {"a"}
             output.append(record("b"))
-        assert path.read_bytes() == whole
+        assert path.read_bytes() == content
 
 
-def test_a_record_that_lacks_nothing_but_its_newline_is_kept(tmp_path: Path) -> None:
-    path = written(tmp_path / "out.jsonl", record("a"), record("b"))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
+def test_complete_record_without_newline_is_kept(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "out.jsonl", record("a"), record("b"))
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
     with Records(path) as output:
         assert output.finished.keys() == {"a", "b"}
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == content
 
 
-def test_a_crash_during_the_repair_leaves_the_old_file(
+def test_crash_during_repair_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = written(tmp_path / "out.jsonl", record("a"), failure("b"))
+    path = write_records(tmp_path / "out.jsonl", record("a"), failure("b"))
     before = path.read_bytes()
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -104,8 +102,8 @@ def test_a_crash_during_the_repair_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_repair_keeps_the_mode_and_the_link_to_a_file(tmp_path: Path) -> None:
-    path = written(tmp_path / "out.jsonl", record("a"), failure("b"))
+def test_repair_keeps_file_mode_and_symbolic_link(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "out.jsonl", record("a"), failure("b"))
     path.chmod(0o640)
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
@@ -115,9 +113,9 @@ def test_a_repair_keeps_the_mode_and_the_link_to_a_file(tmp_path: Path) -> None:
     assert records(path) == [record("a")]
 
 
-def test_a_second_job_is_refused_while_one_holds_the_file(tmp_path: Path) -> None:
-    path = written(tmp_path / "out.jsonl", record("a"), failure("b"))
-    with Records(path) as output:  # which repairs the file: the lock is on the new one
+def test_locked_file_is_an_error(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "out.jsonl", record("a"), failure("b"))
+    with Records(path) as output:  # repairs the file and locks the new one
         with pytest.raises(TierForceError, match="written by another job"):
             Records(path)
         output.append(record("c"))
@@ -141,7 +139,7 @@ def test_a_second_job_is_refused_while_one_holds_the_file(tmp_path: Path) -> Non
         '{"id": "a", "summary": "Of a.", "versions": {}, "texts_at_once": 1}\n',
     ],
 )
-def test_a_file_of_another_kind_is_refused_and_left_as_it_is(content: str, tmp_path: Path) -> None:
+def test_foreign_file_is_an_error_and_left_unchanged(content: str, tmp_path: Path) -> None:
     path = tmp_path / "other"
     path.write_text(content)
     with pytest.raises(TierForceError, match="choose another file"):
@@ -149,32 +147,32 @@ def test_a_file_of_another_kind_is_refused_and_left_as_it_is(content: str, tmp_p
     assert path.read_text() == content
 
 
-@pytest.mark.parametrize("left", ["\0" * 4096, "\n", "\0" * 100 + "\n\n", "\r\n"])
-def test_what_a_power_loss_leaves_of_a_line_is_no_record(left: str, tmp_path: Path) -> None:
-    path = written(tmp_path / "out.jsonl", record("a"))
+@pytest.mark.parametrize("padding", ["\0" * 4096, "\n", "\0" * 100 + "\n\n", "\r\n"])
+def test_padding_left_by_a_power_loss_is_dropped(padding: str, tmp_path: Path) -> None:
+    path = write_records(tmp_path / "out.jsonl", record("a"))
     with path.open("a") as file:
-        file.write(left)
+        file.write(padding)
     with Records(path) as output:
         assert output.finished.keys() == {"a"}
         output.append(record("b"))
     assert records(path) == [record("a"), record("b")]
-    path.write_text(left)  # of the first
+    path.write_text(padding)  # in place of the first record
     with Records(path) as output:
         output.append(record("b"))
     assert records(path) == [record("b")]
 
 
-def test_what_the_disk_does_not_take_is_told_and_can_be_gone_on_from(
+def test_full_disk_is_an_error_and_file_can_be_reopened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "out.jsonl"
 
-    def full(_: int) -> None:
+    def raise_disk_full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with Records(path) as output:
         output.append(record("a"))
-        monkeypatch.setattr(os, "fsync", full)
+        monkeypatch.setattr(os, "fsync", raise_disk_full)
         with pytest.raises(TierForceError, match="No space left on device"):
             output.append(record("b"))
         assert output.finished.keys() == {"a"}
@@ -183,37 +181,35 @@ def test_what_the_disk_does_not_take_is_told_and_can_be_gone_on_from(
         assert "a" in output.finished
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_unwritable_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TierForceError, match="Is a directory"):
         Records(tmp_path)
     with pytest.raises(TierForceError, match="No such file or directory"):
         Records(tmp_path / "missing" / "out.jsonl")
 
 
-def test_a_pipe_and_a_device_without_end_are_refused_at_once(tmp_path: Path) -> None:
+def test_pipe_and_device_are_an_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/full")):
         with pytest.raises(TierForceError, match="pipe or a device"):
             Records(path)
 
 
-def test_a_job_that_wrote_nothing_leaves_nothing(tmp_path: Path) -> None:
+def test_new_file_without_records_is_deleted(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     Records(path).close()
     assert not path.exists()
     path.touch()
     Records(path).close()
-    assert path.exists()  # it was there before
+    assert path.exists()  # it existed before
 
 
-def test_a_file_of_any_size_is_read_line_by_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
     with Records(path) as output:
         output.append(record("a"))
     one = path.read_bytes()
-    # as long as it was, though not as it was
+    # a blank line in place of the last newline: the size is unchanged
     path.write_bytes(one + b"\n" + one[:-1])
     with Records(path) as output:
         assert output.finished.keys() == {"a"}
@@ -222,7 +218,7 @@ def test_a_file_of_any_size_is_read_line_by_line(
     for size, content in ((1 << 40, one), (1 << 40, b""), (0, b"[" * 100_000)):
         path.write_bytes(content)
         if size:
-            os.truncate(path, size)  # which takes no disk
+            os.truncate(path, size)  # sparse: takes no disk space
         with pytest.raises(TierForceError, match="is not a summary record"):
             Records(path)
         assert path.stat().st_size == (size or len(content))

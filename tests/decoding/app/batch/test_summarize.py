@@ -1,4 +1,4 @@
-"""What could end a batch, empty it, fake it or run foreign code, and does not."""
+"""Batches withstand hostile names, too little memory, stale records and untrusted code."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from parallel.model.transformer import Transformer
 from parallel.ranks.environment import RankInfo, ignored_variables, rank_from_env
 from support.commands import (
     DRAFT,
+    GREEDY_FP32,
     MODELS,
-    STEADY,
     TARGET,
     Finished,
     forked,
@@ -40,12 +40,12 @@ ESCAPES = "evil\x1b]0;pwned\x07\x1b[2Jx"
 def summarize(
     folder: Path, source: Path, *more: str, before: Any = None
 ) -> tuple[Finished, list[dict[str, Any]]]:
-    """How it ended, and the records."""
+    """Run the command; return its result and the records."""
     output = folder / "out.jsonl"
     job = (
         "summarize",
         *MODELS,
-        *STEADY,
+        *GREEDY_FP32,
         *NEW,
         "--input",
         str(source),
@@ -64,32 +64,32 @@ def write(folder: Path, **documents: str) -> Path:
     return folder
 
 
-def lines_of(folder: Path, *ids: str) -> Path:
+def write_jsonl(folder: Path, *ids: str) -> Path:
     source = folder / "in.jsonl"
-    source.write_text("\n".join(json.dumps({"id": each, "text": GOOD}) for each in ids))
+    source.write_text("\n".join(json.dumps({"id": id, "text": GOOD}) for id in ids))
     return source
 
 
-# -- what is shown ---------------------------------------------------------------------------------
+# -- terminal output -------------------------------------------------------------------------------
 
 
-def _on_a_terminal() -> None:
-    """Make standard error a terminal, whose screen goes to where standard error went."""
+def _use_terminal() -> None:
+    """Make standard error a terminal that is copied to the original standard error."""
     screen = os.dup(2)
     reader, terminal = pty.openpty()
     os.dup2(terminal, 2)
 
     def show() -> None:
-        while shown := os.read(reader, 1 << 16):
-            os.write(screen, shown)
+        while output := os.read(reader, 1 << 16):
+            os.write(screen, output)
 
     threading.Thread(target=show, daemon=True).start()
 
 
-@pytest.mark.parametrize("before", [None, _on_a_terminal], ids=["log", "terminal"])
-def test_a_name_is_never_markup_and_never_steers_the_terminal(before: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [None, _use_terminal], ids=["log", "terminal"])
+def test_document_names_are_escaped(before: Any, tmp_path: Path) -> None:
     names = ("x [/b]", "notes [draft]", ESCAPES)
-    result, found = summarize(tmp_path, lines_of(tmp_path, *names), before=before)
+    result, found = summarize(tmp_path, write_jsonl(tmp_path, *names), before=before)
     assert result.code == 0, result.err
     assert tuple(record["id"] for record in found) == names
     assert all(printable(name) in result.err for name in names)
@@ -97,18 +97,18 @@ def test_a_name_is_never_markup_and_never_steers_the_terminal(before: Any, tmp_p
     assert "\x1b[2J" not in result.err
 
 
-def _nobody_reads() -> None:
+def _close_stderr_pipe() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 2)
 
 
-def _a_full_disk() -> None:
+def _fill_stderr() -> None:
     os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
 
 
-@pytest.mark.parametrize("before", [_nobody_reads, _a_full_disk])
-def test_progress_that_nobody_reads_ends_nothing(before: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [_close_stderr_pipe, _fill_stderr])
+def test_lost_standard_error_does_not_end_the_batch(before: Any, tmp_path: Path) -> None:
     result, found = summarize(
         tmp_path, write(tmp_path / "in", a=GOOD, b=GOOD, c=GOOD), before=before
     )
@@ -116,33 +116,33 @@ def test_progress_that_nobody_reads_ends_nothing(before: Any, tmp_path: Path) ->
     assert ["summary" in record for record in found] == [True] * 3
 
 
-def test_the_start_says_what_runs_where_and_the_end_how_many_were_cut(tmp_path: Path) -> None:
+def test_startup_line_and_count_of_truncated_documents(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD * 20, b=GOOD, c=GOOD * 30)
     result, _ = summarize(tmp_path, source, "--context", "150", "--gpu-kv-layers", "2")
     lines = result.err.splitlines()
     assert (
         lines[0]
-        == "1 x CPU with 1 thread; float32, hierarchical, context 150; at 144 prompt tokens 4 of 6"
-        " layers are on the host; 3 texts at once"
+        == "1 x CPU with 1 thread; float32, hierarchical, context 150; at 144 prompt tokens, KV of "
+        "4 of 6 layers in host memory; 3 concurrent requests"
     )
     assert lines[-1].startswith(
-        f"3 of 3 documents summarised in {tmp_path / 'out.jsonl'}, 2 of them cut"
+        f"3 of 3 documents summarised in {tmp_path / 'out.jsonl'}, 2 of them truncated"
     )
 
 
-def test_gpus_that_are_not_there_are_warned_of(tmp_path: Path) -> None:
+def test_missing_gpus_give_a_warning(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD)
     result, _ = summarize(tmp_path, source, "--device", "auto", "--gpus", "1")
-    warned = "warning: --gpus 1, but torch finds no GPU here" in result.err
-    assert warned != torch.cuda.is_available()
+    has_warning = "warning: --gpus 1, but torch finds no GPU here" in result.err
+    assert has_warning != torch.cuda.is_available()
     (tmp_path / "out.jsonl").unlink()
     assert "warning" not in summarize(tmp_path, source, "--device", "cpu", "--gpus", "1")[0].err
 
 
-# -- what does not fit -----------------------------------------------------------------------------
+# -- too little memory -----------------------------------------------------------------------------
 
 
-def test_a_document_that_does_not_fit_is_told_and_the_others_are_summarised(tmp_path: Path) -> None:
+def test_document_that_does_not_fit_fails_alone(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, large=GOOD * 800, z=GOOD)
     result, found = summarize(
         tmp_path,
@@ -160,18 +160,18 @@ def test_a_document_that_does_not_fit_is_told_and_the_others_are_summarised(tmp_
     ], result.err
     (failed,) = (record for record in found if "error" in record)
     assert failed["kind"] == "InsufficientMemoryError"
-    assert "warning: large.txt, of " in result.err
-    assert "will get a record that says: this job needs" in result.err
+    assert "warning: large.txt (" in result.err
+    assert "prompt tokens) will fail: this job needs" in result.err
     assert result.code == 1
     assert "2 of 3 documents summarised" in result.err
 
 
-def test_a_single_text_that_does_not_fit_is_refused_with_figures(tmp_path: Path) -> None:
+def test_prompt_that_does_not_fit_is_an_error_with_sizes(tmp_path: Path) -> None:
     (tmp_path / "large.txt").write_text(GOOD * 400)
     job = (
         "generate",
         *MODELS,
-        *STEADY,
+        *GREEDY_FP32,
         *NEW,
         "--prompt-file",
         str(tmp_path / "large.txt"),
@@ -185,7 +185,7 @@ def test_a_single_text_that_does_not_fit_is_refused_with_figures(tmp_path: Path)
     assert "GB of device memory beside the weights" in last
 
 
-def _no_host_memory_for_long_texts() -> None:
+def _limit_host_memory() -> None:
     real = Transformer.prefill
 
     def prefill(self: Transformer, tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -201,7 +201,7 @@ def _no_host_memory_for_long_texts() -> None:
 
 def test_host_memory_that_runs_out_fails_one_document(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, large=GOOD * 60, z=GOOD)
-    result, found = summarize(tmp_path, source, before=_no_host_memory_for_long_texts)
+    result, found = summarize(tmp_path, source, before=_limit_host_memory)
     kinds = {record["id"]: record.get("kind") for record in found}
     assert kinds == {"a.txt": None, "large.txt": "InsufficientMemoryError", "z.txt": None}
     (error,) = (record["error"] for record in found if "error" in record)
@@ -210,12 +210,12 @@ def test_host_memory_that_runs_out_fails_one_document(tmp_path: Path) -> None:
     assert "2 of 3 documents summarised" in result.err
 
 
-# -- what was finished before ----------------------------------------------------------------------
+# -- finished records ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a document, and its finished record."""
+    """A folder with a document and its finished record."""
     folder = tmp_path_factory.mktemp("finished")
     summarize(folder, write(folder / "in", a=GOOD * 2))
     return folder
@@ -230,9 +230,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--model", str(DRAFT)),
         (),
     ],
-    ids=["law", "instruction", "length", "model", "text"],
+    ids=["sampling", "instruction", "length", "model", "text"],
 )
-def test_a_record_of_another_job_is_not_taken_for_finished(
+def test_record_of_another_job_does_not_count_as_finished(
     change: tuple[str, ...], finished: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "out.jsonl").write_bytes((finished / "out.jsonl").read_bytes())
@@ -242,11 +242,11 @@ def test_a_record_of_another_job_is_not_taken_for_finished(
     assert "warning: 1 finished records" in result.err
     assert len({record["digest"] for record in found}) == 2  # the old record stays
     again, same = summarize(tmp_path, source, *change)
-    assert "all 1 documents were finished before" in again.err
+    assert "all 1 documents are already finished" in again.err
     assert same == found
 
 
-def test_what_shapes_no_law_leaves_a_record_finished(finished: Path, tmp_path: Path) -> None:
+def test_record_is_finished_under_another_mode_and_memory(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_bytes((finished / "out.jsonl").read_bytes())
     result, found = summarize(
         tmp_path,
@@ -258,7 +258,7 @@ def test_what_shapes_no_law_leaves_a_record_finished(finished: Path, tmp_path: P
         "--retrieval-budget",
         "64",
     )
-    assert "all 1 documents were finished before" in result.err
+    assert "all 1 documents are already finished" in result.err
     (record,) = found
     names = (
         record["model"],
@@ -271,18 +271,18 @@ def test_what_shapes_no_law_leaves_a_record_finished(finished: Path, tmp_path: P
     assert record["date"].startswith("20")
 
 
-def test_a_record_without_a_digest_is_taken_as_it_is(finished: Path, tmp_path: Path) -> None:
+def test_record_without_a_digest_counts_as_finished(finished: Path, tmp_path: Path) -> None:
     (record,) = records(finished / "out.jsonl")
     del record["digest"]
     (tmp_path / "out.jsonl").write_text(json.dumps(record) + "\n")
     result, _ = summarize(tmp_path, finished / "in", "--instruction", "What is it about?")
-    assert "all 1 documents were finished before" in result.err
+    assert "all 1 documents are already finished" in result.err
 
 
-def test_a_model_is_known_by_its_files_and_named_without_its_folder(tmp_path: Path) -> None:
+def test_model_digest_depends_on_files_and_name_omits_folder(tmp_path: Path) -> None:
     variant(tmp_path / "same")
     variant(tmp_path / "trained", edit=lambda tensors: tensors["model.norm.weight"].add_(1))
-    assert model_digest(tmp_path / "same") != model_digest(TARGET)  # its config was written anew
+    assert model_digest(tmp_path / "same") != model_digest(TARGET)  # its config was rewritten
     variant(tmp_path / "again")
     assert (
         model_digest(tmp_path / "same")
@@ -297,7 +297,7 @@ def test_a_model_is_known_by_its_files_and_named_without_its_folder(tmp_path: Pa
     assert job.digest("half a pair: \ud800") != job.digest("half a pair: \ud801")
 
 
-# -- whose code runs, and as which rank ------------------------------------------------------------
+# -- untrusted code, and launcher variables --------------------------------------------------------
 
 EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nclass Evil: pass\n"
 
@@ -327,7 +327,7 @@ def test_code_of_a_checkpoint_is_never_run(where: str, option: str, tmp_path: Pa
 @pytest.mark.parametrize(
     "left_over", [{"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}]
 )
-def test_left_over_variables_of_a_launcher_are_named_and_ignored(
+def test_leftover_launcher_variables_are_reported_and_ignored(
     left_over: dict[str, str], tmp_path: Path
 ) -> None:
     result, found = summarize(
@@ -355,14 +355,14 @@ class _Environment:
     [
         ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK=abc"),
         ({"RANK": "0", "WORLD_SIZE": "-2"}, "below 0"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "no place in a group"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "no place in a group"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "not a valid rank"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "not a valid rank"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
         ({**TWO, "MASTER_PORT": "abc"}, "MASTER_PORT=abc"),
         ({**TWO, "MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
     ],
 )
-def test_variables_that_name_no_rank_are_refused(
+def test_invalid_rank_variables_are_an_error(
     variables: dict[str, str], word: str, tmp_path: Path
 ) -> None:
     with pytest.raises(TierForceError, match=word):
@@ -373,24 +373,24 @@ def test_variables_that_name_no_rank_are_refused(
     assert word in line
 
 
-def test_a_rank_is_read_from_a_launchers_variables() -> None:
-    there = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    assert rank_from_env(there) == RankInfo(3, 4, 3, 4)
-    assert rank_from_env({**there, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == RankInfo(
+def test_rank_from_launcher_variables() -> None:
+    variables = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert rank_from_env(variables) == RankInfo(3, 4, 3, 4)
+    assert rank_from_env({**variables, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == RankInfo(
         3, 4, 1, 2
     )
-    assert ignored_variables(there) is None
+    assert ignored_variables(variables) is None
     assert rank_from_env({}) == rank_from_env({"RANK": "0", "WORLD_SIZE": "1"}) == RankInfo()
     assert ignored_variables({"RANK": "0", "WORLD_SIZE": "1"}) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and its like")
-def test_standard_output_that_is_closed_or_full_is_one_line(tmp_path: Path) -> None:
-    result = forked(tmp_path, "generate", *MODELS, *NEW, "--prompt", "It was", before=_full_output)
+def test_full_standard_output_is_a_one_line_error(tmp_path: Path) -> None:
+    result = forked(tmp_path, "generate", *MODELS, *NEW, "--prompt", "It was", before=_fill_stdout)
     assert result.code == 1
     assert result.err.splitlines()[-1].startswith("tierforce: ")
     assert tierforce("--help").code == 0
 
 
-def _full_output() -> None:
+def _fill_stdout() -> None:
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)

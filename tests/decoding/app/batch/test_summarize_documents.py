@@ -1,4 +1,4 @@
-"""A bad document gets a record that says why, the batch goes on, and the end is a failure with a
+"""A bad document gets an error record, the batch continues, and the command fails at the end with a
 count.
 """
 
@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from support.commands import (
     DRAFT,
+    GREEDY_FP32,
     MODELS,
-    STEADY,
     TARGET,
     Finished,
     forked,
@@ -24,19 +24,19 @@ from support.commands import (
 )
 
 GOOD = "It was the best of times, it was the worst of times. "
-POISON = "^"  # one token, which only the document that is to give NaN contains
+POISON = "^"  # one token, only in documents that must give NaN
 NEW = ("--max-new-tokens", "8")
 
 
 def summarize(
     folder: Path, source: Path, *more: str, models: tuple[str, ...] = MODELS
 ) -> tuple[Finished, dict[str, Any]]:
-    """How it ended, and the records by id."""
+    """Run the command; return its result and the records by id."""
     output = folder / "out.jsonl"
     command = (
         "summarize",
         *models,
-        *STEADY,
+        *GREEDY_FP32,
         *NEW,
         "--input",
         str(source),
@@ -49,7 +49,7 @@ def summarize(
 
 
 def write(folder: Path, **documents: bytes | str) -> Path:
-    """A folder of .txt documents."""
+    """Write .txt documents; return their folder."""
     folder.mkdir()
     for name, content in documents.items():
         (folder / f"{name}.txt").write_bytes(
@@ -59,7 +59,7 @@ def write(folder: Path, **documents: bytes | str) -> Path:
 
 
 def poisoned(folder: Path) -> tuple[str, ...]:
-    """A target whose law is NaN for a text with `POISON` in it, and the draft."""
+    """Return the options of a target whose logits are NaN after `POISON`, and of the draft."""
     (token,) = AutoTokenizer.from_pretrained(TARGET)(POISON).input_ids
 
     def poison(tensors: dict[str, torch.Tensor]) -> None:
@@ -69,7 +69,7 @@ def poisoned(folder: Path) -> tuple[str, ...]:
     return *variant(folder, edit=poison, tie_word_embeddings=False), "--draft", str(DRAFT)
 
 
-def test_every_bad_document_of_a_folder_is_told_and_the_good_ones_are_summarised(
+def test_bad_documents_of_a_folder_are_recorded_and_good_ones_summarised(
     tmp_path: Path,
 ) -> None:
     source = write(
@@ -90,7 +90,7 @@ def test_every_bad_document_of_a_folder_is_told_and_the_good_ones_are_summarised
         "nothing.txt": "empty",
         "overflow.txt": "NaN",
     }
-    failed_because(found, reasons)
+    check_errors(found, reasons)
     assert all(
         found[name]["new_tokens"] == 8 and found[name]["summary"] for name in ("a.txt", "z.txt")
     )
@@ -99,14 +99,14 @@ def test_every_bad_document_of_a_folder_is_told_and_the_good_ones_are_summarised
     assert result.err.splitlines()[-1].startswith("tierforce: 5 of 7 documents failed")
 
 
-def failed_because(found: dict[str, dict[str, Any]], reasons: dict[str, str]) -> None:
-    """Fails unless the records with errors are those of `reasons`, and each says its reason."""
-    wrong = {name: record["error"] for name, record in found.items() if "error" in record}
-    assert wrong.keys() == reasons.keys()
-    assert all(reason in wrong[name] for name, reason in reasons.items()), wrong
+def check_errors(found: dict[str, dict[str, Any]], reasons: dict[str, str]) -> None:
+    """Fail unless exactly the records of `reasons` have errors, each with its reason."""
+    errors = {name: record["error"] for name, record in found.items() if "error" in record}
+    assert errors.keys() == reasons.keys()
+    assert all(reason in errors[name] for name, reason in reasons.items()), errors
 
 
-def test_every_bad_line_of_a_jsonl_file_is_told(tmp_path: Path) -> None:
+def test_bad_lines_of_a_jsonl_file_are_recorded(tmp_path: Path) -> None:
     lines = [
         json.dumps({"id": 1, "text": GOOD}),
         "not JSON",
@@ -128,13 +128,13 @@ def test_every_bad_line_of_a_jsonl_file_is_told(tmp_path: Path) -> None:
         "half \ud800": "surrogate at index 16",
         "line 7": "not JSON",
     }
-    failed_because(found, reasons)
+    check_errors(found, reasons)
     assert found.keys() - reasons.keys() == {"1", "last"}
     assert result.code == 1
     assert result.err.splitlines()[-1].startswith("tierforce: 6 of 8 documents failed")
 
 
-def test_a_context_without_room_for_a_document_fails_each_one(tmp_path: Path) -> None:
+def test_context_without_room_fails_every_document(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, b=GOOD)
     result, found = summarize(tmp_path, source, "--context", "12")
     assert [
@@ -145,7 +145,7 @@ def test_a_context_without_room_for_a_document_fails_each_one(tmp_path: Path) ->
     assert "2 of 2 documents failed" in result.err
 
 
-def test_two_ranks_go_on_behind_a_bad_document(tmp_path: Path) -> None:
+def test_two_ranks_continue_after_a_bad_document(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, b=POISON + GOOD, c=b"", d=GOOD * 2)
     result, found = summarize(tmp_path, source, "--gpus", "2", models=poisoned(tmp_path / "model"))
     assert ["error" in found[f"{name}.txt"] for name in "abcd"] == [False, True, True, False]
@@ -159,31 +159,31 @@ def test_two_ranks_go_on_behind_a_bad_document(tmp_path: Path) -> None:
     ]
 
 
-def test_failed_documents_are_due_again_and_finished_ones_are_not(tmp_path: Path) -> None:
+def test_failed_documents_are_retried_and_finished_ones_skipped(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, b=b"")
     _, first = summarize(tmp_path, source)
     (source / "b.txt").write_text(GOOD)
     result, second = summarize(tmp_path, source)
     assert result.code == 0
-    assert "a.txt: finished before, skipped" in result.err
+    assert "a.txt: already finished, skipped" in result.err
     assert second["a.txt"] == first["a.txt"]
     assert second["b.txt"]["summary"] == first["a.txt"]["summary"]
     assert len(records(tmp_path / "out.jsonl")) == 2
 
 
-def test_nothing_is_loaded_when_all_is_finished(tmp_path: Path) -> None:
+def test_no_model_is_loaded_if_all_documents_are_finished(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD)
     summarize(tmp_path, source)
     before = (tmp_path / "out.jsonl").read_bytes()
     result, _ = summarize(tmp_path, source, "--draft", str(tmp_path / "no such model"))
     assert result.code == 0
-    assert "all 1 documents were finished before" in result.err
+    assert "all 1 documents are already finished" in result.err
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
-def test_a_record_has_what_it_takes_to_judge_and_repeat_it(tmp_path: Path) -> None:
+def test_record_fields(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD * 20)
-    choice = (
+    options = (
         "--temperature",
         "0.7",
         "--top-k",
@@ -198,7 +198,7 @@ def test_a_record_has_what_it_takes_to_judge_and_repeat_it(tmp_path: Path) -> No
     _, found = summarize(
         tmp_path,
         source,
-        *choice,
+        *options,
         "--gpu-kv-layers",
         "2",
         "--link",
@@ -215,13 +215,13 @@ def test_a_record_has_what_it_takes_to_judge_and_repeat_it(tmp_path: Path) -> No
     assert 1 <= record["tokens_per_verification"] <= 23
     assert record["acceptance"].keys() == {"target", "retrieval"}
     assert all(0 < rate <= 1 for rate in record["acceptance"].values())
-    # four far layers, keys and values of four heads of 64 in float32, all of the prompt but a
-    # window for each pass of the target
-    pass_bytes = 4 * 2 * 4 * 64 * 4 * (record["prompt_tokens"] - 32)
-    assert record["link_bytes_per_token"] >= record["forwards"]["target"] * pass_bytes / 23
+    # Four offloaded layers, keys and values of four heads of 64 in float32: each forward of the
+    # target reads all of the prompt except a window.
+    forward_bytes = 4 * 2 * 4 * 64 * 4 * (record["prompt_tokens"] - 32)
+    assert record["link_bytes_per_token"] >= record["forwards"]["target"] * forward_bytes / 23
     assert record["num_draft_tokens"].keys() == {"target", "retrieval"}
     assert 0 < record["num_draft_tokens"]["target"] <= 64
-    # one behind the prompt, one a verification
+    # one after the prompt, and one per verification
     assert record["retrieval_selections"] == record["forwards"]["target"] + 1
     assert (record["temperature"], record["top_k"], record["top_p"], record["seed"]) == (
         0.7,
@@ -239,7 +239,7 @@ def test_a_record_has_what_it_takes_to_judge_and_repeat_it(tmp_path: Path) -> No
     assert all(version[0].isdigit() for version in record["versions"].values())
 
 
-def test_a_document_longer_than_the_context_is_cut_with_a_warning(tmp_path: Path) -> None:
+def test_document_longer_than_the_context_is_truncated_with_a_warning(tmp_path: Path) -> None:
     source = write(tmp_path / "in", long=GOOD * 20, short=GOOD)
     result, found = summarize(tmp_path, source, "--context", "150")
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
@@ -248,29 +248,38 @@ def test_a_document_longer_than_the_context_is_cut_with_a_warning(tmp_path: Path
     assert found["long.txt"]["truncated_tokens"] == dropped
     assert found["long.txt"]["prompt_tokens"] == 142
     assert (
-        f"warning: long.txt: longer than the context of 150 tokens; the last {dropped} tokens were "
+        f"warning: long.txt: longer than the context of 150 tokens: the last {dropped} tokens were "
         "dropped\n" in result.err
     )
     assert found["short.txt"]["truncated_tokens"] == 0
     assert "short.txt: longer" not in result.err
 
 
-def test_a_disk_that_fills_up_ends_the_job_with_what_was_finished_intact(tmp_path: Path) -> None:
+def test_full_disk_ends_the_job_with_finished_records_intact(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, b=GOOD, c=GOOD)
     output = tmp_path / "out.jsonl"
-    command = ("summarize", *MODELS, *STEADY, *NEW, "--input", str(source), "--output", str(output))
-    result = forked(tmp_path, *command, before=_small_disk)
+    command = (
+        "summarize",
+        *MODELS,
+        *GREEDY_FP32,
+        *NEW,
+        "--input",
+        str(source),
+        "--output",
+        str(output),
+    )
+    result = forked(tmp_path, *command, before=_limit_file_size)
     assert result.code == 1
     assert "tierforce: --output" in result.err
     assert "File too large. Finished records are safe." in result.err
     finished = output.read_bytes().split(b"\n")[:-1]
-    assert [json.loads(line)["id"] for line in finished] == ["a.txt"]  # and half a record behind it
+    assert [json.loads(line)["id"] for line in finished] == ["a.txt"]  # followed by a torn record
     result, found = summarize(tmp_path, source)
     assert result.code == 0
     assert list(found) == ["a.txt", "b.txt", "c.txt"]
 
 
-def _small_disk() -> None:
+def _limit_file_size() -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))

@@ -66,7 +66,7 @@ def test_planned_bytes_are_allocated_by_the_engine(mode: str, resident: int, pai
     ) as engine:
         session = SequenceState(engine.runtime, random_tokens(prompt).tolist(), max_new_tokens)
         target_bytes = (
-            tiers["resident layers"] + tiers["ring, in prefill one layer"] + tiers["recent tokens"]
+            tiers["resident layers"] + tiers["ring, in prefill one layer"] + tiers["device tail"]
         )
         assert target_bytes == session.target.device_bytes
         assert plan.host_bytes == engine.runtime.arena.nbytes

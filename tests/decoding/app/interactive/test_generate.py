@@ -1,5 +1,5 @@
-"""`tierforce generate` streams the text, and nothing but the text, to standard output; and `--help`
-tells of every option.
+"""`tierforce generate` streams only the generated text to standard output; `--help` lists every
+option.
 """
 
 from __future__ import annotations
@@ -13,71 +13,87 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from support.commands import BIN, MODELS, STEADY, TARGET, TORCHRUN, Fork, forked, refused, tierforce
+from support.commands import (
+    BIN,
+    GREEDY_FP32,
+    MODELS,
+    TARGET,
+    TORCHRUN,
+    Fork,
+    forked,
+    refused,
+    tierforce,
+)
 
 PROMPT = "It was the best of times, it was the worst of times"
 NEW = ("--max-new-tokens", "40")
-JOB = ("generate", *MODELS, *STEADY, *NEW, "--prompt", PROMPT)
+JOB = ("generate", *MODELS, *GREEDY_FP32, *NEW, "--prompt", PROMPT)
 
 
-def test_the_text_is_the_same_however_many_ranks_write_it(tmp_path: Path) -> None:
+def test_output_does_not_depend_on_ranks(tmp_path: Path) -> None:
     alone = forked(tmp_path, *JOB)
     assert alone.code == 0
     assert len(alone.out) > 80
-    assert alone.err.count("\n") == 2  # what runs where, and what it took
-    assert "40 written" in alone.err
-    two = forked(tmp_path, *JOB, "--gpus", "2")
-    assert (two.code, two.out) == (0, alone.out)
-    assert two.err.count("\n") == 2
+    assert alone.err.count("\n") == 2  # the startup line and the summary
+    assert "40 generated" in alone.err
+    two_ranks = forked(tmp_path, *JOB, "--gpus", "2")
+    assert (two_ranks.code, two_ranks.out) == (0, alone.out)
+    assert two_ranks.err.count("\n") == 2
     launched = Fork(tmp_path, *JOB, command=TORCHRUN).finish()
     assert (launched.code, launched.out) == (0, alone.out)
     assert "Traceback" not in launched.err
 
 
 @pytest.mark.slow
-def test_so_it_is_in_interpreters_of_their_own(tmp_path: Path) -> None:
-    alone, two = forked(tmp_path, *JOB), tierforce(*JOB, "--gpus", "2")
-    assert (two.code, two.out) == (0, alone.out)
-    assert two.err.count("\n") == 2
+def test_output_is_the_same_in_new_interpreters(tmp_path: Path) -> None:
+    alone, two_ranks = forked(tmp_path, *JOB), tierforce(*JOB, "--gpus", "2")
+    assert (two_ranks.code, two_ranks.out) == (0, alone.out)
+    assert two_ranks.err.count("\n") == 2
 
 
-def test_a_prompt_may_come_from_a_file(tmp_path: Path) -> None:
+def test_prompt_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("\ufeff" + PROMPT, encoding="utf-8")
-    told = forked(tmp_path, *JOB)
-    read = forked(
-        tmp_path, "generate", *MODELS, *STEADY, *NEW, "--prompt-file", str(tmp_path / "prompt.txt")
+    expected = forked(tmp_path, *JOB)
+    from_file = forked(
+        tmp_path,
+        "generate",
+        *MODELS,
+        *GREEDY_FP32,
+        *NEW,
+        "--prompt-file",
+        str(tmp_path / "prompt.txt"),
     )
-    assert read.out == told.out != ""
+    assert from_file.out == expected.out != ""
 
 
-def test_a_seed_repeats_a_text_and_another_seed_does_not(tmp_path: Path) -> None:
-    texts = [
+def test_seed_determines_output(tmp_path: Path) -> None:
+    outputs = [
         forked(tmp_path, *JOB, "--deterministic", "--temperature", "1", "--seed", seed).out
         for seed in ("1", "1", "2")
     ]
-    assert texts[0] == texts[1] != texts[2]
+    assert outputs[0] == outputs[1] != outputs[2]
 
 
-def test_the_end_of_a_prompt_that_is_too_long_is_what_is_continued(tmp_path: Path) -> None:
+def test_prompt_is_truncated_at_its_beginning(tmp_path: Path) -> None:
     end = " the worst of times"
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    whole, kept = (len(tokenizer(text).input_ids) for text in (PROMPT, end))
-    short = forked(tmp_path, "generate", *MODELS, *STEADY, *NEW, "--prompt", end)
-    cut = forked(tmp_path, *JOB, "--context", str(40 + kept))
-    assert cut.out == short.out
+    prompt_tokens, kept = (len(tokenizer(text).input_ids) for text in (PROMPT, end))
+    short = forked(tmp_path, "generate", *MODELS, *GREEDY_FP32, *NEW, "--prompt", end)
+    truncated = forked(tmp_path, *JOB, "--context", str(40 + kept))
+    assert truncated.out == short.out
     assert (
-        f"warning: longer than the context of {40 + kept} tokens; the first {whole - kept} tokens "
-        "were dropped" in cut.err
+        f"warning: the prompt is longer than the context of {40 + kept} tokens: its first "
+        f"{prompt_tokens - kept} tokens were dropped" in truncated.err
     )
 
 
-def test_what_a_text_took_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
-    kept = tmp_path / "new" / "stats.json"
-    written = forked(tmp_path, *JOB, "--stats", str(kept))
-    assert written.code == 0
-    stats = json.loads(kept.read_text())
+def test_stats_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "stats.json"
+    result = forked(tmp_path, *JOB, "--stats", str(path))
+    assert result.code == 0
+    stats = json.loads(path.read_text())
     assert len(stats["token_ids"]) == 40
-    assert AutoTokenizer.from_pretrained(TARGET).decode(stats["token_ids"]) + "\n" == written.out
+    assert AutoTokenizer.from_pretrained(TARGET).decode(stats["token_ids"]) + "\n" == result.out
     assert (stats["new_tokens"], stats["finish_reason"]) == (40, "length")
     assert stats["ms_per_token"] > 0
     (tmp_path / "file").write_text("")
@@ -90,16 +106,16 @@ def test_what_a_text_took_is_written_where_it_is_asked_for(tmp_path: Path) -> No
     book = tmp_path / "book.txt"
     book.write_text(PROMPT)
     line = refused(forked(tmp_path, *JOB, "--stats", str(book)))
-    assert "book.txt is there already, and is no JSON object: name another file" in line
+    assert "book.txt exists and is not a JSON object: choose another file" in line
     assert book.read_text() == PROMPT
 
 
-def test_a_model_without_a_chat_template_cannot_be_asked(tmp_path: Path) -> None:
+def test_chat_needs_a_chat_template(tmp_path: Path) -> None:
     line = refused(forked(tmp_path, *JOB, "--chat"))
     assert "the tokenizer has no chat template: use an instruct model, or leave out --chat" in line
 
 
-def test_text_arrives_while_it_is_written_and_a_reader_may_leave(tmp_path: Path) -> None:
+def test_output_is_streamed_and_reader_may_close_pipe(tmp_path: Path) -> None:
     slow = (
         "--gpu-kv-layers",
         "0",
@@ -174,38 +190,38 @@ COMMON = {
         ("generate", {"--prompt", "--prompt-file", "--chat", "--stats"}),
     ],
 )
-def test_help_tells_of_every_option(command: str, own: set[str], tmp_path: Path) -> None:
+def test_help_lists_every_option(command: str, own: set[str], tmp_path: Path) -> None:
     result = forked(tmp_path, command, "--help")
     assert result.code == 0
     words = [line.strip("│* ").split(maxsplit=1) for line in result.out.splitlines()]
-    described = {each[0] for each in words if each and re.fullmatch("--[a-z0-9-]+", each[0])}
-    assert described == COMMON | own | {"--help"}
+    options = {line[0] for line in words if line and re.fullmatch("--[a-z0-9-]+", line[0])}
+    assert options == COMMON | own | {"--help"}
 
 
-def test_a_command_is_needed(tmp_path: Path) -> None:
+def test_missing_command_is_a_usage_error(tmp_path: Path) -> None:
     result = forked(tmp_path)
     assert result.code != 0
     assert "summarize" in result.out + result.err
     assert "generate" in result.out + result.err
 
 
-def test_an_option_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+def test_unknown_option_is_a_usage_error(tmp_path: Path) -> None:
     result = forked(tmp_path, *JOB, "--flux", "1")
     assert result.code == 2
     assert "--flux" in result.err
 
 
-def test_a_text_may_come_from_standard_input(tmp_path: Path) -> None:
-    command = ("generate", *MODELS, *STEADY, "--max-new-tokens", "4")
-    piped = subprocess.run(
+def test_prompt_from_standard_input(tmp_path: Path) -> None:
+    command = ("generate", *MODELS, *GREEDY_FP32, "--max-new-tokens", "4")
+    from_stdin = subprocess.run(
         [str(BIN / "tierforce"), *command, "--prompt-file", "-"],
-        input="It was, Müller said".encode(),
+        input="It was, Müller asked".encode(),
         capture_output=True,
         check=False,
     )
-    assert piped.returncode == 0, piped.stderr
-    told = forked(tmp_path, *command, "--prompt", "It was, Müller said")
-    assert piped.stdout.decode() == told.out
+    assert from_stdin.returncode == 0, from_stdin.stderr
+    expected = forked(tmp_path, *command, "--prompt", "It was, Müller asked")
+    assert from_stdin.stdout.decode() == expected.out
     empty = forked(tmp_path, *command, "--prompt-file", "-")  # a fork reads /dev/null
     assert empty.code == 1
     assert "tierforce: standard input is empty." in empty.err

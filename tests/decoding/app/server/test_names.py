@@ -1,11 +1,11 @@
-"""Prompts of a server are called by what they say, and by nothing that steers a terminal."""
+"""Names of a server's prompts in the prompt cache: first words, without control characters."""
 
 from __future__ import annotations
 
 import pytest
 from transformers import AutoTokenizer
 
-from decoding.app.server.worker.names import name_of
+from decoding.app.server.worker.names import prompt_name
 from support.commands import TARGET
 
 BOOK = "It was the best of times,\nit was the worst of times. " * 30
@@ -36,7 +36,7 @@ def chatml(*messages: tuple[str, str]) -> str:
         ("", ""),
     ],
 )
-def test_a_prompt_is_called_by_its_longest_message(
+def test_a_prompt_is_named_after_its_longest_message(
     text: str, name: str, tokenizer: AutoTokenizer
 ) -> None:
-    assert name_of(tokenizer, tokenizer(text).input_ids) == name
+    assert prompt_name(tokenizer, tokenizer(text).input_ids) == name

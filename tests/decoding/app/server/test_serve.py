@@ -1,4 +1,4 @@
-"""`serve`, by its clients: the official one, and those that break off or send what is wrong."""
+"""`serve`, used by OpenAI's client, and by clients that disconnect or send invalid requests."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoding.app.server.worker.prompts import Prompts
-from decoding.app.server.worker.token_texts import TokenTexts
+from decoding.app.server.worker.token_bytes import TokenBytes
 from decoding.speculation.sampling import Sampling
-from support.chatty import STORY
+from support.chat_model import STORY
 from support.commands import TARGET, Finished, forked, refused, wait_for
 from support.serving import SLOW, Serving, serving
 from support.slow import slow_except
 
 WHO = [{"role": "user", "content": "Who?"}]
-KEY = "a-key-that-nobody-guesses"
+KEY = "a-key-that-is-hard-to-guess"
 
 
 @pytest.fixture(scope="module")
@@ -43,78 +43,82 @@ def tokenizer(model: tuple[str, ...]) -> AutoTokenizer:
     return AutoTokenizer.from_pretrained(model[1])
 
 
-def test_a_client_gets_what_the_command_line_writes(
+def test_the_server_and_the_command_line_generate_the_same_text(
     server: Serving, model: tuple[str, ...], story: tuple[str, str], tmp_path: Path
 ) -> None:
-    """And of a conversation only what is new is read."""
-    written = forked(tmp_path, "generate", "--chat", "--prompt", "Who?", *model)
+    """Only the new part of a conversation is prefilled."""
+    generated = forked(tmp_path, "generate", "--chat", "--prompt", "Who?", *model)
     client = server.client()
     answer = client.chat.completions.create(model=server.model, messages=WHO)
-    said = answer.choices[0].message.content
-    assert f"{said}\n" == written.out
+    content = answer.choices[0].message.content
+    assert f"{content}\n" == generated.out
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 12
-    streamed = client.chat.completions.create(
+    stream = client.chat.completions.create(
         model=server.model,
         messages=WHO,
         stream=True,
         stream_options={"include_usage": True},
     )
-    *pieces, last = streamed
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == said
-    assert pieces[0].choices[0].delta.role == "assistant"
-    assert pieces[-1].choices[0].finish_reason == "length"
+    *chunks, last = stream
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == "length"
     tokens = last.usage.prompt_tokens
     assert (tokens, last.usage.completion_tokens) == (answer.usage.prompt_tokens, 12)
     assert last.usage.prompt_tokens_details.cached_tokens == tokens - 1
     assert last.tierforce["layers"] == {"device": 6, "split": 0, "host": 0}
-    # the next question goes on behind it, and what was said is not read again
-    talk = [*WHO, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
-    more = client.chat.completions.create(model=server.model, messages=talk, max_tokens=3)
-    assert more.usage.prompt_tokens_details.cached_tokens >= tokens
-    assert [each.id for each in client.models.list()] == [server.model]
+    # the next question continues the conversation, whose KV is reused
+    messages = [
+        *WHO,
+        {"role": "assistant", "content": content},
+        {"role": "user", "content": "Why?"},
+    ]
+    second = client.chat.completions.create(model=server.model, messages=messages, max_tokens=3)
+    assert second.usage.prompt_tokens_details.cached_tokens >= tokens
+    assert [card.id for card in client.models.list()] == [server.model]
     assert client.models.retrieve(server.model).max_model_len == 131_072
 
 
-def test_a_text_is_continued(server: Serving, tokenizer: AutoTokenizer) -> None:
+def test_a_prompt_is_continued(server: Serving, tokenizer: AutoTokenizer) -> None:
     client = server.client()
     prompt = STORY[:300]
     ask = partial(client.completions.create, model=server.model, max_tokens=20)
     whole = ask(prompt=prompt).choices[0]
-    tokens = Prompts(tokenizer, 131_072).of_text(prompt)
+    tokens = Prompts(tokenizer, 131_072).tokenize_text(prompt)
     assert ask(prompt=tokens).choices[0].text == whole.text
     assert ask(prompt=[prompt]).choices[0].text == whole.text
-    # up to a text that ends it, which begins in one token and ends in another
+    # a stop string that begins in one token and ends in another
     middle = len(whole.text) // 2
     stop = whole.text[middle - 3 : middle + 3]
-    cut = ask(prompt=prompt, stop=["never said", stop]).choices[0]
+    cut = ask(prompt=prompt, stop=["never generated", stop]).choices[0]
     assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
-    pieces = [each.choices[0].text for each in ask(prompt=prompt, stop=stop, stream=True)]
-    assert "".join(pieces) == cut.text
-    # sampled: the seed is told, and can be given
+    chunks = [chunk.choices[0].text for chunk in ask(prompt=prompt, stop=stop, stream=True)]
+    assert "".join(chunks) == cut.text
+    # the seed of a sampled answer is reported, and can be chosen
     sampled = ask(prompt=prompt, temperature=1.0, top_p=0.9, seed=7)
     assert sampled.tierforce["seed"] == 7
     seeds = {ask(prompt=prompt, temperature=1.0).tierforce["seed"] for _ in range(2)}
     assert len(seeds) == 2
-    # clients send any number of 64 bits
-    for seed, same in ((-1, 2**63 - 1), (-(2**63), 0)):
-        assert ask(prompt=prompt, temperature=1.0, seed=seed).tierforce["seed"] == same
+    # any 64-bit seed is accepted
+    for seed, expected in ((-1, 2**63 - 1), (-(2**63), 0)):
+        assert ask(prompt=prompt, temperature=1.0, seed=seed).tierforce["seed"] == expected
 
 
-def test_what_changes_nothing_is_taken(server: Serving) -> None:
+def test_fields_without_effect_are_accepted(server: Serving) -> None:
     options = {"include_usage": None, "include_obfuscation": False}
-    body = spoken("user", [part(), part()], name="me")
+    body = with_message("user", [part(), part()], name="me")
     assert server.status(CHAT, {**body, "stream": True, "stream_options": options}) == 200
     assert server.status(CHAT, b"\xef\xbb\xbf" + json.dumps(body).encode()) == 200
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_probabilities_are_those_of_the_model(
+def test_logprobs_match_the_reference_model(
     temperature: float, server: Serving, tokenizer: AutoTokenizer
 ) -> None:
-    """Whatever was drafted, each token's are those behind all the tokens before it."""
+    """Drafts do not affect them: each token's are conditioned on all the tokens before it."""
     client = server.client()
-    prompt = Prompts(tokenizer, 131_072).of_text(STORY[:500])
+    prompt = Prompts(tokenizer, 131_072).tokenize_text(STORY[:500])
     answer = client.completions.create(
         model=server.model,
         prompt=prompt,
@@ -122,24 +126,25 @@ def test_probabilities_are_those_of_the_model(
         temperature=temperature,
         top_p=0.9,
         logprobs=3,
-        seed=7,  # of other texts, some have a token at the very edge of top-p
+        seed=7,  # with other seeds, some answers have a token at the very edge of top-p
     )
-    said, told = answer.choices[0].text, answer.choices[0].logprobs
-    assert "".join(told.tokens) == said
-    new = [ids[0] for ids in (tokenizer(each).input_ids[-1:] for each in told.tokens)]
+    text, logprobs = answer.choices[0].text, answer.choices[0].logprobs
+    assert "".join(logprobs.tokens) == text
+    new = [tokenizer(token).input_ids[-1] for token in logprobs.tokens]
     reference = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
-    laws = logits.log_softmax(-1)
-    own = laws.gather(1, torch.tensor(new)[:, None]).flatten()
-    assert torch.allclose(torch.tensor(told.token_logprobs), own, atol=1e-4)
-    law = Sampling(temperature, top_p=0.9).probs(logits).gather(1, torch.tensor(new)[:, None])
-    assert torch.allclose(torch.tensor(told.sampled_logprobs), law.log().flatten(), atol=1e-4)
-    for top, row in zip(told.top_logprobs, laws, strict=True):
+    expected = logits.log_softmax(-1)
+    own = expected.gather(1, torch.tensor(new)[:, None]).flatten()
+    assert torch.allclose(torch.tensor(logprobs.token_logprobs), own, atol=1e-4)
+    probs = Sampling(temperature, top_p=0.9).probs(logits)
+    sampled = probs.gather(1, torch.tensor(new)[:, None]).log().flatten()
+    assert torch.allclose(torch.tensor(logprobs.sampled_logprobs), sampled, atol=1e-4)
+    for top, row in zip(logprobs.top_logprobs, expected, strict=True):
         best = sorted(top.values(), reverse=True)
         assert torch.allclose(torch.tensor(best), row.topk(3).values, atol=1e-4)
-    for at, token in zip(told.text_offset, told.tokens, strict=True):
-        assert said[at:].startswith(token)
+    for offset, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+        assert text[offset:].startswith(token)
     chat = client.chat.completions.create(
         model=server.model, messages=WHO, logprobs=True, top_logprobs=2
     )
@@ -150,14 +155,14 @@ def test_probabilities_are_those_of_the_model(
 
 
 @pytest.mark.parametrize("clients", slow_except([15, 50]))
-def test_many_clients_at_once(clients: int, server: Serving) -> None:
+def test_concurrent_clients(clients: int, server: Serving) -> None:
     def ask(number: int) -> str:
         client = server.client()
-        words = [{"role": "user", "content": f"What is {number % 5}?"}]
+        messages = [{"role": "user", "content": f"What is {number % 5}?"}]
         if number % 2:
-            answer = client.chat.completions.create(model=server.model, messages=words)
+            answer = client.chat.completions.create(model=server.model, messages=messages)
             return answer.choices[0].message.content
-        stream = client.chat.completions.create(model=server.model, messages=words, stream=True)
+        stream = client.chat.completions.create(model=server.model, messages=messages, stream=True)
         return "".join(each.choices[0].delta.content or "" for each in stream)
 
     with ThreadPoolExecutor(clients) as threads:
@@ -167,95 +172,130 @@ def test_many_clients_at_once(clients: int, server: Serving) -> None:
         assert len({answers[each] for each in range(number, clients, 5)}) == 1
 
 
-def chat(**said: object) -> dict[str, object]:
-    return {"model": "model", "messages": WHO, **said}
+def chat(**fields: object) -> dict[str, object]:
+    return {"model": "model", "messages": WHO, **fields}
 
 
-def spoken(role: str, content: object, **said: object) -> dict[str, object]:
-    return chat(messages=[{"role": role, "content": content, **said}])
+def with_message(role: str, content: object, **fields: object) -> dict[str, object]:
+    return chat(messages=[{"role": role, "content": content, **fields}])
 
 
-def streamed(**options: object) -> dict[str, object]:
+def stream_options(**options: object) -> dict[str, object]:
     return chat(stream=True, stream_options=options)
 
 
-def part(**said: object) -> dict[str, object]:
-    return {"type": "text", "text": "x", **said}
+def part(**fields: object) -> dict[str, object]:
+    return {"type": "text", "text": "x", **fields}
 
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-HALF = "\ud83d"
+SURROGATE = "\ud83d"  # half of a surrogate pair
 BAD = {
-    "no JSON": (CHAT, b'{"model": "model", "messages": [', 400, "not JSON"),
-    "no text": (CHAT, b"\xff\xfe\x00", 400, "body"),
-    "no object": (CHAT, b"[1, 2]", 400, "dict"),
+    "not JSON": (CHAT, b'{"model": "model", "messages": [', 400, "not JSON"),
+    "not UTF-8": (CHAT, b"\xff\xfe\x00", 400, "body"),
+    "not an object": (CHAT, b"[1, 2]", 400, "dict"),
     "nested": (CHAT, b"[" * 100_000, 400, "body"),
     "no messages": (CHAT, {"model": "model"}, 400, "messages: Field required"),
-    "no message": (CHAT, chat(messages=[]), 400, "messages"),
-    "a picture": (CHAT, spoken("user", [{"type": "image"}]), 400, "Input should be 'text'"),
-    "a tool's": (CHAT, spoken("tool", "x"), 400, "role"),
-    "half a character": (CHAT, spoken("user", "\ud83d"), 400, "half a character"),
-    "half a name": (CHAT, chat(**{HALF: 1}), 400, "half a character"),
-    "half a name in a text": (TEXT, {"prompt": "a", HALF: None}, 400, "half a character"),
-    "half a name in a message": (CHAT, spoken("user", "x", **{HALF: 1}), 400, "half a character"),
-    "half a name in options": (CHAT, streamed(**{HALF: 1}), 400, "half a character"),
-    "half a name in a part": (CHAT, spoken("user", [part(**{HALF: 1})]), 400, "half a character"),
-    "half a model": (CHAT, chat(model=HALF), 400, "half a character"),
-    "half of what is ignored": (CHAT, chat(user=[{"a": HALF}]), 400, "half a character"),
-    "an option": (CHAT, streamed(include_usage=True, often=1), 400, "often is not supported"),
-    "a field of a part": (CHAT, spoken("user", [part(cached=True)]), 400, "cached is not"),
-    "a field of a message": (CHAT, spoken("user", "x", tool_calls=[1]), 400, "tool_calls is not"),
-    "a line": (CHAT, chat(**{"a\nb": 1}), 400, "'a\\nb' is not supported"),
-    "a long name": (CHAT, chat(**{"a" * 1_000_000: 1}), 400, "aaa' is not supported"),
-    "a deep value": (CHAT, b'{"user": ' + b"[" * 999 + b"]" * 999 + b"}", 400, "recursion"),
-    "a wide value": (CHAT, chat(metadata=[1] * 300_000), 400, "more than 231,072 JSON values"),
-    "a long number": (CHAT, b'{"seed": ' + b"1" * 5000 + b"}", 400, "out of range"),
-    "a great number": (CHAT, chat(top_k=10**4000), 400, "top_k"),
-    "cold": (CHAT, chat(temperature=-1), 400, "temperature"),
-    "no number": (CHAT, chat(temperature=float("nan")), 400, "temperature"),
-    "a word": (CHAT, chat(max_tokens="many"), 400, "max_tokens"),
-    "nothing": (CHAT, chat(max_tokens=0), 400, "max_tokens"),
-    "two": (CHAT, chat(n=2), 400, "n is not supported"),
+    "empty messages": (CHAT, chat(messages=[]), 400, "messages"),
+    "a picture": (CHAT, with_message("user", [{"type": "image"}]), 400, "Input should be 'text'"),
+    "a tool message": (CHAT, with_message("tool", "x"), 400, "role"),
+    "surrogate": (CHAT, with_message("user", "\ud83d"), 400, "lone surrogate"),
+    "surrogate in a name": (CHAT, chat(**{SURROGATE: 1}), 400, "lone surrogate"),
+    "surrogate in a completion": (TEXT, {"prompt": "a", SURROGATE: None}, 400, "lone surrogate"),
+    "surrogate in a message": (
+        CHAT,
+        with_message("user", "x", **{SURROGATE: 1}),
+        400,
+        "lone surrogate",
+    ),
+    "surrogate in an option": (CHAT, stream_options(**{SURROGATE: 1}), 400, "lone surrogate"),
+    "surrogate in a part": (
+        CHAT,
+        with_message("user", [part(**{SURROGATE: 1})]),
+        400,
+        "lone surrogate",
+    ),
+    "surrogate in the model": (CHAT, chat(model=SURROGATE), 400, "lone surrogate"),
+    "surrogate in an ignored field": (CHAT, chat(user=[{"a": SURROGATE}]), 400, "lone surrogate"),
+    "unknown option": (
+        CHAT,
+        stream_options(include_usage=True, often=1),
+        400,
+        "often is not supported",
+    ),
+    "unknown field of a part": (
+        CHAT,
+        with_message("user", [part(cached=True)]),
+        400,
+        "cached is not",
+    ),
+    "tool calls": (CHAT, with_message("user", "x", tool_calls=[1]), 400, "tool_calls is not"),
+    "newline in a name": (CHAT, chat(**{"a\nb": 1}), 400, "'a\\nb' is not supported"),
+    "long name": (CHAT, chat(**{"a" * 1_000_000: 1}), 400, "aaa' is not supported"),
+    "nested value": (CHAT, b'{"user": ' + b"[" * 999 + b"]" * 999 + b"}", 400, "recursion"),
+    "many values": (CHAT, chat(metadata=[1] * 300_000), 400, "more than 231,072 JSON values"),
+    "long number": (CHAT, b'{"seed": ' + b"1" * 5000 + b"}", 400, "out of range"),
+    "great number": (CHAT, chat(top_k=10**4000), 400, "top_k"),
+    "negative temperature": (CHAT, chat(temperature=-1), 400, "temperature"),
+    "NaN": (CHAT, chat(temperature=float("nan")), 400, "temperature"),
+    "word as a number": (CHAT, chat(max_tokens="many"), 400, "max_tokens"),
+    "zero tokens": (CHAT, chat(max_tokens=0), 400, "max_tokens"),
+    "two answers": (CHAT, chat(n=2), 400, "n is not supported"),
     "tools": (CHAT, chat(tools=[{"type": "function"}]), 400, "tools is not supported"),
-    "top alone": (CHAT, chat(top_logprobs=2), 400, "logprobs: true"),
-    "seed": (CHAT, chat(seed=2**63), 400, "seed"),
-    "lower seed": (CHAT, chat(seed=-(2**63) - 1), 400, "seed"),
-    "too much": (CHAT, chat(max_tokens=131_072), 400, "ask for at most 131,0"),
-    "too much more": (CHAT, chat(max_completion_tokens=131_072), 400, "max_completion_tokens 131"),
-    "another model": (CHAT, chat(model="gpt-4"), 404, "ask for 'model'"),
+    "top_logprobs alone": (CHAT, chat(top_logprobs=2), 400, "logprobs: true"),
+    "large seed": (CHAT, chat(seed=2**63), 400, "seed"),
+    "small seed": (CHAT, chat(seed=-(2**63) - 1), 400, "seed"),
+    "max_tokens": (CHAT, chat(max_tokens=131_072), 400, "use at most 131,0"),
+    "max_completion_tokens": (
+        CHAT,
+        chat(max_completion_tokens=131_072),
+        400,
+        "max_completion_tokens 131",
+    ),
+    "another model": (CHAT, chat(model="gpt-4"), 404, "use 'model'"),
     "two prompts": (TEXT, {"model": "model", "prompt": ["a", "b"]}, 400, "send one"),
-    "no prompt": (TEXT, {"model": "model", "prompt": []}, 400, "empty"),
-    "no token": (TEXT, {"model": "model", "prompt": [1, 99_999]}, 400, "vocabulary"),
-    "too long": (TEXT, {"model": "model", "prompt": [5] * 131_072}, 400, "send a shorter one"),
-    "a field": (TEXT, {"model": "model", "prompt": "a", "min_p": 0.1}, 400, "min_p is not"),
-    "no tokens": (TEXT, b'{"model": "model", "prompt": [' + b"1," * 200_000 + b'"x"]}', 400, "ids"),
-    "messages": (CHAT, b'{"model": "model", "messages": [' + b"1," * 200_000 + b"2]}", 400, "0:"),
-    "stops": (CHAT, chat(stop=["a"] * 17), 400, "stop"),
-    "nowhere": ("/v1/nowhere", {}, 404, "Not Found"),
-    "not this way": ("/health", chat(), 405, "Not Allowed"),
-    "100 MB": (CHAT, b"x" * 100_000_000, 413, "2 MB"),
+    "empty prompt": (TEXT, {"model": "model", "prompt": []}, 400, "empty"),
+    "unknown token": (TEXT, {"model": "model", "prompt": [1, 99_999]}, 400, "vocabulary"),
+    "long prompt": (TEXT, {"model": "model", "prompt": [5] * 131_072}, 400, "send a shorter one"),
+    "unknown field": (TEXT, {"model": "model", "prompt": "a", "min_p": 0.1}, 400, "min_p is not"),
+    "invalid tokens": (
+        TEXT,
+        b'{"model": "model", "prompt": [' + b"1," * 200_000 + b'"x"]}',
+        400,
+        "ids",
+    ),
+    "invalid messages": (
+        CHAT,
+        b'{"model": "model", "messages": [' + b"1," * 200_000 + b"2]}",
+        400,
+        "0:",
+    ),
+    "many stop strings": (CHAT, chat(stop=["a"] * 17), 400, "stop"),
+    "unknown route": ("/v1/nowhere", {}, 404, "Not Found"),
+    "wrong method": ("/health", chat(), 405, "Not Allowed"),
+    "large body": (CHAT, b"x" * 100_000_000, 413, "2 MB"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_said(name: str, server: Serving) -> None:
-    path, body, status, said = BAD[name]
-    found, error = server.error(path, body)
-    assert found == status
-    assert said in error["message"]
+def test_invalid_requests_are_refused(name: str, server: Serving) -> None:
+    path, body, status, message = BAD[name]
+    actual, error = server.error(path, body)
+    assert actual == status
+    assert message in error["message"]
     assert "\n" not in error["message"]
     assert server.ask("/health")["status"] == "ok"
 
 
-def test_other_sites_pages_are_refused(server: Serving) -> None:
+def test_requests_from_pages_of_other_sites_are_refused(server: Serving) -> None:
     assert server.status(CHAT, chat(), **{"Content-Type": "text/plain"}) == 415
     assert server.status("/health", Host="evil.example") == 403
     assert server.status("/health", Host="localhost:1") == 200
 
 
-def test_a_body_without_a_length_is_limited_too(server: Serving) -> None:
-    at = urlsplit(server.url)
-    with socket.create_connection((at.hostname, at.port)) as connection:
+def test_a_chunked_body_is_limited(server: Serving) -> None:
+    url = urlsplit(server.url)
+    with socket.create_connection((url.hostname, url.port)) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
         chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
@@ -263,21 +303,21 @@ def test_a_body_without_a_length_is_limited_too(server: Serving) -> None:
         assert b" 413 " in connection.recv(100)
 
 
-def test_errors_are_those_that_the_client_knows(server: Serving) -> None:
+def test_errors_have_the_types_of_the_official_client(server: Serving) -> None:
     client = server.client()
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-4", messages=WHO)
     assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as long:
+    with pytest.raises(openai.BadRequestError) as tokens:
         client.completions.create(model=server.model, prompt=[5] * 131_072)
-    assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="at least") as longer:
+    assert tokens.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="at least") as text:
         client.completions.create(model=server.model, prompt="a b " * 400_000)
-    assert longer.value.code == "context_length_exceeded"
+    assert text.value.code == "context_length_exceeded"
 
 
-def test_who_goes_away_frees_the_engine(model: tuple[str, ...], tmp_path: Path) -> None:
-    """In the middle of an answer, and in the queue; and more than may do not wait there."""
+def test_a_disconnect_aborts_the_request(model: tuple[str, ...], tmp_path: Path) -> None:
+    """During the answer, and in the queue, whose limit holds."""
     long = {"model": "model", "prompt": STORY[:200], "max_tokens": 5000}
     with serving(tmp_path, *model, *SLOW, "--queue", "1") as server:
         client = server.client()
@@ -286,23 +326,23 @@ def test_who_goes_away_frees_the_engine(model: tuple[str, ...], tmp_path: Path) 
         assert server.ask("/health") == {"status": "ok", "running": 1, "waiting": 0}
         second = client.completions.create(**long, stream=True)
         wait_for(lambda: server.ask("/health")["waiting"] == 1)
-        with pytest.raises(openai.RateLimitError, match="1 requests wait already"):
+        with pytest.raises(openai.RateLimitError, match="1 requests are waiting"):
             client.completions.create(**long)
         second.close()
         wait_for(lambda: server.ask("/health")["waiting"] == 0)
         stream.close()
         wait_for(lambda: server.ask("/health")["running"] == 0)
-        written = server.metric('tierforce_tokens_total{kind="generated"}')
-        assert 0 < written < 500
-        # without a stream, too
+        generated = server.metric('tierforce_tokens_total{kind="generated"}')
+        assert 0 < generated < 500
+        # the same without a stream
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.5).completions.create(**long)
         wait_for(lambda: server.ask("/health")["running"] == 0)
-        assert server.metric('tierforce_tokens_total{kind="generated"}') < written + 500
+        assert server.metric('tierforce_tokens_total{kind="generated"}') < generated + 500
         assert client.completions.create(**{**long, "max_tokens": 2}).choices[0].text
 
 
-def test_keys(model: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_request_needs_a_key(model: tuple[str, ...], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"# ours\nanother-long-enough-key\n{KEY}\n")
     keys.chmod(0o644)
@@ -320,54 +360,58 @@ def test_keys(model: tuple[str, ...], tmp_path: Path) -> None:
         assert wrong.value.code == "invalid_api_key"
         client = server.client(KEY)
         assert client.chat.completions.create(model="model", messages=WHO).choices
-        # what is too large is not even read from those who have none
+        # without a key, a body is not received, whatever its size
         assert server.status(CHAT, b"x" * 20_000_000) == 401
 
 
-def no_fastapi() -> None:
+def without_fastapi() -> None:
     sys.modules["fastapi"] = None  # type: ignore[assignment]
-    for name in [each for each in sys.modules if each.startswith("decoding.app.server.")]:
+    for name in [module for module in sys.modules if module.startswith("decoding.app.server.")]:
         del sys.modules[name]
 
 
-def few_files() -> None:
+def limit_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
 
 
-def test_what_a_server_cannot_start_with(model: tuple[str, ...], tmp_path: Path) -> None:
-    def told(*arguments: str) -> str:
+def test_a_server_does_not_start_with_invalid_options(
+    model: tuple[str, ...], tmp_path: Path
+) -> None:
+    def error_of(*arguments: str) -> str:
         return refused(forked(tmp_path, "serve", *model, *arguments))
 
-    assert "name a file with keys as --api-key-file" in told("--host", "0.0.0.0")
-    assert "cannot be read" in told("--api-key-file", str(tmp_path / "nowhere"))
+    assert "set --api-key-file to a file with keys" in error_of("--host", "0.0.0.0")
+    assert "cannot be read" in error_of("--api-key-file", str(tmp_path / "nowhere"))
     empty, short = tmp_path / "empty", tmp_path / "short"
     empty.write_text("# none\n")
     short.write_text("secret\n")
     good = tmp_path / "good"
     good.write_text(KEY)
     good.chmod(0o600)
-    assert "contains no key" in told("--api-key-file", str(empty))
-    assert "at least 16 characters" in told("--api-key-file", str(short))
-    assert "secret" not in told("--api-key-file", str(short))
-    assert "no regular file" in told("--api-key-file", str(tmp_path))
-    assert "--queue must be at least 1" in told("--queue", "0")
+    assert "contains no key" in error_of("--api-key-file", str(empty))
+    assert "at least 16 characters" in error_of("--api-key-file", str(short))
+    assert "secret" not in error_of("--api-key-file", str(short))
+    assert "not a regular file" in error_of("--api-key-file", str(tmp_path))
+    assert "--queue must be at least 1" in error_of("--queue", "0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert "cannot listen on 127.0.0.1" in told("--port", port)
-        found = told("--host", "nowhere.invalid", "--api-key-file", str(good))
-        assert "cannot listen on nowhere.invalid" in found
-    few: Finished = forked(tmp_path, "serve", *model, before=few_files)
-    assert "--queue 64 needs 1024 open files at a time" in refused(few)
-    missing: Finished = forked(tmp_path, "serve", *model, before=no_fastapi)
+        assert "cannot listen on 127.0.0.1" in error_of("--port", port)
+        message = error_of("--host", "nowhere.invalid", "--api-key-file", str(good))
+        assert "cannot listen on nowhere.invalid" in message
+    limited: Finished = forked(tmp_path, "serve", *model, before=limit_open_files)
+    assert "--queue 64 needs 1024 open files at a time" in refused(limited)
+    missing: Finished = forked(tmp_path, "serve", *model, before=without_fastapi)
     assert "pip install 'tierforce[server]'" in refused(missing)
 
 
-def test_characters_of_several_tokens_come_whole(server: Serving, tokenizer: AutoTokenizer) -> None:
-    """In a stream and in probabilities, also where a stop string cuts them."""
-    texts = TokenTexts(tokenizer)
-    written = "naïve 😀 “café” 鱼"
-    tokens = tokenizer(written, add_special_tokens=False).input_ids
-    assert b"".join(texts.bytes_of(token) for token in tokens).decode() == written
+def test_characters_of_several_tokens_are_not_split(
+    server: Serving, tokenizer: AutoTokenizer
+) -> None:
+    """In the stream and in its log-probabilities, also with a stop string."""
+    token_bytes = TokenBytes(tokenizer)
+    text = "naïve 😀 “café” 鱼"
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    assert b"".join(token_bytes.bytes_of(token) for token in tokens).decode() == text
     client = server.client()
     ask = partial(
         client.chat.completions.create,
@@ -378,32 +422,32 @@ def test_characters_of_several_tokens_come_whole(server: Serving, tokenizer: Aut
         max_tokens=80,
         logprobs=True,
     )
-    # with fixed lengths of drafts the seed would do; so each answer is looked at for itself
+    # draft lengths adapt, so answers differ despite the seed: each is checked by itself
     for stop in (None, "e", " the"):
-        streamed = list(ask(stream=True, stop=stop))
-        said = "".join(each.choices[0].delta.content or "" for each in streamed)
-        told = [
-            law
-            for each in streamed
-            if each.choices[0].logprobs is not None
-            for law in each.choices[0].logprobs.content
+        chunks = list(ask(stream=True, stop=stop))
+        content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        logprobs = [
+            token
+            for chunk in chunks
+            if chunk.choices[0].logprobs is not None
+            for token in chunk.choices[0].logprobs.content
         ]
-        spelled = b"".join(bytes(law.bytes) for law in told).decode(errors="replace")
-        assert spelled.startswith(said)
+        decoded = b"".join(bytes(token.bytes) for token in logprobs).decode(errors="replace")
+        assert decoded.startswith(content)
         if stop is None:
-            assert spelled == said
+            assert decoded == content
         else:
-            assert stop not in said
-            assert len(spelled) - len(said) < 20
+            assert stop not in content
+            assert len(decoded) - len(content) < 20
 
 
-def test_comments_tell_how_far_it_is(server: Serving) -> None:
-    talk = [{"role": "user", "content": STORY}]
-    # long enough that its counts are told before it has ended
-    body = chat(messages=talk, stream=True, max_tokens=300, temperature=0)
+def test_comments_report_progress(server: Serving) -> None:
+    messages = [{"role": "user", "content": STORY}]
+    # long enough for a report of its counts before its end
+    body = chat(messages=messages, stream=True, max_tokens=300, temperature=0)
     lines = server.ask(CHAT, body).splitlines()
-    told = [json.loads(line[2:]) for line in lines if line.startswith(": {")]
-    kinds = {next(iter(each)) for each in told}
+    updates = [json.loads(line[2:]) for line in lines if line.startswith(": {")]
+    kinds = {next(iter(update)) for update in updates}
     assert {"waiting", "prefill", "counts"} <= kinds
-    done = [each["prefill"] for each in told if "prefill" in each]
+    done = [update["prefill"] for update in updates if "prefill" in update]
     assert done[-1][0] == done[-1][1]

@@ -1,4 +1,4 @@
-"""Connections of `serve` that are slow, idle, many or not quite HTTP: they hold up nobody else."""
+"""Slow, idle, excess or malformed connections to `serve`: they do not block other clients."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from support.slow import slow_except
 
 CHAT = json.dumps({"model": "model", "messages": [{"role": "user", "content": "Who?"}]}).encode()
 STREAM = CHAT[:-1] + b', "stream": true}'
-QUEUE, CLIENT, TOTAL = 4, 16, 20  # requests, and connections with what `hasty` sets
+QUEUE = 4  # requests
+CLIENT, TOTAL = 16, 20  # connections, with the limits of `set_low_limits`
 
 
-def hasty() -> None:
-    """Let the server's limits be short and low."""
+def set_low_limits() -> None:
+    """Set the server's limits to low numbers and short times."""
     from decoding.app.server.worker import limits
 
     limits.CONNECTIONS, limits.CLIENT_CONNECTIONS = TOTAL - QUEUE, CLIENT - QUEUE
@@ -40,22 +41,22 @@ def hasty() -> None:
 @pytest.fixture(scope="module")
 def server(model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("connections") / "run"
-    with serving(folder, *model, "--queue", str(QUEUE), before=hasty) as running:
+    with serving(folder, *model, "--queue", str(QUEUE), before=set_low_limits) as running:
         yield running
 
 
 class Client:
-    """A connection, on which anything can be sent."""
+    """A raw connection that can send any bytes."""
 
     def __init__(self, server: Serving, sent: bytes = b"", address: str = "127.0.0.1"):
-        at = urlsplit(server.url)
-        assert at.hostname is not None
-        target = (at.hostname, at.port or 0)
+        url = urlsplit(server.url)
+        assert url.hostname is not None
+        target = (url.hostname, url.port or 0)
         self.socket = socket.create_connection(target, PATIENCE, source_address=(address, 0))
         self.socket.sendall(sent)
 
     def rest(self) -> bytes:
-        """Return all that comes until the server closes the connection."""
+        """Return all data received until the server closes the connection."""
         received = b""
         try:
             while part := self.socket.recv(65536):
@@ -67,7 +68,7 @@ class Client:
         return received
 
     def is_open(self) -> bool:
-        """Tell whether the server has left it open; drops what was received."""
+        """Return whether the server has left the connection open; discards received data."""
         self.socket.settimeout(0)
         try:
             while self.socket.recv(65536):
@@ -99,14 +100,14 @@ SLOW = {
     "half a body": request(CHAT)[:-9],
     "half a chunk": b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
     b"application/json\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
-    "a body for nobody": request(CHAT, path=b"/nowhere")[:-9],
-    "idle behind a reply": GET,
+    "half a body for an unknown route": request(CHAT, path=b"/nowhere")[:-9],
+    "idle after a response": GET,
 }
 
 
 @pytest.mark.parametrize("name", slow_except(SLOW, 2, 4, 7))
-def test_slow_clients_hold_nobody_up(name: str, server: Serving) -> None:
-    """However many they are; and they are not kept."""
+def test_slow_clients_do_not_block_others(name: str, server: Serving) -> None:
+    """Any number of them: their connections are closed."""
     slow = [Client(server, SLOW[name]) for _ in range(3 * TOTAL)]
     assert server.ask("/health")["status"] == "ok"
     assert server.status("/v1/chat/completions", CHAT) == 200
@@ -119,18 +120,18 @@ def test_slow_clients_hold_nobody_up(name: str, server: Serving) -> None:
     "name", slow_except(["half a request line", "half a head", "half a body"], 2)
 )
 @pytest.mark.slow
-def test_what_comes_drop_by_drop_has_an_end(name: str, server: Serving) -> None:
+def test_a_request_sent_byte_by_byte_is_closed(name: str, server: Serving) -> None:
     client = Client(server, SLOW[name])
     end = time.monotonic() + PATIENCE
     while client.is_open():
-        assert time.monotonic() < end, "it is never closed"
+        assert time.monotonic() < end, "the connection is never closed"
         client.socket.settimeout(PATIENCE)
         client.socket.sendall(b"a")
         time.sleep(0.1)
     client.socket.close()
 
 
-def test_a_slow_client_is_told(server: Serving) -> None:
+def test_a_slow_client_receives_a_timeout_error(server: Serving) -> None:
     head, body, nothing = (
         Client(server, SLOW[name]) for name in ("half a head", "half a body", "nothing")
     )
@@ -141,30 +142,30 @@ def test_a_slow_client_is_told(server: Serving) -> None:
     assert nothing.rest() == b""
 
 
-def test_one_clients_connections_cost_another_none(server: Serving) -> None:
-    """Of the client that has the most, the one that has waited longest is closed for the next."""
+def test_excess_connections_of_a_client_do_not_close_those_of_another(server: Serving) -> None:
+    """The client with the most loses the one that has waited longest."""
     other = [Client(server, b"GET /", address="127.0.0.2") for _ in range(3)]
     own = [Client(server, b"GET /") for _ in range(2 * TOTAL)]
     assert b"200 OK" in Client(server, GET[:-2] + b"Connection: close\r\n\r\n").rest()
     assert all(each.is_open() for each in other)
     wait_for(lambda: sum(each.is_open() for each in own) <= CLIENT)
     assert not own[0].is_open()
-    for each in (*other, *own):
-        each.socket.close()
+    for client in (*other, *own):
+        client.socket.close()
 
 
-def test_requests_that_wait_keep_their_connections(server: Serving) -> None:
-    """Slow ones give way to the next, and those that wait for an answer do not."""
+def test_connections_of_queued_requests_stay_open(server: Serving) -> None:
+    """Slow ones are closed for new ones, and those waiting for an answer are not."""
     long = CHAT[:-1] + b', "max_tokens": 60}'
-    asking = [Client(server, request(long, b"Connection: close")) for _ in range(QUEUE)]
+    queued = [Client(server, request(long, b"Connection: close")) for _ in range(QUEUE)]
     slow = [Client(server, b"GET /") for _ in range(TOTAL)]
-    for each in asking:
-        assert b"200 OK" in each.rest()
-    for each in slow:
-        each.socket.close()
+    for client in queued:
+        assert b"200 OK" in client.rest()
+    for client in slow:
+        client.socket.close()
 
 
-def test_a_client_that_reads_nothing_is_dropped(server: Serving) -> None:
+def test_a_client_that_does_not_read_is_closed(server: Serving) -> None:
     pages = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000
     client = Client(server)
     with pytest.raises(ConnectionError):  # the server reads no more, and then closes it
@@ -174,22 +175,22 @@ def test_a_client_that_reads_nothing_is_dropped(server: Serving) -> None:
 
 
 HALF_CLOSED = {
-    "a look": (GET, b"200 OK"),
-    "a look by HTTP/1.0": (GET.replace(b"1.1", b"1.0"), b"200 OK"),
-    "a question": (request(CHAT), b'"finish_reason":"length"'),
-    "a stream": (request(STREAM), b"[DONE]"),
-    "two looks": (GET + GET, b"200 OK"),
+    "get": (GET, b"200 OK"),
+    "get by HTTP/1.0": (GET.replace(b"1.1", b"1.0"), b"200 OK"),
+    "completion": (request(CHAT), b'"finish_reason":"length"'),
+    "stream": (request(STREAM), b"[DONE]"),
+    "two gets": (GET + GET, b"200 OK"),
 }
 
 
 @pytest.mark.parametrize("name", HALF_CLOSED)
-def test_a_client_that_ends_its_side_is_answered(name: str, server: Serving) -> None:
+def test_a_client_that_closes_its_own_side_is_answered(name: str, server: Serving) -> None:
     sent, expected = HALF_CLOSED[name]
     client = Client(server, sent)
     client.socket.shutdown(socket.SHUT_WR)
     reply = client.rest()
     assert reply.count(expected) == sent.count(b"Host:")
-    # and what was not sent whole is not waited for: it gets no reply, not even that it is late
+    # an incomplete request is not waited for: it gets no response, not even a timeout error
     client = Client(server, sent[:-3])
     client.socket.shutdown(socket.SHUT_WR)
     reply = client.rest()
@@ -203,9 +204,7 @@ def test_a_client_that_ends_its_side_is_answered(name: str, server: Serving) -> 
         (b"Content-Type: application/json\r\nContent-Length: 500000000", b"413"),
     ],
 )
-def test_a_client_that_is_refused_is_not_asked_for_its_body(
-    head: bytes, status: bytes, server: Serving
-) -> None:
+def test_a_refused_request_gets_no_continue(head: bytes, status: bytes, server: Serving) -> None:
     line = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
     client = Client(server, line + head + b"\r\nExpect: 100-continue\r\n\r\n")
     assert client.rest().startswith(b"HTTP/1.1 " + status)
@@ -217,13 +216,13 @@ AMBIGUOUS = {
     "two framings, chunked first": (b"Transfer-Encoding: chunked", b"Content-Length: 6"),
     "two lengths": (b"Content-Length: 5", b"Content-Length: 6"),
     "two lengths in one": (b"Content-Length: 5, 6",),
-    "a sign": (b"Content-Length: +5",),
-    "less than none": (b"Content-Length: -5",),
-    "no decimal": (b"Content-Length: 0x5",),
-    "a blank": (b"Content-Length : 5",),
+    "sign": (b"Content-Length: +5",),
+    "negative": (b"Content-Length: -5",),
+    "hexadecimal": (b"Content-Length: 0x5",),
+    "blank": (b"Content-Length : 5",),
     "two encodings": (b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked"),
     "another encoding": (b"Transfer-Encoding: gzip, chunked",),
-    "no encoding": (b"Transfer-Encoding: identity",),
+    "identity encoding": (b"Transfer-Encoding: identity",),
     "another blank": (b"Transfer-Encoding : chunked",),
     "two hosts": (b"Host: evil.example",),
 }
@@ -231,11 +230,11 @@ AMBIGUOUS = {
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_requests_of_ambiguous_length_are_refused(name: str, server: Serving) -> None:
-    """And what follows is not taken for another request."""
+    """Data after the header is not parsed as another request."""
     head = b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     reply = Client(server, head + b"\r\n".join(AMBIGUOUS[name]) + b"\r\n\r\n" + SMUGGLED).rest()
     assert reply.startswith(b"HTTP/1.1 400 Bad Request\r\n")
-    assert reply.count(b"HTTP/1.1 ") == 2  # its own message names the protocol
+    assert reply.count(b"HTTP/1.1 ") == 2  # the status line, and the error message
     assert b"Connection: close\r\n" in reply
 
 
@@ -243,23 +242,23 @@ CHUNKED = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
 )
-WRONG = {
+MALFORMED = {
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(300), 400),
-    "a long line": (b"GET /" + b"a" * 1_000_000, 431),
-    "a large head": (GET[:-2] + b"".join(b"X-%d: a\r\n" % each for each in range(9000)), 431),
-    "a large whole head": (GET[:-2] + b"X: " + b"a" * 60_000 + b"\r\n\r\n", 431),
-    "no chunk": (CHUNKED + b"ZZ\r\n", 400),
-    "a longer chunk": (CHUNKED + b"1\r\nabcd\r\n", 400),
-    "a chunk's large head": (CHUNKED + b"1;" + b"a" * 100_000, 431),
+    "long line": (b"GET /" + b"a" * 1_000_000, 431),
+    "large header": (GET[:-2] + b"".join(b"X-%d: a\r\n" % i for i in range(9000)), 431),
+    "large header in one piece": (GET[:-2] + b"X: " + b"a" * 60_000 + b"\r\n\r\n", 431),
+    "invalid chunk size": (CHUNKED + b"ZZ\r\n", 400),
+    "wrong chunk size": (CHUNKED + b"1\r\nabcd\r\n", 400),
+    "large chunk header": (CHUNKED + b"1;" + b"a" * 100_000, 431),
     "tiny chunks": (CHUNKED + b"1\r\na\r\n" * 100_000, 400),
     "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400),
     "null": (b"GET /\x00 HTTP/1.1\r\n\r\n", 400),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_not_http_is_refused(name: str, server: Serving) -> None:
-    sent, status = WRONG[name]
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_requests_are_refused(name: str, server: Serving) -> None:
+    sent, status = MALFORMED[name]
     client = Client(server)
     client.socket.sendall(sent)
     reply = client.rest()
@@ -273,13 +272,13 @@ def test_what_is_not_http_is_refused(name: str, server: Serving) -> None:
 UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
 
 
-def test_an_upgrade_is_not_made(server: Serving) -> None:
+def test_an_upgrade_is_ignored(server: Serving) -> None:
     reply = Client(server, GET[:-2] + UPGRADE + b"\r\n").rest()
     assert reply.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 @pytest.mark.parametrize("path", [b"/health/", b"/v1/models/", b"/v1/completions/", b"//evil/"])
-def test_nothing_is_redirected_and_no_header_repeated(path: bytes, server: Serving) -> None:
+def test_responses_have_no_redirect_and_do_not_echo_the_host(path: bytes, server: Serving) -> None:
     for host, status in ((b"localhost:99", b" 404 "), (b"evil.example", b" 403 ")):
         head = b"GET " + path + b" HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n"
         reply = Client(server, head).rest()
@@ -288,18 +287,18 @@ def test_nothing_is_redirected_and_no_header_repeated(path: bytes, server: Servi
         assert host not in reply
 
 
-def test_a_connection_for_which_there_is_no_room_is_told() -> None:
-    """Where all others wait for the server, none is closed for it."""
+def test_a_connection_beyond_the_limit_receives_an_error() -> None:
+    """None of the others is closed for it if all wait for the server."""
 
     async def run() -> bytes:
         config = uvicorn.Config(FastAPI(), lifespan="off", ws="none", log_config=None)
         state = ServerState()
-        listening = await asyncio.get_running_loop().create_server(
-            lambda: Connection(config=config, server_state=state, app_state={}, at_most=0),
+        listener = await asyncio.get_running_loop().create_server(
+            lambda: Connection(config=config, server_state=state, app_state={}, max_connections=0),
             "127.0.0.1",
         )
-        async with listening:
-            reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        async with listener:
+            reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
             writer.write(GET)
             reply = await reader.read()
             writer.close()

@@ -1,4 +1,4 @@
-"""What requests to `serve` take of memory: bodies that are received, parsed and let go of."""
+"""Memory of requests to `serve`: bodies that are received, parsed and freed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ pytest.importorskip("prometheus_client")
 from starlette.requests import Request
 from starlette.types import Message
 
-from decoding.app.server.http.guards import Refused, RequestGuard
+from decoding.app.server.http.guards import RequestGuard, RequestRefused
 from decoding.app.server.http.parsing import ServedModel
 from decoding.app.server.http.receiving import Uploads, parse_json
 from decoding.app.server.http.routes import Server
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.jobs import (
     Failed,
+    ProgressUpdate,
     QueuedRequest,
-    QueueUpdate,
     RequestQueue,
     TextDelta,
 )
@@ -42,11 +42,11 @@ POST = {
 
 
 def upload(parts: Iterable[bytes], ends: bool = True) -> Request:
-    """A request whose body comes in these parts, and then ends or is never complete."""
-    coming = iter(parts)
+    """Return a request whose body arrives in these parts, and then ends or is never complete."""
+    remaining = iter(parts)
 
     async def receive() -> Message:
-        for part in coming:
+        for part in remaining:
             return {"type": "http.request", "body": part, "more_body": True}
         if not ends:
             await asyncio.sleep(1000)
@@ -58,31 +58,31 @@ def upload(parts: Iterable[bytes], ends: bool = True) -> Request:
 async def status_of(
     uploads: Uploads, request: Request, held_until: asyncio.Event | None = None
 ) -> int:
-    """The status that a request is refused with; 200 where it is received."""
+    """Return the status of a refused request, or 200 if the body is received."""
     try:
-        async with uploads.received(request) as body:
+        async with uploads.receive(request) as body:
             assert len(body) % len(PART) == 0
             if held_until is not None:
                 await held_until.wait()
-    except Refused as refused:
+    except RequestRefused as refused:
         return refused.failed.status
     return 200
 
 
 @pytest.fixture
-def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("BODY_S", 0.3), ("SLOW_S", 0.1)):
         monkeypatch.setattr(limits, name, seconds)
 
 
-@pytest.mark.usefixtures("_hasty")
-def test_a_body_is_bounded_in_size_and_time() -> None:
+@pytest.mark.usefixtures("_short_times")
+def test_the_size_and_the_time_of_a_body_are_limited() -> None:
     async def run() -> None:
         uploads = Uploads(MAX_BODY)
         for request, status in (
             (upload([PART] * 10), 200),
             (upload([PART] * 11), 413),
-            (upload(iter(lambda: PART, None)), 413),  # without an end
+            (upload(iter(lambda: PART, None)), 413),  # endless body
             (upload([], ends=False), 408),
             (upload([PART], ends=False), 408),
         ):
@@ -91,9 +91,9 @@ def test_a_body_is_bounded_in_size_and_time() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.usefixtures("_hasty")
-def test_stalled_bodies_give_way() -> None:
-    """They hold no more than the limit, and a small body never waits for them."""
+@pytest.mark.usefixtures("_short_times")
+def test_stalled_bodies_are_refused_for_others() -> None:
+    """Their memory is limited, and a small body never waits for them."""
 
     async def run() -> None:
         uploads = Uploads(MAX_BODY)
@@ -102,23 +102,23 @@ def test_stalled_bodies_give_way() -> None:
             for _ in range(20)
         ]
         await asyncio.sleep(0.01)
-        held = sum(each.size for each in uploads._uploads)
-        assert limits.BODIES * MAX_BODY < held < (limits.BODIES + 1) * MAX_BODY + 20 * len(PART)
+        total = sum(each.size for each in uploads._uploads)
+        assert limits.BODIES * MAX_BODY < total < (limits.BODIES + 1) * MAX_BODY + 20 * len(PART)
         assert await status_of(uploads, upload([])) == 200
         assert await status_of(uploads, upload([PART] * 10)) == 200
-        gone = [each.result() for each in stalled if each.done()]
-        assert 408 in gone  # long before their own time was up
-        assert set(gone) <= {408, 503}
-        for each in stalled:
-            each.cancel()
+        refused = [each.result() for each in stalled if each.done()]
+        assert 408 in refused  # long before their own deadline
+        assert set(refused) <= {408, 503}
+        for task in stalled:
+            task.cancel()
         await asyncio.gather(*stalled, return_exceptions=True)
         assert not uploads._uploads
 
     asyncio.run(run())
 
 
-def test_whole_bodies_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While others are parsed, for a bounded time."""
+def test_bodies_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for a limited time while others are parsed."""
 
     async def run() -> None:
         uploads, parsed = Uploads(MAX_BODY), asyncio.Event()
@@ -149,18 +149,18 @@ VALUES = {
     "numbers": b"[" + b"1," * 99 + b"1]",
     "lists": b"[" + b"[1]," * 48 + b"[1,1]]",
     "pairs": b"{" + b",".join(b'"%d":1' % each for each in range(99)) + b"}",
-    "texts": b"[" + b'"",' * 98 + b'""]',
-    "text that looks like values": json.dumps('[{,"\\' * 1000).encode(),
-    "an escape at the end": json.dumps([',\\"\\\\', "," * 1000, '"']).encode(),
+    "strings": b"[" + b'"",' * 98 + b'""]',
+    "string that looks like values": json.dumps('[{,"\\' * 1000).encode(),
+    "escape at the end": json.dumps([',\\"\\\\', "," * 1000, '"']).encode(),
 }
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_values_are_counted_before_any_is_made(name: str) -> None:
+def test_values_are_counted_before_parsing(name: str) -> None:
     text = VALUES[name]
     assert parse_json(text, 101) == json.loads(text)
-    if not name.startswith(("text that", "an escape")):
-        with pytest.raises(Refused, match="more than 98 JSON values"):
+    if not name.startswith(("string that", "escape")):
+        with pytest.raises(RequestRefused, match="more than 98 JSON values"):
             parse_json(text, 98)
 
 
@@ -182,11 +182,11 @@ def test_values_are_counted_before_any_is_made(name: str) -> None:
         b'"\xed\xa0\xbd"',
     ],
 )
-def test_what_is_no_json_is_refused(text: bytes) -> None:
-    with pytest.raises(Refused, match=r"not JSON|JSON values") as refused:
+def test_invalid_json_is_refused(text: bytes) -> None:
+    with pytest.raises(RequestRefused, match=r"not JSON|JSON values") as refused:
         parse_json(text, 1000)
     assert refused.value.failed.status == 400
-    refused.value.reply()  # can be sent
+    refused.value.response()  # the message can be encoded
 
 
 def test_a_byte_order_mark_is_skipped() -> None:
@@ -194,14 +194,14 @@ def test_a_byte_order_mark_is_skipped() -> None:
 
 
 class _Prompts:
-    """A tokenizer that makes little of a text."""
+    """A tokenizer that returns the same few tokens for any text."""
 
-    def of_text(self, _: str) -> list[int]:
+    def tokenize_text(self, _: str) -> list[int]:
         return [1, 2, 3]
 
 
-def test_nothing_of_a_body_is_kept_while_its_request_waits() -> None:
-    """Neither its bytes nor what they stand for, in a stream or not."""
+def test_the_body_of_a_queued_request_is_freed() -> None:
+    """Its bytes and its parsed values, whether the answer is streamed or not."""
     body = {
         "model": "model",
         "prompt": "a" * 4_000_000,
@@ -229,42 +229,42 @@ def test_nothing_of_a_body_is_kept_while_its_request_waits() -> None:
         server = Server(queue, _Prompts(), metrics, served, 16_000_000)  # type: ignore[arg-type]
         app = RequestGuard(server.app(), None, [], metrics)
         tracemalloc.start()
-        asking = [asyncio.create_task(ask(app, streamed)) for streamed in (True, False)]
+        tasks = [asyncio.create_task(ask(app, streamed)) for streamed in (True, False)]
         while queue.waiting < 2:
             await asyncio.sleep(0.01)
-        for _ in range(500):  # the thread that has parsed it may still be about to let go
+        for _ in range(500):  # the parsing thread may still hold it for a moment
             gc.collect()
-            kept, peak = tracemalloc.get_traced_memory()
-            if kept < 4_000_000:
+            current, peak = tracemalloc.get_traced_memory()
+            if current < 4_000_000:
                 break
             await asyncio.sleep(0.01)
         tracemalloc.stop()
         assert peak > 8_000_000
-        assert kept < 4_000_000
-        for each in asking:
-            each.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        assert current < 4_000_000
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(run())
 
 
-def test_an_answer_that_is_not_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_answer_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "UNREAD_EVENTS", 10)
 
     async def run() -> None:
-        job = QueuedRequest(None)  # type: ignore[arg-type]
+        unread = QueuedRequest(None)  # type: ignore[arg-type]
         for _ in range(100):
-            job.send(TextDelta("a"))
+            unread.send(TextDelta("a"))
             await asyncio.sleep(0)
-        assert job.is_over  # so the engine stops
-        events = [job.events.get_nowait() for _ in range(job.events.qsize())]
+        assert unread.is_over  # the engine stops
+        events = [unread.events.get_nowait() for _ in range(unread.events.qsize())]
         assert events[:10] == [TextDelta("a")] * 10
         assert isinstance(events[10], Failed)
         assert len(events) == 11
         read = QueuedRequest(None)  # type: ignore[arg-type]
-        for before in range(100):
-            read.send(QueueUpdate({"waiting": before}))
-            assert await read.events.get() == QueueUpdate({"waiting": before})
+        for position in range(100):
+            read.send(ProgressUpdate({"waiting": position}))
+            assert await read.events.get() == ProgressUpdate({"waiting": position})
         assert not read.is_over
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""How a server ends, and what of it stays; alone and on two ranks."""
+"""Shutdown of a server, and what is stored by then; on one rank and on two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("openai")
 import openai
 
 from decoding.prefix_cache.store import PromptCache
-from support.chatty import STORY
+from support.chat_model import STORY
 from support.commands import PATIENCE, Finished, wait_for
 from support.serving import SLOW, Serving, serving
 from support.slow import slow_except
@@ -22,45 +22,45 @@ QUESTION = [{"role": "user", "content": STORY * 2 + "\n\nWho?"}]
 LONG = {"model": "model", "prompt": STORY[:200], "max_tokens": 5000}
 
 
-def ended(server: Serving, number: signal.Signals) -> Finished:
+def shut_down(server: Serving, number: signal.Signals) -> Finished:
     finished = server.end(number)
     assert finished.code == 128 + number, finished.err
-    assert f"{number.name}: ending" in finished.err
+    assert f"{number.name}: shutting down" in finished.err
     return finished
 
 
 @pytest.mark.parametrize("ranks", slow_except([pytest.param(()), pytest.param(("--gpus", "2"))]))
-def test_what_was_read_is_on_disk_when_it_ends(
+def test_the_prompt_is_stored_on_shutdown(
     ranks: tuple[str, ...], model: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """SIGTERM ends the answer that is under way at once, and no writing; who waits is told."""
-    kept = tmp_path / "kept"
-    command = (*model, *ranks, "--prompt-cache", str(kept), "--max-new-tokens", "5000")
-    failed: list[str] = []
+    """SIGTERM aborts the answer in progress but no write, and queued requests get an error."""
+    cache = tmp_path / "cache"
+    command = (*model, *ranks, "--prompt-cache", str(cache), "--max-new-tokens", "5000")
+    errors: list[str] = []
 
     def wait_in_queue(server: Serving) -> None:
         with pytest.raises(openai.InternalServerError) as error:
             server.client().completions.create(**LONG)
-        failed.append(error.value.message)
+        errors.append(error.value.message)
 
     with serving(tmp_path, *command) as server:
         stream = server.client().chat.completions.create(
             model="model", messages=QUESTION, stream=True, max_tokens=5000
         )
-        pieces = iter(stream)
+        chunks = iter(stream)
         for _ in range(3):
-            next(pieces)
-        waiting = threading.Thread(target=wait_in_queue, args=(server,))
-        waiting.start()
+            next(chunks)
+        queued = threading.Thread(target=wait_in_queue, args=(server,))
+        queued.start()
         wait_for(lambda: server.ask("/health")["waiting"] == 1)
-        finished = ended(server, signal.SIGTERM)
-        with pytest.raises(openai.APIError, match="shut down"):
-            list(pieces)
-        waiting.join()
-    assert "shut down" in failed[0]
-    assert "given up" in finished.err
-    assert "It was the best of times" in PromptCache(kept).prompts()[0].manifest.name
-    # as the next one finds
+        finished = shut_down(server, signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(chunks)
+        queued.join()
+    assert "shutting down" in errors[0]
+    assert "aborted" in finished.err
+    assert "It was the best of times" in PromptCache(cache).prompts()[0].manifest.name
+    # the next server loads it
     with serving(tmp_path, *command) as server:
         answer = server.client().chat.completions.create(
             model="model", messages=QUESTION, max_tokens=3
@@ -69,15 +69,15 @@ def test_what_was_read_is_on_disk_when_it_ends(
         assert answer.usage.prompt_tokens_details.cached_tokens > tokens - 100
         assert answer.tierforce["loaded_tokens"] > 0
         assert answer.tierforce["ranks"] == (2 if ranks else 1)
-        ended(server, signal.SIGINT)
+        shut_down(server, signal.SIGINT)
 
 
 @pytest.mark.parametrize("ranks", slow_except([pytest.param(()), pytest.param(("--gpus", "2"))], 1))
 @pytest.mark.slow
-def test_who_goes_away_while_a_prompt_is_read(
+def test_a_disconnect_aborts_the_prefill(
     ranks: tuple[str, ...], model: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Reading ends with the layer that is being read, on all ranks, and the next is answered."""
+    """It ends after the current layer, on all ranks, and the next request is answered."""
     long = [{"role": "user", "content": STORY * 4}]
     with serving(tmp_path, *model, *SLOW, *ranks) as server:
         client = server.client()
@@ -86,14 +86,14 @@ def test_who_goes_away_while_a_prompt_is_read(
         next(iter(stream))
         wait_for(lambda: server.ask("/health")["running"] == 1)
         stream.close()
-        wait_for(lambda: "given up while its prompt was read" in server.log)
+        wait_for(lambda: "aborted during prefill" in server.log)
         again = client.completions.create(**{**LONG, "max_tokens": 8}).choices[0].text
         assert again == expected
-        ended(server, signal.SIGTERM)
+        shut_down(server, signal.SIGTERM)
 
 
-def test_a_lost_rank_ends_it(model: tuple[str, ...], tmp_path: Path) -> None:
-    """With a line that says so, and an error for who is being answered."""
+def test_a_lost_rank_ends_the_server(model: tuple[str, ...], tmp_path: Path) -> None:
+    """The log names it, and the client in progress receives an error."""
     with serving(tmp_path, *model, *SLOW, "--gpus", "2") as server:
         stream = iter(server.client().completions.create(**LONG, stream=True))
         next(stream)
@@ -109,27 +109,27 @@ def test_a_lost_rank_ends_it(model: tuple[str, ...], tmp_path: Path) -> None:
     assert "records" not in finished.err
 
 
-def never_ending() -> None:
+def delay_shutdown() -> None:
     from decoding.app.server.worker.answering import EngineWorker
 
     run = EngineWorker.run
 
-    def run_on(answering: EngineWorker) -> None:
-        run(answering)
+    def run_and_wait(worker: EngineWorker) -> None:
+        run(worker)
         time.sleep(PATIENCE)
 
-    EngineWorker.run = run_on  # type: ignore[method-assign]
+    EngineWorker.run = run_and_wait  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("number", slow_except([signal.SIGINT, signal.SIGTERM], 1))
 @pytest.mark.slow
-def test_a_second_signal_ends_it_at_once(
+def test_a_second_signal_ends_the_server_at_once(
     number: signal.Signals, model: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Where ending takes its time; the same signal twice in a moment is one."""
-    with serving(tmp_path, *model, before=never_ending) as server:
+    """During a slow shutdown; two equal signals within a second count as one."""
+    with serving(tmp_path, *model, before=delay_shutdown) as server:
         server.job.send_signal(number)
-        server.job.wait_for(lambda: ": ending" in server.log)
+        server.job.wait_for(lambda: ": shutting down" in server.log)
         server.job.send_signal(number)
         time.sleep(1.1)
         assert not server.job.has_ended()

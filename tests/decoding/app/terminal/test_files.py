@@ -1,4 +1,4 @@
-"""Files of other kinds than commands expect are told at once, whatever their size."""
+"""Irregular and oversized files are an immediate error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decoding.app.batch.job import model_digest
 from decoding.app.interactive import generate
 from decoding.app.interactive.chat import read_conversation
 from decoding.app.server.options import read_keys
-from decoding.app.terminal.files import check_json_suffix
+from decoding.app.terminal.files import check_overwrite
 from decoding.planning.hardware_profile import HardwareProfile
 from offload.errors import TierForceError
 from support.irregular import IRREGULAR
@@ -23,7 +23,7 @@ from support.irregular import IRREGULAR
 READERS: dict[str, Callable[[Path], object]] = {
     "/load": read_conversation,
     "--hardware": lambda path: HardwareProfile.from_name(str(path)),
-    "--stats": lambda path: check_json_suffix("--stats", path),
+    "--stats": lambda path: check_overwrite("--stats", path),
     "--api-key-file": read_keys,
     "--model": lambda path: model_digest(path.parent),
 }
@@ -31,11 +31,11 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", [*IRREGULAR, "terabyte"])
-def test_one_line_says_what_is_wrong(kind: str, reader: str, tmp_path: Path) -> None:
+def test_irregular_file_is_a_one_line_error(kind: str, reader: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     if kind == "terabyte":
         path.touch()
-        os.truncate(path, 1 << 40)  # which takes no disk
+        os.truncate(path, 1 << 40)  # sparse: takes no disk space
     else:
         IRREGULAR[kind](path)
     with pytest.raises(TierForceError) as error:
@@ -43,10 +43,10 @@ def test_one_line_says_what_is_wrong(kind: str, reader: str, tmp_path: Path) -> 
     assert "\n" not in str(error.value)
 
 
-def test_standard_input_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_standard_input_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/zero", "rb") as zeros:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(zeros))
         for module in (generate, documents):
             monkeypatch.setattr(module, "MAX_BYTES", 10)
         with pytest.raises(TierForceError, match="more than any context holds"):
-            generate._read(generate.STDIN, 1)
+            generate._read_prompt(generate.STDIN, 1)

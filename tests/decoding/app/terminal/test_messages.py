@@ -1,4 +1,4 @@
-"""What a user may not have meant by models is told before work begins."""
+"""Warnings about probable mistakes are printed before work begins."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from support.models import rope
 COMMON = Common(model="a", draft="b", settings=Settings(), sampling=Sampling())
 
 
-class OtherTokenizer:
-    """A tokenizer of so many tokens."""
+class TokenizerOfLength:
+    """A tokenizer with `tokens` entries."""
 
     def __init__(self, tokens: int):
         self._tokens = tokens
@@ -34,38 +34,40 @@ def pair(checkpoint: Callable[..., Path]) -> Pair:
     return Pair(checkpoint(), checkpoint(seed=1, num_hidden_layers=1))
 
 
-def test_models_that_go_together_raise_no_doubt(pair: Pair) -> None:
+def test_matching_models_give_no_warning(pair: Pair) -> None:
     with pair.engine("hierarchical", stop=[3]) as engine:
-        engine.tokenizer = OtherTokenizer(pair.target.config.vocab)
+        engine.tokenizer = TokenizerOfLength(pair.target.config.vocab)
         assert sanity_warnings(engine, COMMON) == []
 
 
-def test_what_cannot_be_meant_is_told(pair: Pair) -> None:
+def test_suspicious_models_and_options_give_warnings(pair: Pair) -> None:
     vocab = pair.target.config.vocab
     with pair.engine("plain") as engine:
-        engine.tokenizer = OtherTokenizer(vocab // 3)
+        engine.tokenizer = TokenizerOfLength(vocab // 3)
         other, endless, unused = sanity_warnings(engine, COMMON)
         assert f"a has {vocab:,} tokens, its tokenizer {vocab // 3:,}" in other
-        assert "no token that ends a text" in endless
-        assert unused == "--draft b has no part in --mode plain."
+        assert "no end-of-sequence token" in endless
+        assert unused == "--draft b is not used in --mode plain."
 
 
-@pytest.mark.parametrize(("context", "is_told"), [(None, True), (4096, False)])
-def test_a_context_that_was_guessed_is_told(
-    checkpoint: Callable[..., Path], context: int | None, is_told: bool
+@pytest.mark.parametrize(("context", "has_warning"), [(None, True), (4096, False)])
+def test_guessed_context_gives_warning(
+    checkpoint: Callable[..., Path], context: int | None, has_warning: bool
 ) -> None:
     linear = rope("linear", factor=4.0)
     folder = checkpoint(max_position_embeddings=16_384, rope_parameters=linear)
     pair = Pair(folder, folder)
     with pair.engine("plain", stop=[3], context=context) as engine:
-        engine.tokenizer = OtherTokenizer(pair.target.config.vocab)
-        told = sanity_warnings(engine, replace(COMMON, draft=None))
+        engine.tokenizer = TokenizerOfLength(pair.target.config.vocab)
+        warnings = sanity_warnings(engine, replace(COMMON, draft=None))
         assert engine.context == (context or 16_384)
-    assert [line.startswith("a: RoPE type 'linear' stretches") for line in told] == [True] * is_told
+    assert [line.startswith("a: RoPE type 'linear' scales") for line in warnings] == [
+        True
+    ] * has_warning
 
 
-def test_a_command_tells_its_doubts(tmp_path: Path) -> None:
+def test_command_prints_warnings(tmp_path: Path) -> None:
     prompt = ("--prompt", "It was", "--max-new-tokens", "1")
-    done = forked(tmp_path, "generate", *MODELS, *prompt, "--mode", "plain")
-    assert done.code == 0, done.err
-    assert f"warning: --draft {DRAFT} has no part in --mode plain." in done.err
+    result = forked(tmp_path, "generate", *MODELS, *prompt, "--mode", "plain")
+    assert result.code == 0, result.err
+    assert f"warning: --draft {DRAFT} is not used in --mode plain." in result.err

@@ -1,5 +1,5 @@
-"""Interrupted in the middle of a document, whichever way: all ends, what was finished is intact,
-and the same command goes on.
+"""Interrupts in the middle of a document: all processes exit, finished records are intact, and the
+same command resumes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from support.commands import (
+    GREEDY_FP32,
     MODELS,
-    STEADY,
     TIERFORCE,
     TORCHRUN,
     Fork,
@@ -27,15 +27,15 @@ from support.commands import (
 )
 from support.slow import slow_except
 
-SOON = 30.0  # seconds in which all processes of an interrupted job have to be gone
+EXIT_TIMEOUT_S = 30.0  # seconds in which all processes of an interrupted job must exit
 OFFLOADED = ("--gpu-kv-layers", "0", "--max-new-tokens", "16", "--retrieval-budget", "4096")
-# a second or so for a document, of which two ranks have half each; nearly all of it is waiting
+# about a second per document, nearly all of it waiting; two ranks transfer half each
 SLOW, SLOW_ALONE = ("--link", "emulated:0.004"), ("--link", "emulated:0.008")
 TWO = ("--gpus", "2")
 
 
 def write(folder: Path, documents: int) -> tuple[str, ...]:
-    """Write documents; returns the command less its link and output."""
+    """Write documents; return the command without its link and output."""
     (folder / "in").mkdir()
     for number in range(documents):
         (folder / f"in/{number}.txt").write_text(
@@ -48,15 +48,15 @@ def concurrency(count: int) -> tuple[str, str]:
     return "--concurrency", str(count)
 
 
-def uninterrupted(folder: Path, *command: str) -> dict[str, Any]:
-    """Return the summaries by id, which are the same over any link."""
+def expected_summaries(folder: Path, *command: str) -> dict[str, Any]:
+    """Return the summaries by id, which do not depend on the link."""
     output = folder / "reference.jsonl"
     assert forked(folder, *command, "--output", str(output)).code == 0
     return {record["id"]: record["summary"] for record in records(output)}
 
 
-def in_the_middle(job: Running, output: Path) -> list[dict[str, Any]]:
-    """Wait for one more record, and for the next document to be under way. The records so far."""
+def wait_mid_document(job: Running, output: Path) -> list[dict[str, Any]]:
+    """Wait for one more record and the start of the next document; return the records."""
     before = lines(output)
     job.wait_for(lambda: lines(output) > before)
     time.sleep(0.1)
@@ -70,39 +70,39 @@ def kill_rank(number: int, job: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "texts"),
+    ("number", "count"),
     slow_except([(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)], 2),
 )
-def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
-    number: signal.Signals, texts: int, tmp_path: Path
+def test_single_process_exits_on_signal_and_resumes_with_same_seed(
+    number: signal.Signals, count: int, tmp_path: Path
 ) -> None:
     command = (
         *write(tmp_path, documents=3),
-        *concurrency(texts),
+        *concurrency(count),
         "--seed",
         "3",
         "--num-draft-tokens",
         "5",
         "--mode",
-        "speculative",  # has no other length, which would go by the clock
+        "speculative",  # no inner draft length, which depends on timing
     )
     output = tmp_path / "out.jsonl"
     job = Fork(tmp_path, *command, *SLOW_ALONE, "--output", str(output))
-    finished = in_the_middle(job, output)
+    finished = wait_mid_document(job, output)
     job.send_signal(number)
-    result = job.finish(SOON)
+    result = job.finish(EXIT_TIMEOUT_S)
     assert result.code == 128 + number
-    last = (
+    message = (
         f"interrupted ({number.name}); {len(finished)} finished records are safe in {output}: run "
-        "the same command to go on"
+        "the same command to resume"
     )
-    assert result.err.splitlines()[-1] == last
+    assert result.err.splitlines()[-1] == message
     assert records(output) == finished
     result = forked(tmp_path, *command, "--output", str(output))
     assert result.code == 0
-    assert result.err.count("finished before, skipped") == len(finished)
+    assert result.err.count("already finished, skipped") == len(finished)
     assert records(output)[: len(finished)] == finished
-    assert {record["id"]: record["summary"] for record in records(output)} == uninterrupted(
+    assert {record["id"]: record["summary"] for record in records(output)} == expected_summaries(
         tmp_path, *command
     )
 
@@ -122,52 +122,50 @@ INTERRUPTS = {
         [pytest.param(["rank 1", "SIGINT"]), pytest.param(["rank 0", "SIGTERM", "torchrun"])]
     ),
 )
-def test_two_ranks_end_whatever_happens_to_them_and_go_on(
-    interrupts: list[str], tmp_path: Path
-) -> None:
+def test_two_ranks_exit_on_any_interrupt_and_resume(interrupts: list[str], tmp_path: Path) -> None:
     count = len(interrupts)
-    command = (*write(tmp_path, documents=count + 1), *STEADY, *concurrency(1))
+    command = (*write(tmp_path, documents=count + 1), *GREEDY_FP32, *concurrency(1))
     output = tmp_path / "out.jsonl"
     for finished_before, name in enumerate(interrupts):
-        code, words, start, how, interrupt = INTERRUPTS[name]
-        job = Fork(tmp_path, *command, *SLOW, "--output", str(output), *how, command=start)
-        finished = in_the_middle(job, output)
+        code, words, start, ranks, interrupt = INTERRUPTS[name]
+        job = Fork(tmp_path, *command, *SLOW, "--output", str(output), *ranks, command=start)
+        finished = wait_mid_document(job, output)
         interrupt(job)
-        result = job.finish(SOON)
+        result = job.finish(EXIT_TIMEOUT_S)
         assert result.code == code
         assert any(
             words in line and "run the same command" in line for line in result.err.splitlines()
         ), result.err
-        assert result.err.count("finished before, skipped") == finished_before
+        assert result.err.count("already finished, skipped") == finished_before
         assert records(output) == finished
         assert len(finished) == finished_before + 1
     assert forked(tmp_path, *command, "--output", str(output)).code == 0
     assert [record["ranks"] for record in records(output)] == [2] * count + [1]
-    assert {record["id"]: record["summary"] for record in records(output)} == uninterrupted(
+    assert {record["id"]: record["summary"] for record in records(output)} == expected_summaries(
         tmp_path, *command
     )
 
 
-def test_an_interrupt_while_the_program_loads_is_quiet() -> None:
+def test_interrupt_during_import_is_quiet() -> None:
     job = Job("generate", *MODELS, "--prompt", "It was")
     job.wait_for(
         lambda: any(
-            "libtorch" in part.path for part in psutil.Process(job.process.pid).memory_maps()
+            "libtorch" in mapping.path for mapping in psutil.Process(job.process.pid).memory_maps()
         )
     )
     job.send_signal(signal.SIGINT)
-    result = job.finish(SOON)
+    result = job.finish(EXIT_TIMEOUT_S)
     assert result.code in (-signal.SIGINT, 128 + signal.SIGINT)
     assert result.out == ""
-    assert result.err in ("", "interrupted (SIGINT)\n")  # it may listen by then, or not yet
+    assert result.err in ("", "interrupted (SIGINT)\n")  # before or after signals are handled
 
 
 @pytest.mark.slow
-def test_an_interrupt_while_the_ranks_load_is_quiet() -> None:
+def test_interrupt_during_rank_startup_is_quiet() -> None:
     job = Job("generate", *MODELS, "--prompt", "It was", *TWO)
     job.wait_for(lambda: job.rank(0) and job.rank(1))
     time.sleep(0.7)
     job.send_signal(signal.SIGINT)
-    result = job.finish(SOON)
+    result = job.finish(EXIT_TIMEOUT_S)
     assert (result.code, result.out) == (128 + signal.SIGINT, "")
     assert result.err in ("", "interrupted (SIGINT)\n")

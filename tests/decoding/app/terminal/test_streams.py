@@ -1,4 +1,4 @@
-"""What cannot be written to standard output is told, once, and names of no file are none."""
+"""Standard output errors are reported once, and text for the terminal is escaped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload.errors import TierForceError
 from support.commands import TARGET, Fork, wait_for
 
 
-def test_what_is_closed_takes_nothing_and_says_so_once() -> None:
+def test_closed_standard_output_raises_once() -> None:
     output = CheckedStdout(None)
     output.flush()
     with pytest.raises(TierForceError, match="standard output cannot be written: it is closed"):
@@ -27,7 +27,7 @@ def test_what_is_closed_takes_nothing_and_says_so_once() -> None:
     output.flush()
 
 
-def test_what_is_full_says_so_once() -> None:
+def test_full_standard_output_raises_once() -> None:
     output = CheckedStdout(open("/dev/full", "w"))  # noqa: SIM115
     output.write("text")
     with pytest.raises(TierForceError, match="cannot be written: No space left on device"):
@@ -36,7 +36,7 @@ def test_what_is_full_says_so_once() -> None:
     output.flush()
 
 
-def test_characters_that_the_encoding_lacks_are_spelt_out() -> None:
+def test_characters_outside_the_encoding_are_escaped() -> None:
     raw = io.BytesIO()
     output = CheckedStdout(io.TextIOWrapper(raw, encoding="ascii"))
     output.write("né 😀")
@@ -54,10 +54,10 @@ def test_characters_that_the_encoding_lacks_are_spelt_out() -> None:
         ("né 😀 \U0001f469\u200d\U0001f52c \u05d0\u200f", None),
     ],
 )
-def test_a_terminal_is_not_steered_by_a_model(
+def test_generated_text_cannot_control_a_terminal(
     text: str, shown: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files and pipes get what was written."""
+    """Files and pipes get it unchanged."""
     for is_terminal in (True, False):
         stream = io.StringIO(newline="")
         stream.isatty = lambda is_terminal=is_terminal: is_terminal  # type: ignore[method-assign]
@@ -66,7 +66,7 @@ def test_a_terminal_is_not_steered_by_a_model(
         assert stream.getvalue() == (shown if is_terminal and shown else text)
 
 
-def _until_there(path: Path) -> None:
+def _wait_for_file(path: Path) -> None:
     wait_for(path.exists)
 
 
@@ -83,12 +83,10 @@ def _until_there(path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_a_reader_that_has_left_ends_a_command_quietly(
-    command: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_broken_pipe_ends_command_quietly(command: tuple[str, ...], tmp_path: Path) -> None:
     pipe, closed = tmp_path / "pipe", tmp_path / "closed"
     os.mkfifo(pipe)
-    job = Fork(tmp_path, *command, out=pipe, before=partial(_until_there, closed))
+    job = Fork(tmp_path, *command, out=pipe, before=partial(_wait_for_file, closed))
     pipe.open("rb").close()
     closed.touch()
     finished = job.finish()
@@ -97,13 +95,13 @@ def test_a_reader_that_has_left_ends_a_command_quietly(
     assert "pipe" not in finished.err
 
 
-def test_a_name_with_a_nul_is_no_name(tmp_path: Path) -> None:
-    with pytest.raises(TierForceError, match="is no name of a file"):
+def test_file_name_with_nul_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TierForceError, match="is not a valid file name"):
         check_writable("/save", tmp_path / "a\0b")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "is_said", "is_not_said"),
+    ("arguments", "present", "absent"),
     [
         (["summarize", "--input", "books"], "Finished records are safe", "server"),
         (["serve", "--gpus", "2"], "Start the server again", "records"),
@@ -111,7 +109,7 @@ def test_a_name_with_a_nul_is_no_name(tmp_path: Path) -> None:
         ([], "Run the same command again", "records"),
     ],
 )
-def test_advice_holds_for_the_command(arguments: list[str], is_said: str, is_not_said: str) -> None:
+def test_advice_depends_on_the_command(arguments: list[str], present: str, absent: str) -> None:
     advice = advice_after_loss(arguments)
-    assert is_said in advice
-    assert is_not_said not in advice
+    assert present in advice
+    assert absent not in advice

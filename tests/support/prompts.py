@@ -1,6 +1,4 @@
-"""Prompts for the demo pair, of what is on every machine: prose of Python's documentation, and
-sources of its library.
-"""
+"""Prompts for the demo pair from Python itself: its documentation and library sources."""
 
 from __future__ import annotations
 
@@ -33,18 +31,19 @@ def prompt(name: str) -> list[int]:
 
 
 def passages(text: Path | None, tokenizer: Any, lengths: Sequence[int]) -> list[str]:
-    """Return consecutive passages of a long text, of about so many tokens each.
+    """Return consecutive passages of a long text, of about these numbers of tokens.
 
-    `text` None: Python's language reference. At its end it starts over.
+    With `text` None, of Python's language reference. After its end the text starts over.
     """
     whole = long_text(text)
     sample = whole[:200_000]
     characters_per_token = len(sample) / len(tokenizer(sample).input_ids)
-    found, start = [], 0
+    parts: list[str] = []
+    start = 0
     for length in lengths:
         size = int(length * characters_per_token)
         if start + size > len(whole):
             start = 0
-        found.append(whole[start : start + size])
+        parts.append(whole[start : start + size])
         start += size
-    return found
+    return parts

@@ -14,10 +14,10 @@ from parallel.execution.batched_forward import ForwardRequest
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import TensorParallelGroup
+from support.captures import streaming_cache
 from support.engines import Pair
 from support.families import OTHERS
 from support.models import random_tokens
-from support.recording import streaming
 from support.slow import slow_except
 
 pytestmark = pytest.mark.cuda
@@ -31,7 +31,7 @@ def test_experts_are_captured_with_static_shapes_only(
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     model = load_model(checkpoint(**OTHERS["qwen3_moe"]), group, "float32")
     runner = GraphRunner(True, group.graph_capturer, 1)
-    caches = [streaming(model) for _ in range(5)]
+    caches = [streaming_cache(model) for _ in range(5)]
     for count in (9, 17, 17, 9):
         tokens = random_tokens(count).to(group.device)
         runner.run([ForwardRequest(model, cache, tokens, 1) for cache in caches])
@@ -47,7 +47,7 @@ def test_captured_graphs_match_the_cpu(
 ) -> None:
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     folder = checkpoint(**OTHERS[name])
-    expected = Pair(folder, folder).text("plain", PROMPT, NEW)
+    expected = Pair(folder, folder).generate("plain", PROMPT, NEW)
     pair = Pair(folder, folder, TensorParallelGroup(device=torch.device("cuda", 0)))
     with pair.engine("hierarchical", num_inner_draft_tokens=2, graphs=True, **CHOICES) as engine:
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected

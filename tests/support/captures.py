@@ -1,0 +1,94 @@
+"""Scripted stand-ins for captured graphs, and caches whose forwards can be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import parallel.execution.cuda_graphs
+from offload.cache.streaming import StreamingCache
+from offload.cache.streaming_shape import StreamingCacheSpec
+from parallel.execution.batched_forward import ForwardRequest
+from parallel.model.transformer import Transformer
+from parallel.ranks.graph_capture import GraphCapturer
+from support.links import CPU
+
+USES = 3
+LogitsFn = Callable[[], Tensor]
+
+
+class ScriptedCapturer(GraphCapturer):
+    """A capturer whose graphs a test scripts: `script` returns the replay of a function."""
+
+    def __init__(self, script: Callable[[LogitsFn], LogitsFn]):
+        super().__init__(CPU)
+        self.script = script
+        self.captures = 0
+
+    def capture(self, function: LogitsFn) -> LogitsFn:
+        self.captures += 1
+        replay = self.script(function)
+        self._graphs.add(replay)
+        return replay
+
+
+def exact_graph(function: LogitsFn) -> LogitsFn:
+    return lambda: function()
+
+
+def inaccurate_graph(function: LogitsFn) -> LogitsFn:
+    return lambda: function() * 1.02
+
+
+def stale_graph(function: LogitsFn) -> LogitsFn:
+    """Return a graph that replays the result of its capture."""
+    out = function().clone()
+    return lambda: out
+
+
+def fixed_slot_graph(function: LogitsFn) -> LogitsFn:
+    """Return a graph that always writes to the slots of its capture."""
+    args = function.args  # type: ignore[attr-defined]
+    forwards = args[2] if isinstance(args[0], Transformer) else [args[1]]
+    starts = [(forward._start, forward._start.clone()) for forward in forwards]
+
+    def replay() -> Tensor:
+        for start, captured in starts:
+            start.copy_(captured)
+        return function()
+
+    return replay
+
+
+def failed_capture(function: LogitsFn) -> LogitsFn:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def nan_graph(function: LogitsFn) -> LogitsFn:
+    return lambda: function() * torch.nan
+
+
+def streaming_cache(model: Transformer) -> StreamingCache:
+    group, config = model.group, model.config
+    layout = config.kv_layout(group.size, torch.float32, group.rank)
+    rotary = config.rotary(132, 132, torch.float32, group.device)
+    return StreamingCache(layout, StreamingCacheSpec(4, 64, 64), rotary, group.device)
+
+
+def count_replays(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return a list that gets the numbers of sequences and of ranks of each replay from now on."""
+    sizes: list[tuple[int, int]] = []
+    replay = parallel.execution.cuda_graphs._CapturedGraph.replay
+
+    def counted_replay(self: Any, requests: Sequence[ForwardRequest]) -> Tensor:
+        model = requests[0].model
+        assert isinstance(model, Transformer)
+        sizes.append((len(requests), model.group.size))
+        return replay(self, requests)
+
+    patch.setattr(parallel.execution.cuda_graphs._CapturedGraph, "replay", counted_replay)
+    return sizes
