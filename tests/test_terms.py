@@ -90,6 +90,12 @@ CLAUSE = re.compile(r"#\s+(?:of|that|which|whose|whom|who|what|by|where|so|when|
 # findings that stay: file, word, and why
 EXCEPTIONS = {
     ("decoding/app/batch/records.py", "passes"): "a field of records of version 0.1, refused",
+    ("bench/drafts/acceptance.py", "texts"): "a field of rows, shown in docs/results",
+    ("tests/bench/test_acceptance.py", "texts"): "a field of rows, shown in docs/results",
+    ("bench/drafts/needle.py", "stands"): "a field of rows, shown in docs/results",
+    ("bench/harness/tables.py", "stands"): "a field of rows, shown in docs/results",
+    ("tests/bench/test_acceptance.py", "stands"): "a field of rows, shown in docs/results",
+    ("bench/drafts/needle.py", "keeper"): "a word of a planted sentence",
     ("tests/system/test_deterministic_books.py", "texts"): "a field of rows, shown in docs/results",
     ("docs/formats.md", "passes"): "names of version 0.1, and what they became",
     ("docs/formats.md", "sliced"): "names of version 0.1, and what they became",
