@@ -93,6 +93,23 @@ def plan_request(
     )
 
 
+def with_concurrency(
+    requirements: Requirements, report: PlanReport, concurrency: int
+) -> PlanReport:
+    """Return the plan of the same request as one of `concurrency`.
+
+    Raises InsufficientMemoryError.
+    """
+    return plan_request(
+        requirements,
+        report.hardware,
+        report.prompt,
+        report.max_new_tokens,
+        report.acceptance,
+        concurrency=concurrency,
+    )
+
+
 def plan_concurrent(
     requirements: Requirements, report: PlanReport, max_concurrency: int
 ) -> PlanReport:
@@ -106,14 +123,7 @@ def plan_concurrent(
     pays = concurrency_pays(report.requirements, uses_graphs=report.hardware.runs_ahead)
     for concurrency in range(2, max_concurrency + 1 if pays else 2):
         try:
-            shared = plan_request(
-                requirements,
-                report.hardware,
-                report.prompt,
-                report.max_new_tokens,
-                report.acceptance,
-                concurrency=concurrency,
-            )
+            shared = with_concurrency(requirements, report, concurrency)
         except InsufficientMemoryError:
             break
         if shared.plan != report.plan:

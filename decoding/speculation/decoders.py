@@ -236,7 +236,8 @@ class Speculative(Decoder):
         self.stats.proposed += len(draft.tokens)
         self.stats.accepted += accepted
         self.stats.produced += accepted + 1
-        accepted_tokens = self.inner.unverified[num_unverified:][:accepted]
+        end = num_unverified + accepted
+        accepted_tokens = self.inner.unverified[num_unverified:end]
         return [*accepted_tokens, next_token], target_probs[: accepted + 1]
 
     def _draft(self, n: int) -> Steps[Draft]:

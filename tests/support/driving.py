@@ -24,6 +24,9 @@ from support.reference import PlainCache, random_rotary
 
 QKV = tuple[Tensor, Tensor, Tensor]
 LAYOUT = KVLayout(layers=4, heads=3, head_dim=8, dtype=torch.float32)
+BFLOAT16 = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, torch.bfloat16)
+# resident, deferred and split layers, and whether the other layers are compressed
+PLACEMENTS = [(0, 0, 0, False), (1, 0, 0, False), (2, 2, 0, False), (4, 0, 0, False)]
 GROUPS = 2  # query heads per KV head
 CAPACITY = 200
 # minimum tokens after the boundary, its step, and query tokens of the largest forward

@@ -37,6 +37,7 @@ from decoding.planning.what_if import (
     plan_concurrent,
     plan_plain,
     plan_request,
+    with_concurrency,
 )
 from decoding.text.vocabulary import check_same_vocabulary, names_in
 from offload.dtypes import DTYPES, dtype_spec
@@ -243,14 +244,7 @@ def _plan_shared(
     """
     if concurrency is None:
         return plan_concurrent(requirements, report, MAX_CONCURRENCY)
-    return plan_request(
-        requirements,
-        report.hardware,
-        report.prompt,
-        report.max_new_tokens,
-        report.acceptance,
-        concurrency=concurrency,
-    )
+    return with_concurrency(requirements, report, concurrency)
 
 
 def _prompt_tokens(target: ModelConfig, context: int | None, max_new_tokens: int) -> int:

@@ -16,13 +16,22 @@ from offload.memory.link import Link
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVFile
 from offload.tiered.prefill import Prefill
-from support.driving import LAYOUT, ROWS, first_tokens, forward, prefill, random_qkv, tiered_cache
+from support.driving import (
+    BFLOAT16,
+    LAYOUT,
+    PLACEMENTS,
+    ROWS,
+    first_tokens,
+    forward,
+    prefill,
+    random_qkv,
+    tiered_cache,
+)
 from support.links import make_test_link, worst_link
 
 ONE_LAYER = KVLayout(layers=1, heads=3, head_dim=8, dtype=torch.bfloat16)
 TOKENS = 50
-# resident, deferred and split layers, and whether the other layers are compressed
-PLACEMENTS = [(0, 0, 0, False), (1, 0, 0, False), (2, 2, 0, False), (4, 0, 0, False)]
+# fields as in PLACEMENTS
 SPLIT_PLACEMENTS = [
     (1, 0, 2, False),
     (0, 0, 4, False),
@@ -30,7 +39,6 @@ SPLIT_PLACEMENTS = [
     (2, 1, 0, True),
     (1, 3, 2, True),
 ]
-BFLOAT16 = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.layout import KVLayout
 from offload.memory.link import Link
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
 from support.driving import (
+    BFLOAT16,
     LAYOUT,
+    PLACEMENTS,
     QKV,
     ROWS,
     cache_pair,
@@ -29,9 +30,7 @@ from support.links import every_link, make_test_link, worst_link
 from support.slow import slow_except
 
 every_seed = pytest.mark.parametrize("seed", slow_except([0, 1]))
-BFLOAT16 = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, torch.bfloat16)
-# resident, deferred and split layers, and whether the other layers are compressed
-PLACEMENTS = [(0, 0, 0, False), (1, 0, 0, False), (2, 2, 0, False), (4, 0, 0, False)]
+# fields as in PLACEMENTS
 SPLIT_PLACEMENTS = [
     (1, 0, 2, False),
     (0, 0, 4, False),

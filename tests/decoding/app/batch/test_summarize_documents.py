@@ -33,19 +33,14 @@ def summarize(
 ) -> tuple[Finished, dict[str, Any]]:
     """Run the command; return its result and the records by id."""
     output = folder / "out.jsonl"
-    command = (
-        "summarize",
-        *models,
-        *GREEDY_FP32,
-        *NEW,
-        "--input",
-        str(source),
-        "--output",
-        str(output),
-        *more,
-    )
-    result = forked(folder, *command)
+    result = forked(folder, *command_of(source, output, models), *more)
     return result, {record["id"]: record for record in records(output)}
+
+
+def command_of(source: Path, output: Path, models: tuple[str, ...] = MODELS) -> tuple[str, ...]:
+    """Return the words of the command."""
+    files = ("--input", str(source), "--output", str(output))
+    return ("summarize", *models, *GREEDY_FP32, *NEW, *files)
 
 
 def write(folder: Path, **documents: bytes | str) -> Path:
@@ -258,17 +253,7 @@ def test_document_longer_than_the_context_is_truncated_with_a_warning(tmp_path: 
 def test_full_disk_ends_the_job_with_finished_records_intact(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, b=GOOD, c=GOOD)
     output = tmp_path / "out.jsonl"
-    command = (
-        "summarize",
-        *MODELS,
-        *GREEDY_FP32,
-        *NEW,
-        "--input",
-        str(source),
-        "--output",
-        str(output),
-    )
-    result = forked(tmp_path, *command, before=_limit_file_size)
+    result = forked(tmp_path, *command_of(source, output), before=_limit_file_size)
     assert result.code == 1
     assert "tierforce: --output" in result.err
     assert "File too large. Finished records are safe." in result.err
