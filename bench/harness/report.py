@@ -24,7 +24,10 @@ from typing import Any
 from bench.harness.tables import flat, heading, markdown
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-PAGES = (RESULTS / "README.md", RESULTS / "more.md", RESULTS.parents[1] / "README.md")
+PAGES = (
+    *(RESULTS / name for name in ("README.md", "gpu.md", "more.md")),
+    RESULTS.parents[1] / "README.md",
+)
 _BLOCK = re.compile(r"(<!-- table (\S+)\n(.*?)-->\n).*?(<!-- end -->)", re.DOTALL)
 
 
