@@ -17,7 +17,11 @@ from decoding.probe.survey import Machine
 from offload.attention import partial_attention
 from offload.codec.format import split_format
 from offload.kernels.batch_invariant_attention import batch_invariant_attention
-from offload.kernels.selection import batch_invariant_kernels, split_kernels
+from offload.kernels.selection import (
+    batch_invariant_kernels,
+    retrieval_kernels,
+    split_kernels,
+)
 from offload.memory.bandwidth import BandwidthProbe
 from offload.memory.link_spec import make_link
 from offload.traffic import ByteCounters
@@ -102,11 +106,12 @@ def _attention(
 
 
 def fused(context: Context) -> None:
-    """Triton kernels (`offload.kernels`): for split floats, and for batch-invariant attention."""
+    """Triton kernels (`offload.kernels`), for split floats, deterministic runs, and retrieval."""
     heads, groups = 8, 4
     tokens = 512 if context.is_small else 65_536
     _split_float(context, heads, groups, tokens)
     _batch_invariant(context, heads, groups, tokens)
+    _retrieval(context, groups, tokens)
 
 
 def _split_float(context: Context, heads: int, groups: int, tokens: int) -> None:
@@ -126,7 +131,8 @@ def _split_float(context: Context, heads: int, groups: int, tokens: int) -> None
         return out
 
     def attend(q: torch.Tensor) -> torch.Tensor:
-        return kernels.attend(split, q, high_bytes, offsets)[0]
+        nothing = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        return kernels.attend(split, q, high_bytes, offsets, nothing)[0]
 
     moved = high_bytes.nbytes + low_bytes.nbytes + out.nbytes
     context.add("reconstruction, bytes moved", moved / median_seconds(reconstruct) / 1e9, "GB/s")
@@ -148,3 +154,26 @@ def _batch_invariant(context: Context, heads: int, groups: int, tokens: int) -> 
         seconds = median_seconds(partial(batch_invariant_attention, q, [kv], ByteCounters()))
         rate = kv.nbytes / seconds / 1e9
         context.add(f"batch-invariant attention, {rows} rows x {groups}", rate, "GB/s")
+
+
+def _retrieval(context: Context, groups: int, tokens: int) -> None:
+    """Selection from a single head's keys, as heads are streamed, and storing chunks in 8 bits."""
+    device, chunk = context.device, 8
+    kernels, why = retrieval_kernels(device.type, _DTYPE, _DIM, groups)
+    context.add("retrieval kernels", why)
+    if kernels is None:
+        return
+    kv = random_tensor(2, 1, tokens, _DIM, device=device, dtype=_DTYPE)
+    recent = random_tensor(1, 300, _DIM, device=device, dtype=_DTYPE)
+    q = random_tensor(33, groups, _DIM, device=device, dtype=_DTYPE)
+    chunks = torch.arange(512, device=device)[None]
+    codes = torch.zeros(2, 1, 512 * chunk, _DIM, dtype=torch.int8, device=device)
+    scales = torch.zeros(2, 1, 512 * chunk, 1, dtype=_DTYPE, device=device)
+
+    def store() -> torch.Tensor:
+        kernels.store_int8(kv, chunks, chunk, codes, scales)
+        return codes
+
+    score = partial(kernels.chunk_scores, q, kv[0], recent, 8, chunk)
+    context.add("scores of one head's chunks", 1e6 * median_seconds(score), "us")
+    context.add("storing 512 chunks in 8 bits", 1e6 * median_seconds(store), "us")

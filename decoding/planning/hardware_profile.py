@@ -66,6 +66,9 @@ class HardwareProfile:
     # (`--deterministic`), beside reading and arithmetic; none with fused kernels
     chunk_s: float = 0.0
     forward_s: float = 0.0  # time of a short forward beside its layers
+    # whole time of a layer of a short forward that is not captured, however little it computes;
+    # layer_s
+    eager_layer_s: float | None = None
     sample_s: float = 0.0  # the distribution of one row of logits
     draw_s: float = 0.0  # sampling a token and copying it to the host
     # whether launches, memory reads and arithmetic overlap, as on a GPU; otherwise they add up

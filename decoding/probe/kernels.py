@@ -44,6 +44,7 @@ _RETRIEVAL_ROWS = 3
 _VERIFIED_ROWS = 33
 _PREFILL_ROWS = 4096
 _KV_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # much more than any processor cache
+_PREFILL_LAYERS = 8  # layers of a model compared with one of two layers
 _PREFILL_S = 0.5  # target duration of a prefill run; slow devices get a shorter prompt
 _PREFIX = 32_768  # tokens scored by a selection
 _KEY_BLOCKS = 8  # key blocks of the batch-invariant attention
@@ -100,14 +101,21 @@ class _Kernels:
         return weight.nbytes / median_seconds(lambda: F.linear(x, weight))
 
     def launch_seconds(self, memory_rate: float, kv_rate: float) -> dict[str, float]:
-        """Measure the overhead of a layer and of a forward beyond reading weights and KV."""
+        """Measure the overhead of a layer and of a forward beyond reading weights and KV.
+
+        And the whole time of a layer that is not captured, where others are.
+        """
         layer_s, head_s = self._short_forward_s(1, _SHORT_CONTEXT)
+        eager = {}
+        if cuda_graphs_supported(TensorParallelGroup(device=self.device)):
+            eager = {"eager_layer_s": self._short_forward_s(1, _SHORT_CONTEXT, captured=False)[0]}
         weights = matmul_flops(self.layer) / 2 * self.dtype.itemsize
         head = head_flops(self.config, 1) / 2 * self.dtype.itemsize
         kv = self.layout.bytes(_SHORT_CONTEXT)
         return {
             "layer_s": max(0.0, layer_s - weights / memory_rate - kv / kv_rate),
             "forward_s": max(0.0, head_s - head / memory_rate),
+            **eager,
         }
 
     def extra_query_tokens(self) -> dict[str, float]:
@@ -121,15 +129,17 @@ class _Kernels:
                 rates[f"matmul_{rows}"] = flops / (layer_s - one)
         return rates
 
-    def _short_forward_s(self, rows: int, context: int = 1) -> tuple[float, float]:
+    def _short_forward_s(
+        self, rows: int, context: int = 1, captured: bool = True
+    ) -> tuple[float, float]:
         """Measure a forward after `context` tokens: seconds per layer, and all other seconds."""
-        one_layer_s = self._model_s(1, rows, context)
-        layer_s = self._model_s(_SHORT_LAYERS, rows, context) - one_layer_s
+        one_layer_s = self._model_s(1, rows, context, captured)
+        layer_s = self._model_s(_SHORT_LAYERS, rows, context, captured) - one_layer_s
         layer_s /= _SHORT_LAYERS - 1
         return layer_s, one_layer_s - layer_s
 
-    def _model_s(self, layers: int, rows: int, context: int) -> float:
-        """Measure a forward of a model with this number of layers."""
+    def _model_s(self, layers: int, rows: int, context: int, captured: bool) -> float:
+        """Measure a forward of a model with this number of layers, captured where possible."""
         config, device = replace(self.config, layers=layers), self.device
         rotary = config.rotary(1, context + 2 * _VERIFIED_ROWS, self.dtype, device)
         shape = StreamingCacheSpec(1, context, _VERIFIED_ROWS)
@@ -140,7 +150,7 @@ class _Kernels:
             model(chunk, cache, 1)
             cache.advance(len(chunk))
         tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        run = GraphRunner(cuda_graphs_supported(group), group.graph_capturer)
+        run = GraphRunner(captured and cuda_graphs_supported(group), group.graph_capturer)
         run.warm_up(model, tokens, cache, rows)
         # Read before each forward, so that weights come from memory, as after a long context.
         other_data = torch.ones(_KV_BYTES[device.type] // 4, device=device)
@@ -206,27 +216,47 @@ class _Kernels:
     def matmul_rate(self, attention: float) -> float:
         """Measure the FLOP/s of a prefill beside attention.
 
-        The model has two layers, because the last one computes little.
+        On a GPU by the difference between models: launching the first layers takes longer than
+        computing them. The last layer of a model computes little.
         """
-        config = replace(self.config, layers=2)
+        if self.device.type == "cpu":
+            seconds, tokens, config = self._prefill_s(2)
+            matmul, scores = prefill_flops(config, tokens)
+            return matmul / max(seconds - scores / attention, 0.1 * seconds)
+        few_s, tokens, few = self._prefill_s(2)
+        many_s, _, many = self._prefill_s(_PREFILL_LAYERS, tokens)
+        matmul, scores = (
+            high - low
+            for high, low in zip(
+                prefill_flops(many, tokens), prefill_flops(few, tokens), strict=True
+            )
+        )
+        seconds = many_s - few_s
+        return matmul / max(seconds - scores / attention, 0.1 * many_s)
+
+    def _prefill_s(self, layers: int, tokens: int | None = None) -> tuple[float, int, ModelConfig]:
+        """Measure the prefill of a model with this number of layers: seconds, tokens, the model.
+
+        Without `tokens`, of as many as take long enough.
+        """
+        config = replace(self.config, layers=layers)
         link = "view" if self.device.type == "cpu" else "auto"
-        settings = Settings(mode="plain", gpu_kv_layers=2, link=link)
+        settings = Settings(mode="plain", gpu_kv_layers=layers, link=link)
         model = random_model(config, TensorParallelGroup(device=self.device), self.dtype)
         runtime = Runtime.create(model, None, "plain", settings)
-        tokens, chunk = 256, runtime.requirements.prefill_chunk
+        chunk = runtime.requirements.prefill_chunk
+        count = tokens or 256
 
         def prefill() -> Tensor:
-            return SequenceState(runtime, [0] * tokens, 1).prefill()
+            return SequenceState(runtime, [0] * count, 1).prefill()
 
         try:
             prefill()  # compiles kernels
-            while tokens < chunk and 2 * time_once(prefill) < _PREFILL_S:
-                tokens = min(2 * tokens, chunk)
-            seconds = median_seconds(prefill, statistic=min)
+            while tokens is None and count < chunk and 2 * time_once(prefill) < _PREFILL_S:
+                count = min(2 * count, chunk)
+            return median_seconds(prefill, statistic=min), count, config
         finally:
             runtime.link.close()
-        matmul, scores = prefill_flops(config, tokens)
-        return matmul / max(seconds - scores / attention, 0.1 * seconds)
 
     def retrieval_rates(self) -> dict[str, float]:
         """Measure selection, and attention of one query token to the 8-bit selected KV.

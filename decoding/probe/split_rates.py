@@ -8,7 +8,7 @@ from torch import Tensor
 from decoding.probe.rates import median_seconds, random_tensor
 from offload.attention import partial_attention
 from offload.attention.head_major import token_slice
-from offload.codec.format import SPLIT_TOKENS, split_format
+from offload.codec.format import PLAIN_SPLIT_TOKENS, split_format
 from offload.codec.split_float import SplitFloatCodec
 from offload.kernels.selection import split_kernels
 from parallel.config.model_config import ModelConfig
@@ -33,8 +33,8 @@ def split_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
     offsets = codec.offsets(kv)
     table = torch.tensor(offsets, dtype=torch.int32, device=device)
     parts = [
-        codec.split(token_slice(kv, start, start + SPLIT_TOKENS), offsets)[:2]
-        for start in range(0, _TOKENS, SPLIT_TOKENS)
+        codec.split(token_slice(kv, start, start + PLAIN_SPLIT_TOKENS), offsets)[:2]
+        for start in range(0, _TOKENS, PLAIN_SPLIT_TOKENS)
     ]
     high, low = (torch.cat(blocks, dim=2) for blocks in zip(*parts, strict=True))
     out = torch.empty_like(kv)
@@ -46,9 +46,12 @@ def split_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
             kernels.reconstruct(split, high, low, table, out)
         return out
 
+    no_keys, no_values = kv[:, :, :0].transpose(1, 2)
+    nothing = partial_attention(q, no_keys, no_values, causal=False)
+
     def attend() -> Tensor:
         if kernels is not None:
-            return kernels.attend(split, q, high, table)[0]
+            return kernels.attend(split, q, high, table, nothing)[0]
         codec.reconstruct(high, None, offsets, out)
         keys, values = (part.transpose(0, 1) for part in out)
         return partial_attention(q, keys, values, causal=False)[0]

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.attention.folding import Backend, Partial, attend_gqa
+from offload.attention.folding import Backend, Partial, attend_gqa, merge
+from offload.layout import ceil_div
+
+_ROWS_PER_BLOCK = 64  # block size of torch's kernel
+_LONG = 4096  # keys from which reading them more often than necessary costs more than launches
 
 
 def cuda_backend(dtype: torch.dtype) -> Backend:
@@ -23,9 +27,27 @@ def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     """Attend with torch's built-in FlashAttention-2, for 16-bit dtypes.
 
     It requires a head dimension that is a multiple of 8; others use the memory-efficient kernel.
+    It supports GQA and bottom-right causality, but each query head reads the keys again. Where the
+    query heads of a KV head fill fewer blocks together, a long prefix is folded.
     """
-    op = _efficient_op if q.shape[-1] % 8 else _flash_op
-    return attend_gqa(op, q, k, v, causal)
+    if q.shape[-1] % 8:
+        return attend_gqa(_efficient_op, q, k, v, causal)
+    rows, heads, _ = q.shape
+    if not causal:
+        return attend_gqa(_flash_op, q, k, v, False)
+    prefix, groups = len(k) - rows, heads // k.shape[1]
+    blocks = ceil_div(rows * groups, _ROWS_PER_BLOCK)
+    if prefix < _LONG or blocks == groups * ceil_div(rows, _ROWS_PER_BLOCK):
+        return _flash(q, k, v)
+    before = attend_gqa(_flash_op, q, k[:prefix], v[:prefix], False)
+    return merge([before, _flash(q, k[prefix:], v[prefix:])])
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    """Attend causally in one launch; the arguments are those of `cuda_flash`."""
+    rows, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, lse = _flash_op(rows, keys, values, True)
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
 def _flash_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:

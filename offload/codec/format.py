@@ -11,8 +11,9 @@ from offload.dtypes import dtype_name
 # (docs/memory.md).
 OUTLIER_SHARE = 1 / 512
 OUTLIER_BYTES = 6  # a 32-bit position and the element
-SPLIT_TOKENS = 256  # tokens split at a time
-SPLIT_BYTES = 32  # working memory of splitting, per element
+SPLIT_TOKENS = 1024  # tokens split at a time by a kernel
+PLAIN_SPLIT_TOKENS = 256  # and by plain operations, which need more memory per element
+SPLIT_BYTES = 32  # working memory of plain operations, per element
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ class Outliers:
         self._heads = heads
         self._device = device
         self._counts = [0] * (2 * heads)  # lengths of the lists: keys by head, then values
+        self._starts: Tensor | None = None  # first element of each, and their end, for a kernel
         self._tokens = 0  # tokens seen so far
         self._pending: list[tuple[Tensor, SparseValues]] = []  # list indices (n,), elements
         self._allocate(capacity)
@@ -100,8 +102,20 @@ class Outliers:
         self._tokens = min(self._tokens, tokens)
         self._remove(tokens * dim, _NO_POSITION)
 
-    def apply(self, out: Tensor, head: int, heads: int) -> None:
-        """Write the outliers of `heads` heads, from `head` on, to out (2, h, capacity, D)."""
+    def apply(self, out: Tensor, head: int, heads: int, kernels: ModuleType | None = None) -> None:
+        """Write the outliers of `heads` heads, from `head` on, to out (2, h, capacity, D).
+
+        In one launch if there are `kernels`, `offload.kernels.split_float`.
+        """
+        if kernels is not None:
+            self.sort()
+            if self._starts is None:
+                starts = list(accumulate(self._counts, initial=0))
+                self._starts = torch.tensor(starts, dtype=torch.int32, device=self._device)
+            longest = max(self._counts)
+            elements = (self._positions, self._patterns, self._starts)
+            kernels.write_outliers(*elements, longest, out[:, :heads], head)
+            return
         lists = self._lists()
         for part in range(2):
             first = part * self._heads + head
@@ -130,6 +144,7 @@ class Outliers:
         self._positions[:total] = elements.positions
         self._patterns[:total] = elements.patterns
         self._counts = [sum(len(piece.positions) for piece in pieces) for pieces in lists]
+        self._starts = None
 
     def _allocate(self, capacity: int) -> None:
         self._positions = torch.empty(capacity, dtype=torch.int32, device=self._device)

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from offload.attention import partial_attention
 from offload.codec.format import split_format
+from offload.codec.outliers import Outliers
 from offload.codec.split_float import SplitFloatCodec
 from offload.errors import is_out_of_memory, one_line
 from offload.kernels.batch_invariant_shape import KEY_BLOCK
 
 _HEADS, _TOKENS = 2, 300  # size of the self-test
+_RECENT = 20  # keys of it that are not split
+_CHUNK = 8  # tokens per chunk, the default of the retrieval cache
 _BLOCKS = 16, 32, 64  # rows of a KV head per program: a kernel is compiled for each
 _BATCH_INVARIANT_TOKENS, _BATCH_INVARIANT_ROWS = (
     KEY_BLOCK + 44,
@@ -60,6 +63,21 @@ def batch_invariant_kernels(device: str, dtype: torch.dtype, dim: int, groups: i
     )
 
 
+@cache
+def retrieval_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Kernels:
+    """Return `offload.kernels.retrieval` if it can be used, or None, and the reason.
+
+    Args:
+        device: type of the device.
+        dtype: of the elements.
+        dim: head dimension.
+        groups: query heads per KV head.
+    """
+    if dtype.itemsize != 2:
+        return None, f"there are none for {dtype}"
+    return _run_self_test("offload.kernels.retrieval", _test_retrieval, device, dtype, dim, groups)
+
+
 def _run_self_test(name: str, test: Callable[..., None], device: str, *shape: Any) -> Kernels:
     """Return a module of kernels if they pass `test`, which gets the device and `shape`.
 
@@ -97,18 +115,29 @@ def _test_split(
     kv, queries = _inputs(device, dtype, _TOKENS, dim, counts[-1], groups)
     offsets = codec.offsets(kv)
     table = torch.tensor(offsets, dtype=torch.int32, device=device)
-    high, low, _ = codec.split(kv, offsets)
+    high, low, outliers = codec.split(kv, offsets)
+    names = ("high bytes", "low bits", "outliers")
+    results = zip(names, kernels.split(fmt, kv, table), (high, low, outliers), strict=True)
+    for name, actual, expected in results:
+        if not torch.equal(actual, expected):
+            raise RuntimeError(f"{name} of {dtype} are split incorrectly")
     actual, expected, decoded = torch.empty_like(kv), torch.empty_like(kv), torch.empty_like(kv)
     codec.reconstruct(high, low, offsets, expected)
     kernels.reconstruct(fmt, high, low, table, actual)
     if not torch.equal(actual.view(torch.int16), expected.view(torch.int16)):
         raise RuntimeError(f"elements of {dtype} are reconstructed incorrectly")
+    stored = Outliers(kv.numel(), _HEADS, device)
+    stored.append(kv, outliers, 0)
+    stored.apply(actual, 0, _HEADS, kernels)
+    if not torch.equal(actual, kv):
+        raise RuntimeError(f"outliers of {dtype} are written incorrectly")
     codec.reconstruct(high, None, offsets, decoded)
-    keys, values = decoded.transpose(1, 2)
+    keys, values = torch.cat((decoded, kv[:, :, :_RECENT]), dim=2).transpose(1, 2)
     for rows in counts:
         q = queries[:rows]
         expected, _ = partial_attention(q, keys, values, causal=False)
-        actual, _ = kernels.attend(fmt, q, high, table)
+        recent = partial_attention(q, keys[_TOKENS:], values[_TOKENS:], causal=False)
+        actual, _ = kernels.attend(fmt, q, high, table, recent)
         _check_close(f"attention over high bytes of {dtype}", actual, expected)
 
 
@@ -137,6 +166,44 @@ def _test_batch_invariant(
     alone = kernels.attend(q[:1], [prefix, kv[:, :, 17:first]])
     if not torch.equal(alone[0], whole[0]):
         raise RuntimeError(f"batch-invariant attention in {dtype} depends on other rows")
+
+
+def _test_retrieval(
+    kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int, groups: int
+) -> None:
+    """Raise RuntimeError if the kernels' results differ from those of plain operations."""
+    rows, count = 19, 8
+    kv, q = _inputs(device, dtype, _TOKENS + rows + 2, dim, rows, groups)
+    prefix, recent = kv[:, :, : _TOKENS // _CHUNK * _CHUNK], kv[0, :, -rows - 2 :]
+    if kernels.supports(count, groups, _CHUNK):
+        queries = [rows * (index + 1) // count for index in range(count)]  # up to each sampled one
+        by_head = q.unflatten(1, (_HEADS, groups)).float() * dim**-0.5  # (T, H, G, D)
+        weights = torch.stack(
+            [
+                torch.einsum(
+                    "hgd,hnd->hgn",
+                    by_head[end - 1],
+                    torch.cat((prefix[0], recent[:, : 2 + end]), dim=1).float(),
+                ).softmax(-1)[..., : prefix.shape[2]]
+                for end in queries
+            ]
+        )  # (R, H, G, N)
+        expected = weights.amax(0).mean(1).unflatten(1, (-1, _CHUNK)).sum(-1)
+        actual = kernels.chunk_scores(q, prefix[0], recent, count, _CHUNK)
+        _check_close(f"selection in {dtype}", actual / expected.amax(), expected / expected.amax())
+    chunks = torch.tensor([[3, 0, 7], [5, 2, 0]], device=device)
+    size = chunks.shape[1] * _CHUNK
+    codes = torch.zeros(2, _HEADS, size + 8, dim, dtype=torch.int8, device=device)
+    scales = torch.zeros(2, _HEADS, size + 8, 1, dtype=dtype, device=device)
+    kernels.store_int8(prefix, chunks, _CHUNK, codes[:, :, 8:], scales[:, :, 8:])
+    actual = codes[:, :, 8:].float() * scales[:, :, 8:].float()
+    by_chunk = prefix.unflatten(2, (-1, _CHUNK)).float()
+    heads = torch.arange(_HEADS, device=device)[:, None]
+    expected = by_chunk[:, heads, chunks].flatten(2, 3)
+    # half a step, and the rounding of the scale
+    step = expected.abs().amax(-1, keepdim=True) / 127
+    if not ((actual - expected).abs() <= 0.51 * step + 1e-2 * expected.abs()).all():
+        raise RuntimeError(f"elements of {dtype} are quantised incorrectly")
 
 
 def _inputs(

@@ -1,7 +1,8 @@
-"""Fused GPU kernels for split floats: reconstruction, and attention directly over high bytes.
+"""Fused GPU kernels for split floats: splitting, reconstruction, and attention over high bytes.
 
 With plain operations, each bit operation would go through device memory once more, and attention
-over high bytes would write them in 16 bits first. Importing this needs triton, which comes with
+over high bytes would write them in 16 bits first. Each operation is also a launch, and a forward
+has thousands. Importing this needs triton, which comes with
 CUDA builds of torch.
 
 Source of the attention: FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1), with the keys
@@ -17,17 +18,76 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offload.attention.folding import Partial, merge
+from offload.attention.folding import Partial
 from offload.codec.format import SplitFormat
 from offload.layout import ceil_div
 
-_RECONSTRUCTED = 1024  # elements of a head per program
+_BLOCK = 1024  # elements of a head per program, where there is no attention
 _KEYS = 64  # keys per tile
-_PROGRAMS = 256  # target number of programs: two for each multiprocessor of a 4090
+_PROGRAMS = 512  # target number of programs: four for each multiprocessor of a 4090
 _MIN_KEYS = 256  # minimum keys per program
+_FEW_ROWS = 16  # smallest block of rows
 _STAGED_DIM, _STAGED = 128, 32 * 128  # largest head and largest block with prefetched tiles
 # triton's interpreter, which tests use, would multiply bfloat16 as integers
 UPCAST = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def split(fmt: SplitFormat, kv: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return high bytes, low bits, and which elements are outliers, as `SplitFloatCodec.split`.
+
+    Args:
+        fmt: the elements' split format.
+        kv: (2, H, T, D), in a 16-bit dtype; the tokens of a head are contiguous.
+        offsets: (2, H) int32, on the device.
+    """
+    _, heads, tokens, dim = kv.shape
+    count = tokens * dim
+    high = torch.empty(kv.shape, dtype=torch.uint8, device=kv.device)
+    low = torch.empty(fmt.low_planes, *kv.shape[1:], dtype=torch.uint8, device=kv.device)
+    outliers = torch.empty(kv.shape, dtype=torch.bool, device=kv.device)
+    _split[ceil_div(count, _BLOCK), heads](
+        kv.view(torch.int16),
+        offsets,
+        high,
+        low,
+        outliers.view(torch.uint8),
+        count,
+        kv.stride(0),
+        kv.stride(1),
+        offsets.stride(0),
+        LOW_BITS=fmt.low_bits,
+        MIN_HIGH=fmt.min_high,
+        MAX_HIGH=fmt.max_high,
+        SHARED=fmt.low_planes == 1,
+        BLOCK=_BLOCK,
+    )
+    return high, low, outliers
+
+
+def write_outliers(
+    positions: Tensor, patterns: Tensor, starts: Tensor, longest: int, out: Tensor, head: int
+) -> None:
+    """Write the outliers of the heads from `head` on to out, as `Outliers.apply` does.
+
+    Args:
+        positions: (n,) int32, in lists: of the keys of each head, then of the values.
+        patterns: (n,) int16.
+        starts: (2 * H + 1,) int32, the first element of each list, and the end of the last.
+        longest: length of the longest list.
+        out: (2, h, capacity, D), in a 16-bit dtype; the tokens of a head are contiguous.
+        head: the first head.
+    """
+    _write_outliers[ceil_div(longest, _BLOCK) or 1, 2, out.shape[1]](
+        positions,
+        patterns,
+        starts,
+        out.view(torch.int16),
+        head,
+        len(starts) // 2,
+        out.stride(0),
+        out.stride(1),
+        BLOCK=_BLOCK,
+    )
 
 
 def reconstruct(fmt: SplitFormat, high: Tensor, low: Tensor, offsets: Tensor, out: Tensor) -> None:
@@ -44,7 +104,7 @@ def reconstruct(fmt: SplitFormat, high: Tensor, low: Tensor, offsets: Tensor, ou
     """
     _, heads, tokens, dim = out.shape
     count = tokens * dim
-    _reconstruct[ceil_div(count, _RECONSTRUCTED), heads](
+    _reconstruct[ceil_div(count, _BLOCK), heads](
         high,
         low,
         offsets,
@@ -59,25 +119,28 @@ def reconstruct(fmt: SplitFormat, high: Tensor, low: Tensor, offsets: Tensor, ou
         out.stride(1),
         LOW_BITS=fmt.low_bits,
         SHARED=fmt.low_planes == 1,
-        BLOCK=_RECONSTRUCTED,
+        BLOCK=_BLOCK,
     )
 
 
-def attend(fmt: SplitFormat, q: Tensor, high: Tensor, offsets: Tensor) -> Partial:
-    """Return the attention of q over the values of high bytes; every row sees all keys.
+def attend(fmt: SplitFormat, q: Tensor, high: Tensor, offsets: Tensor, recent: Partial) -> Partial:
+    """Return the attention of q over the values of high bytes, merged with that over other keys.
+
+    Every row sees all keys of the high bytes.
 
     Args:
         fmt: the elements' split format.
         q: (T, Hq, D), in the dtype that was split, Hq a multiple of H.
         high: (2, H, N, D) uint8, N >= 1; the tokens of a head are contiguous.
         offsets: (2, H) int32, on the device.
+        recent: attention of q over other keys.
     """
     rows, query_heads, dim = q.shape
     _, heads, tokens, _ = high.shape
     groups = query_heads // heads
     folded = rows * groups  # rows of a KV head
     block = triton.next_power_of_2(folded)
-    block = min(64, max(16, block))
+    block = min(64, max(_FEW_ROWS, block))
     blocks = ceil_div(folded, block)
     target = max(1, _PROGRAMS // (heads * blocks))
     max_splits = ceil_div(tokens, _MIN_KEYS)
@@ -109,24 +172,42 @@ def attend(fmt: SplitFormat, q: Tensor, high: Tensor, offsets: Tensor) -> Partia
         KEYS=_KEYS,
         DIM=columns,
         UPCAST=UPCAST,
-        num_stages=stages(block, columns),
+        **launch_options(block, columns),
     )
-    parts = list(zip(outs, lses, strict=True))
-    out, lse = merge(parts)
-    out = out.to(q.dtype)
+    return _merged(outs, lses, recent)
+
+
+def _merged(outs: Tensor, lses: Tensor, recent: Partial) -> Partial:
+    """Merge attention over splits of the keys, (S, T, Hq, D) and (S, T, Hq), and over others."""
+    splits, rows, query_heads, dim = outs.shape
+    recent_out, recent_lse = recent
+    out = torch.empty(rows, query_heads, dim, dtype=recent_out.dtype, device=outs.device)
+    lse = torch.empty(rows, query_heads, dtype=torch.float32, device=outs.device)
+    _merge[rows, query_heads](
+        outs,
+        lses,
+        recent_out,
+        recent_lse,
+        out,
+        lse,
+        splits,
+        dim,
+        *recent_out.stride()[:2],
+        *recent_lse.stride(),
+        DIM=triton.next_power_of_2(dim),
+    )
     return out, lse
 
 
-def stages(rows: int, columns: int) -> int:
-    """Return the number of key tiles in flight for a program of so many rows and dimensions.
+def launch_options(rows: int, columns: int) -> dict[str, int]:
+    """Return the number of key tiles in flight, and of warps, for a program of this size.
 
     Shared memory is 100 KB on an RTX 3090 or 4090: enough for two programs at a time up to head
-    dimension 128, and for one above.
+    dimension 128, and for one above. Few rows are fastest like this on an H200 (docs/log.md).
     """
-    is_small = rows * columns <= _STAGED
-    if is_small and columns <= _STAGED_DIM:
-        return 2
-    return 1
+    if rows * columns > _STAGED or columns > _STAGED_DIM:
+        return {"num_stages": 1, "num_warps": 4}
+    return {"num_stages": 2, "num_warps": 2 if rows == _FEW_ROWS else 4}
 
 
 @triton.jit
@@ -139,6 +220,65 @@ def _patterns(high_byte, low_bits, constant, LOW_BITS: tl.constexpr):
 
 
 # Specialising on argument values would compile another kernel in the middle of a request.
+@triton.jit(do_not_specialize=["offset_part"])
+def _split(
+    kv,
+    offsets,
+    high,
+    low,
+    outliers,
+    count,
+    kv_part,
+    kv_head,
+    offset_part,
+    LOW_BITS: tl.constexpr,
+    MIN_HIGH: tl.constexpr,
+    MAX_HIGH: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Split a block of elements of one head, keys and values."""
+    head = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1)
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = element < count
+    half: tl.constexpr = 1 << (LOW_BITS - 1)
+    both = tl.zeros((BLOCK,), tl.int32)
+    for part in tl.static_range(2):
+        pattern = tl.load(kv + part * kv_part + head * kv_head + element, mask=mask, other=0)
+        pattern = pattern.to(tl.int32)
+        y = (pattern & 0x7FFF) + half - tl.load(offsets + part * offset_part + head)
+        upper = y >> LOW_BITS
+        is_outlier = (upper < MIN_HIGH) | (upper > MAX_HIGH)
+        upper = tl.minimum(tl.maximum(upper, 0), MAX_HIGH) | ((pattern >> 8) & 0x80)
+        low_bits = y & ((1 << LOW_BITS) - 1)
+        target = (part * heads + head) * count + element
+        tl.store(high + target, upper.to(tl.uint8), mask=mask)
+        tl.store(outliers + target, is_outlier.to(tl.uint8), mask=mask)
+        if SHARED:
+            both |= low_bits << (4 * part)
+        else:
+            tl.store(low + target, low_bits.to(tl.uint8), mask=mask)
+    if SHARED:
+        tl.store(low + head * count + element, both.to(tl.uint8), mask=mask)
+
+
+@triton.jit(do_not_specialize=["head", "heads"])
+def _write_outliers(
+    positions, patterns, starts, out, head, heads, out_part, out_head, BLOCK: tl.constexpr
+):
+    """Write a block of the outliers of one head's keys or values."""
+    part = tl.program_id(1)
+    index = tl.program_id(2)
+    entry = part * heads + head + index
+    element = tl.load(starts + entry) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = element < tl.load(starts + entry + 1)
+    position = tl.load(positions + element, mask=mask, other=0)
+    pattern = tl.load(patterns + element, mask=mask, other=0)
+    base = part.to(tl.int64) * out_part + index.to(tl.int64) * out_head
+    tl.store(out + base + position, pattern, mask=mask)
+
+
 @triton.jit(do_not_specialize=["offset_part"])
 def _reconstruct(
     high,
@@ -261,3 +401,54 @@ def _attend(
     lse = peak + tl.log(total)
     tl.store(outs + base * dim + q_element, out, mask=q_mask)
     tl.store(lses + base + q_row, lse, mask=row_mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "splits",
+        "recent_row",
+        "recent_head",
+        "recent_lse_row",
+        "recent_lse_head",
+    ]
+)
+def _merge(
+    outs,
+    lses,
+    recent_out,
+    recent_lse,
+    merged,
+    lse,
+    splits,
+    dim,
+    recent_row,
+    recent_head,
+    recent_lse_row,
+    recent_lse_head,
+    DIM: tl.constexpr,
+):
+    """Merge the parts of one row and query head, by the online softmax."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    rows = tl.num_programs(0)
+    heads = tl.num_programs(1)
+    column = tl.arange(0, DIM)
+    mask = column < dim
+    pointers = recent_out + row * recent_row + head * recent_head + column
+    weighted = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    peak = tl.load(recent_lse + row * recent_lse_row + head * recent_lse_head)
+    total = tl.full((), 1.0, tl.float32)
+    for split in range(splits):
+        entry = (split * rows + row) * heads + head
+        part_lse = tl.load(lses + entry)
+        part = tl.load(outs + entry.to(tl.int64) * dim + column, mask=mask, other=0.0)
+        new_peak = tl.maximum(peak, part_lse)
+        weight = tl.exp(part_lse - new_peak)
+        rescale = tl.exp(peak - new_peak)
+        weighted = weighted * rescale + part * weight
+        total = total * rescale + weight
+        peak = new_peak
+    entry = row * heads + head
+    out = (weighted / total).to(merged.dtype.element_ty)
+    tl.store(merged + entry * dim + column, out, mask=mask)
+    tl.store(lse + entry, peak + tl.log(total))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.attention.shape_buckets import has_native_bf16
+from offload.kernels.selection import retrieval_kernels
 from offload.retrieval.policy_specs import POLICY_SPECS, PolicySpec
 from offload.retrieval.shape import RetrievalCacheSpec
 
@@ -36,15 +37,29 @@ class QuerySample:
         tokens' own. Query tokens of the prefix itself, of which a prompt may have some, are
         ignored.
         """
-        q = q[-min(len(q), recent.shape[1]) :]
-        rows, dim = len(q), q.shape[-1]
-        count = min(count, rows)
-        ends = torch.arange(1, count + 1, device=q.device) * rows // count
-        by_head = q[ends - 1].unflatten(1, (len(keys), -1))  # (count, Hkv, G, D)
-        self.q = by_head.permute(1, 2, 0, 3) * dim**-0.5  # (Hkv, G, R, D), R = count
+        self._rows = q[-min(len(q), recent.shape[1]) :]
+        self._count = min(count, len(self._rows))
         self.keys = keys
         self._recent = recent
-        self._visible = ends + (recent.shape[1] - rows)  # recent keys visible to each query
+
+    @cached_property
+    def q(self) -> Tensor:
+        """The sampled queries (Hkv, G, R, D), scaled."""
+        by_head = self._rows[self._ends - 1].unflatten(1, (len(self.keys), -1))  # (R, Hkv, G, D)
+        return by_head.permute(1, 2, 0, 3) * self._rows.shape[-1] ** -0.5
+
+    def chunk_attention(self, chunk: int) -> Tensor:
+        """Attention to chunks of the prefix, (Hkv, C) float32.
+
+        A key's is its maximum over query tokens, averaged over the query heads that share it.
+        """
+        _, query_heads, dim = self._rows.shape
+        groups = query_heads // len(self.keys)
+        kernels, _ = retrieval_kernels(self.keys.device.type, self.keys.dtype, dim, groups)
+        if kernels is not None and kernels.supports(self._count, groups, chunk):
+            return kernels.chunk_scores(self._rows, self.keys, self._recent, self._count, chunk)
+        weights = self.attention.amax(2).mean(1)  # (Hkv, N)
+        return weights.unflatten(1, (-1, chunk)).sum(-1)
 
     @cached_property
     def attention(self) -> Tensor:
@@ -53,7 +68,9 @@ class QuerySample:
         A query's weights sum to 1 over the prefix and the recent keys.
         """
         indices = torch.arange(self._recent.shape[1], device=self.q.device)
-        hidden = indices >= self._visible[:, None]  # (R, M)
+        # recent keys visible to each query
+        visible = self._ends + (self._recent.shape[1] - len(self._rows))
+        hidden = indices >= visible[:, None]  # (R, M)
         recent = self._scores(self._recent).masked_fill(hidden, -torch.inf)
         weights = self._scores(self.keys)
         highest = torch.maximum(weights.amax(-1), recent.amax(-1))[..., None]
@@ -63,6 +80,12 @@ class QuerySample:
         recent.exp_()
         total = weights.sum(-1, keepdim=True) + recent.sum(-1, keepdim=True)
         return weights.div_(total)
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        """The number of query tokens up to each sampled one, (R,)."""
+        counts = torch.arange(1, self._count + 1, device=self._rows.device)
+        return counts * len(self._rows) // self._count
 
     def _scores(self, keys: Tensor) -> Tensor:
         """Return q . k of keys (Hkv, N, D), (Hkv, G, R, N) float32."""
@@ -129,13 +152,12 @@ class AttentionScorePolicy(SelectionPolicy):
         self._previous_scores: dict[tuple[int, int], Tensor] = {}
 
     def scores(self, sample: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
-        scores = sample.attention.amax(2).mean(1)  # (Hkv, N)
-        scores = scores.unflatten(1, (-1, chunk)).sum(-1)  # (Hkv, C)
-        for index, head_scores in enumerate(scores, head):
-            previous = self._previous_scores.get((layer, index))
-            if previous is not None:
-                head_scores[: len(previous)] += SCORE_DECAY * previous
-            self._previous_scores[layer, index] = head_scores
+        scores = sample.chunk_attention(chunk)
+        keys = [(layer, index) for index in range(head, head + len(scores))]
+        if keys[0] in self._previous_scores:  # those of all heads have the same length
+            previous = torch.stack([self._previous_scores[key] for key in keys])
+            scores[:, : previous.shape[1]] += SCORE_DECAY * previous
+        self._previous_scores.update(zip(keys, scores, strict=True))
         return scores.clone()  # `select` modifies it
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offload.attention.head_major import token_slice
 from offload.codec.int8 import dequantise, quantise
+from offload.kernels.selection import retrieval_kernels
 from offload.layout import KVLayout
 from offload.retrieval.shape import QUANTISED_ELEMENTS, RetrievalCacheSpec
 
@@ -147,6 +148,16 @@ class Int8Store(RetrievalStore):
         chunk = self._shape.chunk
         end = self.window_offset
         start = end - chunks.shape[1] * chunk
+        layout = self._layout
+        kernels, _ = retrieval_kernels(
+            prefix.device.type, prefix.dtype, layout.head_dim, layout.groups
+        )
+        if kernels is not None:
+            heads = slice(head, head + len(chunks))
+            codes = token_slice(self._codes[index, :, heads], start, end)
+            scales = token_slice(self._scales[index, :, heads], start, end)
+            kernels.store_int8(prefix, chunks, chunk, codes, scales)
+            return
         for first in range(0, len(chunks), self._heads):
             part = slice(first, first + self._heads)
             part_chunks = chunks[part]
@@ -171,6 +182,11 @@ class Int8Store(RetrievalStore):
 def copy_chunks(selected: Tensor, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
     """Copy chunks (h, n) of prefix (2, h, N, D) to selected (2, h, n * chunk, D)."""
     row = chunk * prefix.shape[3]  # elements of one chunk of one head
+    if prefix.is_cuda:  # in one launch
+        heads = torch.arange(len(chunks), device=chunks.device)[:, None]
+        by_chunk = selected.unflatten(2, (-1, chunk))
+        by_chunk.copy_(prefix.unflatten(2, (-1, chunk))[:, heads, chunks])
+        return
     for part, head in product(range(2), range(len(chunks))):
         source = prefix[part, head].view(-1, row)
         torch.index_select(source, 0, chunks[head], out=selected[part, head].view(-1, row))

@@ -8,6 +8,7 @@ from math import ceil, prod
 from offload.codec.format import (
     OUTLIER_BYTES,
     OUTLIER_SHARE,
+    PLAIN_SPLIT_TOKENS,
     SPLIT_BYTES,
     SPLIT_TOKENS,
     SplitFormat,
@@ -329,7 +330,7 @@ class TieredCacheSpec:
         """Return the bytes of scratch memory for splitting elements."""
         if not self.split_or_compressed_layers:
             return 0
-        tokens = min(SPLIT_TOKENS, self.capacity)
+        tokens = min(PLAIN_SPLIT_TOKENS, self.capacity)
         return SPLIT_BYTES * 2 * self.layout.heads * tokens * self.layout.head_dim
 
     def _bytes(self, buffer: tuple[int, ...]) -> int:

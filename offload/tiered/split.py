@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.attention.folding import Partial, merge
+from offload.attention.folding import Partial
 from offload.attention.head_major import attend_prefix, token_slice
-from offload.codec.format import SPLIT_TOKENS
+from offload.codec.format import PLAIN_SPLIT_TOKENS, SPLIT_TOKENS
 from offload.codec.outliers import Outliers
 from offload.codec.split_float import Offsets, SplitFloatCodec
 from offload.kernels.selection import split_kernels
@@ -98,7 +98,10 @@ class SplitKV:
                     self.offsets, dtype=torch.int32, device=kv.device
                 )
         offsets = self.offsets if self.device_offsets is None else self.device_offsets
-        high_bytes, lows, outliers = self.codec.split(kv, offsets)
+        if self.kernels is None:
+            high_bytes, lows, outliers = self.codec.split(kv, offsets)
+        else:
+            high_bytes, lows, outliers = self.kernels.split(self.codec.format, kv, offsets)
         self.outliers.append(kv, outliers, at)
         if self.high_bytes is None:
             return torch.cat((high_bytes, lows))
@@ -115,7 +118,7 @@ class SplitKV:
         if self.high_bytes is not None:
             high, lows = token_slice(self.high_bytes[:, head : head + heads], 0, tokens), planes
         self._reconstruct_block(high, lows, head, token_slice(out, 0, tokens))
-        self.outliers.apply(out, head, heads)
+        self.outliers.apply(out, head, heads, self.kernels)
 
     def decode_high(self, head: int, out: Tensor) -> None:
         """Write to out (2, h, N, D) the values of the high bytes of the heads from `head` on."""
@@ -124,13 +127,13 @@ class SplitKV:
         high_bytes = token_slice(self.high_bytes[:, head : head + heads], 0, tokens)
         self.codec.reconstruct(high_bytes, None, self._head_offsets(head, heads), out)
 
-    def attend(self, q: Tensor, tokens: int) -> Partial:
-        """Return the attention of q to the values of the first tokens' high bytes."""
+    def attend(self, q: Tensor, tokens: int, recent: Partial) -> Tensor:
+        """Return the attention of q to the values of the first tokens' high bytes, and `recent`."""
         assert self.kernels is not None
         assert self.high_bytes is not None
-        return self.kernels.attend(
-            self.codec.format, q, token_slice(self.high_bytes, 0, tokens), self.device_offsets
-        )
+        high_bytes = token_slice(self.high_bytes, 0, tokens)
+        format, offsets = self.codec.format, self.device_offsets
+        return self.kernels.attend(format, q, high_bytes, offsets, recent)[0]
 
     def _reconstruct_block(self, high_bytes: Tensor, lows: Tensor, head: int, out: Tensor) -> None:
         """Write to out (2, h, N, D) the elements of the heads from `head` on."""
@@ -165,8 +168,9 @@ class WritebackBuffers:
         Returns the last ticket; None if there are no tokens.
         """
         ticket = None
-        for start in range(0, kv.shape[2], SPLIT_TOKENS):
-            planes = split_kv.split(token_slice(kv, start, start + SPLIT_TOKENS), at + start)
+        step = PLAIN_SPLIT_TOKENS if split_kv.kernels is None else SPLIT_TOKENS
+        for start in range(0, kv.shape[2], step):
+            planes = split_kv.split(token_slice(kv, start, start + step), at + start)
             ticket = self._write_planes(planes, host, at + start)
         return ticket
 
@@ -235,7 +239,7 @@ class SplitLayer(OffloadedLayer):
         recent = attend_prefix(self._tail.kv, q, end - boundary, traffic)
         assert split_kv.high_bytes is not None
         traffic.attended += token_slice(split_kv.high_bytes, 0, boundary).numel()
-        return merge([split_kv.attend(q, boundary), recent])[0]
+        return split_kv.attend(q, boundary, recent)
 
     def offload_block(self, boundary: int, count: int) -> Any:
         return self._writeback.write(self._tail.tokens(count), self._split_kv, self._host, boundary)

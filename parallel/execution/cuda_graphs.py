@@ -36,8 +36,10 @@ MAX_GRAPHS = 48
 # Largest differences in a comparison, as a share of the largest expected value:
 # a replay's logits and written KV, against those of the launches that were captured
 _REPLAY_TOLERANCE = 0.01
-# logits of the launches in static shapes, against those of the eager forward, with other kernels
-_STATIC_TOLERANCE = 0.05
+# Logits of the launches in static shapes, against those of the eager forward, with other kernels:
+# in 16 bits an 8B's differ by 0.05 on an H200, as much as with three rows more in a matmul.
+# Unrelated logits differ by more than 1.
+_STATIC_TOLERANCE = 0.25
 
 
 def cuda_graphs_supported(group: TensorParallelGroup) -> bool:

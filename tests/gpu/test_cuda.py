@@ -30,7 +30,11 @@ from decoding.app.terminal.messages import say_what_fits
 from decoding.engine.request import Request
 from decoding.speculation.decoders import Speculative
 from offload.errors import InsufficientMemoryError, TierForceError
-from offload.kernels.selection import batch_invariant_kernels, split_kernels
+from offload.kernels.selection import (
+    batch_invariant_kernels,
+    retrieval_kernels,
+    split_kernels,
+)
 from offload.tiered.prefill import OBSERVED_ROWS
 from parallel.execution.cuda_graphs import GraphRunner, cuda_graphs_supported
 from parallel.model.transformer import Attention
@@ -455,6 +459,16 @@ def test_batch_invariant_kernels_pass_their_self_test(
     dtype: torch.dtype, dim: int, groups: int
 ) -> None:
     kernels, why = batch_invariant_kernels("cuda", dtype, dim, groups)
+    assert kernels is not None, why
+
+
+@pytest.mark.cuda(standin=False)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "groups"), [(64, 1), (80, 4), (128, 1), (128, 4), (128, 7), (128, 16), (256, 8)]
+)
+def test_retrieval_kernels_pass_their_self_test(dtype: torch.dtype, dim: int, groups: int) -> None:
+    kernels, why = retrieval_kernels("cuda", dtype, dim, groups)
     assert kernels is not None, why
 
 

@@ -270,7 +270,7 @@ def test_kernels_accept_the_same_arguments_as_on_a_gpu(machine: Machine) -> None
     for wrong in (
         query_key_value(torch.float32),
         query_key_value(torch.float16, dim=12),
-        query_key_value(torch.float16, rows=2),
+        query_key_value(torch.float16, rows=5),  # more than keys
     ):
         with pytest.raises(RuntimeError):
             flash(*wrong, 0.0, True)

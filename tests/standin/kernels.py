@@ -20,13 +20,17 @@ def _require(condition: bool, what: str) -> None:
         raise RuntimeError(what)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return out (B, H, T, D) and lse (B, H, T) float32."""
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, diagonal: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return out (B, H, T, D) and lse (B, H, T) float32.
+
+    If causal, keys from the `diagonal` on are masked, as by `torch.triu`.
+    """
     _require(k.shape[2] > 0, "attention needs at least one key")
     scores = q.float() @ k.float().transpose(2, 3) / math.sqrt(q.shape[-1])
     if causal:
-        # aligned to the top left
-        mask = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool).triu(diagonal)
         scores = scores.masked_fill(mask, -torch.inf)
     return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
 
@@ -34,10 +38,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, T
 def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
     _require(q.dim() == k.dim() == v.dim() == 4, "attention takes (B, H, T, D)")
     _require(q.dtype == k.dtype == v.dtype, f"dtypes differ: {q.dtype}, {k.dtype}, {v.dtype}")
-    _require(
-        q.shape[0] == k.shape[0] == v.shape[0] and q.shape[1] == k.shape[1] == v.shape[1],
-        "batch and heads must agree",
-    )
+    _require(q.shape[0] == k.shape[0] == v.shape[0], "batches must agree")
+    _require(k.shape[1] == v.shape[1], "heads of keys and values must agree")
     _require(k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3], "keys and values must agree")
     _require(all(x.stride(-1) == 1 for x in (q, k, v)), "the last dimension must be contiguous")
     _require(dropout == 0, "dropout is not supported")
@@ -52,9 +54,12 @@ def flash(
         q.shape[3] % 8 == 0 and q.shape[3] <= 256,
         "head_size must be a multiple of 8, of at most 256",
     )
-    _require(not causal or q.shape[2] == k.shape[2], "a causal mask must be square")
+    rows, keys = q.shape[2], k.shape[2]
+    _require(not causal or rows <= keys, "a causal mask needs a key for each query")
+    _require(q.shape[1] % k.shape[1] == 0, "query heads must be a multiple of KV heads")
     seed = torch.zeros(2, dtype=torch.int64)
-    out, lse = _attention(q, k, v, causal)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out, lse = _attention(q, k, v, causal, diagonal=keys - rows + 1)
     return (
         torch.empty_like(q).copy_(out),
         lse,
@@ -79,6 +84,7 @@ def efficient(
 ) -> tuple[Any, ...]:
     _check(q, k, v, dropout)
     _require(bias is None, "an attention bias is not supported")
+    _require(q.shape[1] == k.shape[1], "heads must agree")
     out, sums = _attention(q, k, v, causal)
     padded = sums.new_full((*sums.shape[:2], ceil_div(sums.shape[2], 32) * 32), torch.inf)
     padded[:, :, : sums.shape[2]] = sums

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from offload.kernels import batch_invariant as batch_invariant_kernels
+from offload.kernels import retrieval as retrieval_kernels
 from offload.kernels import split_float as split_kernels
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
@@ -37,9 +38,17 @@ SPLIT_SHAPES = {
 }
 # arguments that are multiples of 16, as at a launch: tiles of high bytes are only prefetched then
 MULTIPLES = {"dim", "count"}
-MULTIPLES |= {"high_part", "high_head", "low_part", "low_head", "out_part", "out_head"}
-POINTERS = {"high": "*u8", "low": "*u8", "offsets": "*i32", "out": "*i16"}
-POINTERS |= {"outs": "*fp32", "lses": "*fp32", "scale": "fp32"}
+MULTIPLES |= {
+    f"{name}_{axis}"
+    for name in ("kv", "high", "low", "out", "prefix", "codes")
+    for axis in ("part", "head")
+}
+MULTIPLES.add("key_head")
+POINTERS = {"kv": "*i16", "high": "*u8", "low": "*u8", "offsets": "*i32", "out": "*i16"}
+POINTERS |= {"outliers": "*u8", "positions": "*i32", "patterns": "*i16", "starts": "*i32"}
+POINTERS |= {"outs": "*fp32", "lses": "*fp32", "recent_lse": "*fp32", "lse": "*fp32"}
+POINTERS |= {"scale": "fp32", "chunks": "*i64", "codes": "*i8", "results": "*fp32"}
+ELEMENT_POINTERS = ("q", "prefix", "recent", "attended", "recent_out", "merged", "keys", "scales")
 # batch-invariant attention: dtype, head dimension, and query heads per KV head
 BATCH_INVARIANT_SHAPES = {
     80: [("fp16", 128, 1)],
@@ -56,7 +65,7 @@ def compile_kernel(
 ) -> Any:
     """Compile a kernel for this dtype and compute capability, and check that it fits the GPU."""
     constants = {name: sizes[name] for name in kernel.arg_names if name in sizes}
-    types = dict.fromkeys(("q", "prefix", "recent", "attended"), f"*{element}") | POINTERS
+    types = dict.fromkeys(ELEMENT_POINTERS, f"*{element}") | POINTERS
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
@@ -85,10 +94,8 @@ def compile_split_kernels(capability: int, shapes: int | None) -> None:
     """Compile attention over high bytes; two programs fit an SM up to head dimension 128."""
     for element, rows, columns in SPLIT_SHAPES[capability][:shapes]:
         sizes = SIZES | SPLIT[element] | {"ROWS": rows, "DIM": columns}
-        stages = split_kernels.stages(rows, columns)
-        binary = compile_kernel(
-            split_kernels._attend, element, capability, sizes, num_stages=stages
-        )
+        options = split_kernels.launch_options(rows, columns)
+        binary = compile_kernel(split_kernels._attend, element, capability, sizes, **options)
         if capability == 89 and columns <= 128:
             block_bytes = binary.metadata.shared + RESERVED_BYTES
             assert 2 * block_bytes <= SM_SHARED_BYTES, (rows, columns)
@@ -115,12 +122,29 @@ def compile_batch_invariant_kernels(capability: int, shapes: int | None) -> None
         compile_kernel(batch_invariant_kernels._merge, element, capability, sizes)
 
 
+def compile_retrieval_kernels(capability: int, element: str) -> None:
+    """Compile the retrieval cache's kernels for eight and for one query head per KV head."""
+    limits = torch.finfo(ELEMENTS[element])
+    for groups, columns in ((8, 128), (1, 64), (8, 256)):
+        sizes = {"GROUPS": groups, "MEMBERS": max(2, groups), "QUERIES": 8, "KEYS": 64}
+        sizes |= {"DIM": columns, "UPCAST": False, "CHUNK": 8, "TILES": 8, "TOKENS": 16}
+        sizes |= {"LARGEST": 127, "SMALLEST_SCALE": limits.tiny, "LARGEST_SCALE": limits.max / 128}
+        for causal in (False, True):
+            causal_sizes = sizes | {"CAUSAL": causal}
+            compile_kernel(retrieval_kernels._sum_weights, element, capability, causal_sizes)
+        compile_kernel(retrieval_kernels._score, element, capability, sizes)
+        compile_kernel(retrieval_kernels._store_int8, element, capability, sizes)
+
+
 if __name__ == "__main__":
     extents: dict[str, Any] = {"first": ([89], 1), "all": (MAX_SHARED_BYTES, None)}
     capabilities, shapes = extents[sys.argv[1]]
     for capability in capabilities:
         element = "fp16" if capability == 80 else "bf16"
-        compile_kernel(split_kernels._reconstruct, element, capability, SIZES | SPLIT[element])
+        sizes = SIZES | SPLIT[element] | {"MIN_HIGH": 8, "MAX_HIGH": 0x7E}
+        for kernel in ("_split", "_write_outliers", "_reconstruct", "_merge"):
+            compile_kernel(getattr(split_kernels, kernel), element, capability, sizes)
         compile_split_kernels(capability, shapes)
         compile_batch_invariant_kernels(capability, shapes)
+        compile_retrieval_kernels(capability, element)
     print("compiled")

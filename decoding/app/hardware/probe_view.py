@@ -27,6 +27,7 @@ ROWS = {
     "matmul_5": ("extra query tokens, forward of 5", "TFLOP/s"),
     "matmul_33": ("extra query tokens, forward of 33", "TFLOP/s"),
     "layer_s": ("overhead per layer of a short forward", "microseconds"),
+    "eager_layer_s": ("a layer of a short forward without CUDA graphs", "microseconds"),
     "chunk_s": ("overhead per key block and head, with --deterministic", "microseconds"),
     "forward_s": ("overhead of a short forward", "microseconds"),
     "sample_s": ("probabilities of one token", "microseconds"),

@@ -350,9 +350,17 @@ def test_torch_flash_kernel_gets_supported_head_dimensions(
 @rows
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS)
 @pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("long", [cuda._LONG, 100])
 def test_cuda_kernels(
-    kernel: Kernel, dtype: torch.dtype, heads: tuple[int, int], rows: int, dim: int
+    kernel: Kernel,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    rows: int,
+    dim: int,
+    long: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cuda, "_LONG", long)
     for prefix in (0, 1, 500):
         q, k, v = draw(rows, prefix + rows, heads, dtype, "cuda", dim)
         agree(kernel(q, k, v, False), q, k, v, causal=False)
@@ -372,3 +380,18 @@ def test_cuda_mask(dtype: torch.dtype, heads: tuple[int, int], rows: int) -> Non
     expected, expected_lse = reference_attention(q, k, v, False, mask)
     torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, expected_lse, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_merge_of_two_parts(dtype: torch.dtype) -> None:
+    q, k, v = draw(7, 300, (8, 2), dtype, "cuda", 64)
+    for split in (0, 1, 120, 300):
+        parts = [
+            partial_attention(q, keys, values, False)
+            for keys, values in ((k[:split], v[:split]), (k[split:], v[split:]))
+        ]
+        agree(merge(parts), q, k, v, causal=False)
+    out, lse = merge([partial_attention(q, k[:0], v[:0], False)] * 2)
+    torch.testing.assert_close(out, torch.zeros_like(out))
+    torch.testing.assert_close(lse, torch.full_like(lse, -torch.inf))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offload.attention import partial_attention
 from offload.codec.format import SplitFormat, split_format
+from offload.codec.outliers import Outliers
 from offload.codec.split_float import Offsets, SplitFloatCodec
 from offload.kernels import selection
 from offload.kernels.selection import split_kernels
@@ -74,6 +75,44 @@ def test_reconstruction_matches_plain_operations(
 
 
 @every_dtype
+@pytest.mark.parametrize(("heads", "tokens", "dim"), [(1, 1, 64), (3, 37, 80), (2, 100, 16)])
+def test_splitting_and_outliers_match_plain_operations(
+    dtype: torch.dtype, heads: int, tokens: int, dim: int, kernels: ModuleType
+) -> None:
+    codec = SplitFloatCodec(format_of(dtype))
+    buffer = torch.randn(2, heads, tokens + 9, dim).to(dtype)
+    offsets = codec.offsets(buffer)
+    buffer[:, :, ::3, ::5] *= 2.0**-12  # smaller than high bytes reach
+    buffer[:, 0, 0, 0] = torch.tensor([torch.inf, torch.nan])
+    kv = buffer[:, :, :tokens]
+    table = torch.tensor(offsets, dtype=torch.int32)
+    expected = codec.split(kv, offsets)
+    high, low, is_outlier = kernels.split(codec.format, kv, table)
+    for actual, plain in zip((high, low, is_outlier), expected, strict=True):
+        assert actual.dtype == plain.dtype
+        assert torch.equal(actual, plain)
+    assert is_outlier.any()
+    outliers = Outliers(kv.numel(), heads, kv.device)
+    for start in range(0, tokens, 20):
+        block = slice(start, start + 20)
+        outliers.append(kv[:, :, block], is_outlier[:, :, block], start)
+    for first in range(heads):  # the heads from `first` on
+        out = torch.zeros(2, heads, tokens + 4, dim, dtype=dtype)
+        count = heads - first
+        kernels.reconstruct(
+            codec.format, high[:, first:], low[:, first:], table[:, first:], out[:, :count, :tokens]
+        )
+        outliers.apply(out, first, count, kernels)
+        actual = out[:, :count, :tokens].view(torch.int16)
+        assert torch.equal(actual, kv[:, first:].view(torch.int16))
+        assert not out[:, count:].any()
+    outliers.truncate(0, dim)
+    untouched = out.clone()
+    outliers.apply(out, 0, heads, kernels)  # there are none
+    assert torch.equal(out.view(torch.int16), untouched.view(torch.int16))
+
+
+@every_dtype
 @pytest.mark.parametrize(
     ("rows", "groups", "tokens", "dim"),
     [(1, 1, 1, 64), (1, 4, 63, 64), (7, 3, 300, 80), (33, 2, 257, 16), (2, 2, 1200, 32)],
@@ -86,12 +125,16 @@ def test_attention_over_high_bytes_matches_plain_operations(
     decoded = torch.empty(high.shape, dtype=dtype)
     codec.reconstruct(high, None, offsets, decoded)
     q = torch.randn(rows, 2 * groups, dim).to(dtype)
-    out, lse = kernels.attend(codec.format, q, high, table)
-    keys, values = decoded.float().transpose(1, 2)
-    expected, expected_lse = partial_attention(q.float(), keys, values, causal=False)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+    recent_kv = torch.randn(2, 2, 30, dim).to(dtype)
+    for count in (30, 0):  # keys that are not split
+        keys, values = recent_kv[:, :, :count].transpose(1, 2)
+        recent = partial_attention(q, keys, values, causal=False)
+        out, lse = kernels.attend(codec.format, q, high, table, recent)
+        keys, values = torch.cat((decoded, recent_kv[:, :, :count]), dim=2).float().transpose(1, 2)
+        expected, expected_lse = partial_attention(q.float(), keys, values, causal=False)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
 
 
 @every_dtype
