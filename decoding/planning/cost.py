@@ -188,7 +188,7 @@ class PredictedCosts:
         kv_scale = self.hardware.int8_share if requirements.int8_retrieval else 1.0
         budget = min(requirements.budget, prompt)
         return target_cost(self.hardware, requirements).seconds(
-            drafted + 1, budget, self.concurrency, kv_scale
+            drafted + 1, budget, self.concurrency, kv_scale, _captures(requirements)
         )
 
     def draft_s(self, requirements: Requirements) -> float:
@@ -198,7 +198,8 @@ class PredictedCosts:
         cost = ForwardCost(
             self.hardware, requirements.draft, requirements.draft_ranks, requirements.dtype
         )
-        return cost.seconds(1, requirements.window, self.concurrency)
+        captured = _captures(requirements)
+        return cost.seconds(1, requirements.window, self.concurrency, captured=captured)
 
     def on_device_s(
         self, requirements: Requirements, plan: MemoryPlan, prompt: int, query_tokens: int
@@ -275,3 +276,9 @@ class PredictedCosts:
 
     def _inner_draft(self, requirements: Requirements) -> int:
         return requirements.settings.num_inner_draft_tokens or INNER_DRAFT
+
+
+def _captures(requirements: Requirements) -> bool:
+    """Return whether short forwards on caches of fixed size are CUDA graphs, on a GPU."""
+    settings = requirements.settings
+    return settings.graphs is not False and not settings.deterministic

@@ -76,7 +76,12 @@ class ForwardCost:
         self.hardware, self.config, self.ranks, self.dtype = hardware, config, ranks, dtype
 
     def seconds(
-        self, query_tokens: int, attended: int, concurrency: int = 1, kv_scale: float = 1.0
+        self,
+        query_tokens: int,
+        attended: int,
+        concurrency: int = 1,
+        kv_scale: float = 1.0,
+        captured: bool = False,
     ) -> float:
         """Return the seconds of a short forward and of sampling from its logits.
 
@@ -85,6 +90,7 @@ class ForwardCost:
             attended: tokens of its own request that each query token attends to.
             concurrency: batched requests. The extra attention launches are not counted.
             kv_scale: the time to read a token's KV, relative to 16 bits.
+            captured: whether it is a CUDA graph, on a GPU.
         """
         config, ranks = self.config, self.ranks
         tokens = concurrency * query_tokens
@@ -92,7 +98,14 @@ class ForwardCost:
         kv = kv_scale * concurrency * config.kv_layout(ranks, self.dtype).bytes(attended)
         extra = tokens * (query_tokens - 1) / query_tokens
         compute_s = self._compute_s(tokens, attended, weights, kv, extra, self.hardware.forward_s)
+        if not captured:
+            compute_s = max(compute_s, self._launches_s)
         return compute_s + self._all_reduces_s(tokens) + self._sampling_s(tokens)
+
+    @property
+    def _launches_s(self) -> float:
+        """The seconds in which the host launches a forward that is not captured."""
+        return self.config.layers * (self.hardware.eager_layer_s or 0.0) + self.hardware.forward_s
 
     def batch_invariant_seconds(self, query_tokens: int, attended: int) -> float:
         """Return the seconds of a batch-invariant forward of one request, computed in row blocks.
@@ -138,17 +151,17 @@ class ForwardCost:
             kv: bytes of KV read.
             extra: query tokens whose attention the KV rate, measured with one query token per
                 request, does not include.
-            overhead_s: launches beside those of the layers, in seconds.
+            overhead_s: seconds beside those of the layers.
         """
         hardware, config, ranks = self.hardware, self.config, self.ranks
         memory = weights / hardware.memory_rate + kv / (hardware.kv_rate or hardware.memory_rate)
         matmul_s = self._matmul_s(query_tokens)
         score_s = attention_flops(config) * attended / ranks
         score_s /= hardware.attention or hardware.matmul
-        launches = config.layers * hardware.layer_s + overhead_s
+        small_s = config.layers * hardware.layer_s + overhead_s  # small kernels, one after another
         if hardware.runs_ahead:
-            return max(memory, matmul_s + query_tokens * score_s, launches)
-        return memory + matmul_s + extra * score_s + launches
+            return max(memory, matmul_s + query_tokens * score_s) + small_s
+        return memory + matmul_s + extra * score_s + small_s
 
     def _all_reduces_s(self, query_tokens: float) -> float:
         """Return the seconds of a forward's all-reduces."""

@@ -42,7 +42,7 @@ class HardwareProfile:
     matmul: float  # FLOP/s of dense 16-bit matmuls
     all_reduce_s: float  # a small all-reduce
     all_reduce_rate: float  # bytes/s of the tensor of a large all-reduce
-    layer_s: float  # time per layer of a short forward beyond reading memory: launches
+    layer_s: float  # time per layer of a short forward beyond reading memory: small kernels
     # Optional fields follow. Each comment names the default used for None.
     kv_rate: float | None = None  # reading KV in attention of one query token; memory_rate
     attention: float | None = None  # FLOP/s per extra query token of a short forward; matmul
@@ -66,12 +66,12 @@ class HardwareProfile:
     # (`--deterministic`), beside reading and arithmetic; none with fused kernels
     chunk_s: float = 0.0
     forward_s: float = 0.0  # time of a short forward beside its layers
-    # whole time of a layer of a short forward that is not captured, however little it computes;
-    # layer_s
+    # time in which the host launches a layer of a forward that is not captured: it takes no less;
+    # 0, as on a CPU
     eager_layer_s: float | None = None
     sample_s: float = 0.0  # the distribution of one row of logits
     draw_s: float = 0.0  # sampling a token and copying it to the host
-    # whether launches, memory reads and arithmetic overlap, as on a GPU; otherwise they add up
+    # whether memory reads and arithmetic overlap, as on a GPU; otherwise they add up
     runs_ahead: bool = True
 
     @property

@@ -65,7 +65,8 @@ def plan(
     hardware: Annotated[
         str,
         typer.Option(
-            help="2x4090, 1x4090, 2x3090, 1x5090, 1xA100-80, or a JSON file written by probe."
+            help="2x4090, 1x4090, 2x3090, 1x5090, 1xA100-80, 1xH200, or a JSON file written by "
+            "probe."
         ),
     ] = "2x4090",
     host_memory: Annotated[

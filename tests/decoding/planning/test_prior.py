@@ -40,7 +40,7 @@ MACHINE = HardwareProfile(
     1e13,
     0.0,
     1e9,
-    1e-5,
+    1e-6,
     reconstruct_rate=2e9,
     high_bits_rate=5e9,
 )
@@ -144,7 +144,7 @@ def test_the_first_of_several_requests_is_planned_as_one_of_a_batch() -> None:
     """Requests use the link in turn and share each read of the weights."""
     requirements = requirements_of()
     plans = plans_of(requirements)
-    rates = [10.0 ** (step / 2) for step in range(14, 20)]
+    rates = [10.0 ** (step / 4) for step in range(24, 48)]
     strategies = set()
     for rate in rates:
         machine = replace(MACHINE, link_in=rate)
@@ -153,7 +153,7 @@ def test_the_first_of_several_requests_is_planned_as_one_of_a_batch() -> None:
             choice = selector.select(requirements, plans, PROMPT, concurrency)
             assert choice.strategy == fastest(requirements, plans, machine, concurrency)
             strategies.add((rate, choice.strategy))
-    assert len(strategies) > len(rates)  # concurrency sometimes changes the strategy
+    assert len(strategies) > len(rates)  # concurrency changes the strategy at some rate
 
 
 def test_a_slower_link_makes_a_larger_budget_pay() -> None:

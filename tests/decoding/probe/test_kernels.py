@@ -197,11 +197,20 @@ def test_extra_query_tokens_interpolate_measured_rates() -> None:
 
 
 def test_overlapping_work_costs_only_its_maximum() -> None:
-    overlapping = replace(SERIAL, runs_ahead=True)
-    assert seconds(overlapping, 1, 10) == pytest.approx(
-        read_bytes(TARGET, 1, torch.float32, 1) / 1e10, rel=0.1
-    )
-    assert seconds(replace(overlapping, layer_s=1.0), 1, 10) == pytest.approx(6)
+    overlapping = replace(SERIAL, runs_ahead=True, layer_s=0.0)
+    memory_s = seconds(overlapping, 1, 10)
+    read_s = read_bytes(TARGET, 1, torch.float32, 1) / 1e10
+    assert memory_s == pytest.approx(read_s, rel=0.1)
+    # small kernels run one after another
+    assert seconds(replace(overlapping, layer_s=1.0), 1, 10) == pytest.approx(memory_s + 6)
+
+
+def test_launches_bound_only_forwards_that_are_not_captured() -> None:
+    machine = replace(SERIAL, runs_ahead=True)
+    slow = replace(machine, eager_layer_s=2.0)
+    cost = ForwardCost(slow, TARGET, 1, torch.float32)
+    assert cost.seconds(1, 10) == pytest.approx(12)
+    assert cost.seconds(1, 10, captured=True) == seconds(machine, 1, 10)
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])
