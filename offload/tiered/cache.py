@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 from typing import ClassVar
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from offload.cache.base import AttentionObserver, Cache
 from offload.errors import InsufficientMemoryError
+from offload.kernels.group_attention import BatchInvariantAttention, GroupAttention
 from offload.memory.host import allocate
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
@@ -18,7 +18,7 @@ from offload.memory.transfer_ring import TransferRing
 from offload.rotary import Rotary
 from offload.tiered.host_layer import HostLayer
 from offload.tiered.kv_file import HostReader, head_blocks
-from offload.tiered.layer import TieredLayer
+from offload.tiered.layer import KVGroup, TieredLayer, attend_groups
 from offload.tiered.offloaded import OffloadedLayer
 from offload.tiered.resident import ResidentLayer
 from offload.tiered.shape import RESIDENT, SPLIT, TieredCacheSpec
@@ -63,8 +63,7 @@ class TieredCache(Cache):
             self._ring = TransferRing(link, shape.slots, shape.slot_numel, dtype, shape.ring_numel)
         self.layers = self._make_layers()
         self.is_batch_invariant = shape.batch_invariant
-        for layer in self.layers:
-            layer.is_batch_invariant = shape.batch_invariant
+        self._attention = BatchInvariantAttention() if shape.batch_invariant else GroupAttention()
 
     def _make_layers(self) -> list[TieredLayer]:
         shape = self.shape
@@ -195,10 +194,15 @@ class TieredCache(Cache):
         q = self.rotary(q, start, layer)
         k = self.rotary(k, start, layer)
         end = start + len(q)
-        notify = partial(self.notify, layer)
-        layer_kv = self.layers[layer]
-        layer_kv.append(k, v, start, self.boundary)
-        return layer_kv.attend(q, end, self.boundary, notify)
+        layer_kv, boundary = self.layers[layer], self.boundary
+        layer_kv.append(k, v, start, boundary)
+
+        def observe(group: KVGroup, queries: Tensor) -> None:
+            self.notify(layer, group.head, queries, *group.split_at(boundary))
+
+        groups, tail = layer_kv.groups(end, boundary), layer_kv.tail(end, boundary)
+        observer = observe if self.observers else None
+        return attend_groups(q, groups, tail, self._attention, self.traffic, observer)
 
     def crop(self, length: int) -> None:
         self._notify_advance(min(self.length, length))  # an observer may raise

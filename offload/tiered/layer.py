@@ -3,39 +3,59 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from offload.attention.head_major import token_slice
+from offload.kernels.group_attention import GroupAttention
 from offload.memory.link import Copy, Link
 from offload.tiered.kv_file import HostReader, KVBlock
 from offload.traffic import ByteCounters
 
 
-class Notify(Protocol):
-    """Notifies observers of a layer's attention (`AttentionObserver.on_attention`)."""
+@dataclass(frozen=True)
+class KVGroup:
+    """A few KV heads of a layer, with all tokens of a forward, while they are on the device.
 
-    def __call__(self, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None: ...
+    It is valid until the layer's next group.
+    """
 
+    head: int  # the first of them
+    heads: int  # KV heads of the whole layer
+    # (2, h, n, D) each, in the order of tokens, the last of which are those of the queries: prefix
+    # and tail, or both in one
+    segments: Sequence[Tensor]
 
-def notify_none(head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
-    """Notify no observer: for forwards that are not the target's own."""
+    def of_queries(self, q: Tensor) -> Tensor:
+        """Return the queries of these heads, of the layer's q (T, Hq, D)."""
+        count = q.shape[1] // self.heads  # query heads per KV head
+        end = self.head + self.segments[0].shape[1]
+        return q[:, self.head * count : end * count]
+
+    def split_at(self, boundary: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens before the boundary, and those after it."""
+        if len(self.segments) == 2:
+            prefix, recent = self.segments
+            return prefix, recent
+        (kv,) = self.segments
+        return token_slice(kv, 0, boundary), token_slice(kv, boundary, kv.shape[2])
 
 
 class TieredLayer(ABC):
     """The KV of one layer, wherever it is stored. Keys and queries passed in are rotated.
 
     The cache's boundary splits its tokens into a prefix and a tail. A forward asks a layer for
-    `chunks`, then calls `append` and `attend`. Before a forward the boundary may move:
-    `offload_block` and `shift_tail`. A prompt arrives in blocks, built in `buffer` and passed to
-    `store`.
+    `chunks`, then calls `append` and attends to its `groups`. Before a forward the boundary may
+    move: `offload_block` and `shift_tail`. A prompt arrives in blocks, built in `buffer` and passed
+    to `store`.
     """
 
     is_deferred = False  # whether `onload_deferred` is yet to be called
     is_on_device = False  # whether every token has KV on the device, for `attend_on_device`
     is_split = False  # whether prefill has to build its KV in the staging buffer
-    is_batch_invariant = False  # whether `attend` reduces in blocks at fixed positions
 
     def chunks(self, boundary: int) -> Sequence[Tensor]:
         """Return the chunks that a forward streams through the ring, in order."""
@@ -46,16 +66,17 @@ class TieredLayer(ABC):
         """Write k and v (T, Hkv, D) of tail tokens from `start` on."""
 
     @abstractmethod
-    def attend(self, q: Tensor, end: int, boundary: int, notify: Notify) -> Tensor:
-        """Return the attention (T, Hq, D) of q (T, Hq, D), the last T of `end` tokens.
+    def groups(self, end: int, boundary: int) -> Iterator[KVGroup]:
+        """Yield all heads of the first `end` tokens, a few at a time, in order."""
 
-        Calls `notify` for each group of heads, while all its keys and values are on the device.
-        """
+    def tail(self, end: int, boundary: int) -> Tensor | None:
+        """Return the last segment of all groups together (2, Hkv, n, D); None if it is the only."""
+        return None
 
     def attend_on_device(self, q: Tensor, end: int, boundary: int, traffic: ByteCounters) -> Tensor:
-        """Approximate `attend` from what the device holds, if the layer `is_on_device`.
+        """Approximate attention (T, Hq, D) from what the device holds, if it `is_on_device`.
 
-        Attended bytes are counted in `traffic`.
+        q (T, Hq, D) are the last of `end` tokens. Attended bytes are counted in `traffic`.
         """
         raise NotImplementedError
 
@@ -119,3 +140,30 @@ class TieredLayer(ABC):
     @abstractmethod
     def device_bytes(self) -> int:
         """Bytes of device memory that this layer has allocated, or holds of the cache's."""
+
+
+def attend_groups(
+    q: Tensor,
+    groups: Iterable[KVGroup],
+    tail: Tensor | None,
+    attention: GroupAttention,
+    traffic: ByteCounters,
+    observe: Callable[[KVGroup, Tensor], None] | None = None,
+) -> Tensor:
+    """Return the attention (T, Hq, D) of q (T, Hq, D) over all groups of a layer.
+
+    Args:
+        q: the rotated queries of the layer's last T tokens.
+        groups: the layer's, in order.
+        tail: their last segment (`TieredLayer.tail`).
+        attention: fast, or batch-invariant.
+        traffic: counts the bytes read.
+        observe: called with each group and its queries, while its KV is on the device.
+    """
+    parts = []
+    for group in groups:
+        queries = group.of_queries(q)
+        parts.append(attention.attend(queries, group.segments, traffic))
+        if observe:
+            observe(group, queries)
+    return attention.join(parts, q, tail, traffic)

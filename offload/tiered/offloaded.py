@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.attention.folding import merge
-from offload.attention.head_major import attend_prefix, token_slice
-from offload.kernels.batch_invariant_attention import batch_invariant_attention
+from offload.attention.head_major import token_slice
 from offload.memory.link import Copy, Link
 from offload.memory.transfer_ring import TransferRing
 from offload.tiered.device_tail import DeviceTail
 from offload.tiered.host_layer import HostLayer
 from offload.tiered.kv_file import HostReader, KVBlock, copies_to
-from offload.tiered.layer import Notify, TieredLayer
+from offload.tiered.layer import KVGroup, TieredLayer
 from offload.traffic import ByteCounters
 
 
@@ -52,63 +50,28 @@ class OffloadedLayer(TieredLayer):
     def append(self, k: Tensor, v: Tensor, start: int, boundary: int) -> None:
         self._tail.append(k, v, start - boundary)
 
-    def attend(self, q: Tensor, end: int, boundary: int, notify: Notify) -> Tensor:
-        if not self.is_batch_invariant:
-            return self._attend(q, end, boundary, self._prefix, notify, self._traffic)
-        groups = self._head_groups(q, end, boundary, self._prefix, notify)
-        outs = [
-            batch_invariant_attention(rows, [kv, tail], self._traffic) for rows, kv, tail in groups
-        ]
-        return torch.cat(outs, dim=1)
+    def groups(self, end: int, boundary: int) -> Iterator[KVGroup]:
+        return self._groups(end, boundary, self._prefix)
 
-    def _attend(
-        self,
-        q: Tensor,
-        end: int,
-        boundary: int,
-        prefix: Callable[[int, int], Tensor],
-        notify: Notify,
-        traffic: ByteCounters,
-    ) -> Tensor:
-        """Attend to the tail and to the prefix.
+    def tail(self, end: int, boundary: int) -> Tensor | None:
+        return self._tail.tokens(end - boundary) if boundary else None
 
-        prefix(head, boundary) returns the prefix (2, h, boundary, D) of the heads from `head` on,
-        valid until the next call.
+    def _groups(
+        self, end: int, boundary: int, prefix_of: Callable[[int, int], Tensor]
+    ) -> Iterator[KVGroup]:
+        """Yield groups of heads.
+
+        prefix_of(head, boundary) returns the prefix (2, h, boundary, D) of the heads from `head`
+        on, valid until the next call.
         """
-        parts = [attend_prefix(self._tail.kv, q, end - boundary, traffic)]
-        partials = []
-        for rows, kv, _ in self._head_groups(q, end, boundary, prefix, notify):
-            if boundary:
-                partials.append(attend_prefix(kv, rows, boundary, traffic, causal=False))
-        if partials:
-            outs, lses = zip(*partials, strict=True)
-            parts.append((torch.cat(outs, dim=1), torch.cat(lses, dim=1)))
-        return merge(parts)[0]
-
-    def _head_groups(
-        self,
-        q: Tensor,
-        end: int,
-        boundary: int,
-        prefix: Callable[[int, int], Tensor],
-        notify: Notify,
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield groups of heads: queries, prefix and tail, and notify observers of each."""
         recent = self._tail.tokens(end - boundary)
-        if not boundary:
-            empty = token_slice(recent, 0, 0)
-            notify(0, q, empty, recent)
-            yield q, empty, recent
-            return
         heads = recent.shape[1]
-        group = q.shape[1] // heads  # query heads per KV head
+        if not boundary:
+            yield KVGroup(0, heads, [recent])
+            return
         for head in range(0, heads, self._slot_heads):
-            kv = prefix(head, boundary)
-            last = head + kv.shape[1]
-            rows = q[:, head * group : last * group]
-            tail = recent[:, head:last]
-            yield rows, kv, tail
-            notify(head, rows, kv, tail)
+            prefix = prefix_of(head, boundary)
+            yield KVGroup(head, heads, [prefix, recent[:, head : head + prefix.shape[1]]])
 
     def _prefix(self, head: int, boundary: int) -> Tensor:
         """Return the next heads' prefix (2, h, boundary, D) from the ring.

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.attention.head_major import attend_prefix, token_slice, write_tokens
-from offload.kernels.batch_invariant_attention import batch_invariant_attention
 from offload.memory.link import Copy, Link
 from offload.tiered.host_layer import HostLayer
 from offload.tiered.kv_file import HostReader, KVBlock, copies_to
-from offload.tiered.layer import Notify, TieredLayer
+from offload.tiered.layer import KVGroup, TieredLayer
 from offload.tiered.shape import TieredCacheSpec
 from offload.traffic import ByteCounters
 
@@ -55,14 +55,9 @@ class ResidentLayer(TieredLayer):
         assert self._kv is not None
         write_tokens(self._kv, k, v, start)
 
-    def attend(self, q: Tensor, end: int, boundary: int, notify: Notify) -> Tensor:
+    def groups(self, end: int, boundary: int) -> Iterator[KVGroup]:
         assert self._kv is not None
-        prefix = token_slice(self._kv, 0, boundary)
-        recent = token_slice(self._kv, boundary, end)
-        notify(0, q, prefix, recent)
-        if self.is_batch_invariant:
-            return batch_invariant_attention(q, [token_slice(self._kv, 0, end)], self._traffic)
-        return self.attend_on_device(q, end, boundary, self._traffic)
+        yield KVGroup(0, self._kv.shape[1], [token_slice(self._kv, 0, end)])
 
     def attend_on_device(self, q: Tensor, end: int, boundary: int, traffic: ByteCounters) -> Tensor:
         assert self._kv is not None

@@ -16,12 +16,13 @@ from offload.attention.head_major import attend_prefix, token_slice
 from offload.codec.format import PLAIN_SPLIT_TOKENS, SPLIT_TOKENS
 from offload.codec.outliers import Outliers
 from offload.codec.split_float import Offsets, SplitFloatCodec
+from offload.kernels.group_attention import GroupAttention
 from offload.kernels.selection import split_kernels
 from offload.memory.link import Link, copies_by_head
 from offload.memory.transfer_ring import TransferRing
 from offload.tiered.host_layer import HostLayer
 from offload.tiered.kv_file import HostReader
-from offload.tiered.layer import notify_none
+from offload.tiered.layer import attend_groups
 from offload.tiered.offloaded import OffloadedLayer
 from offload.tiered.shape import TieredCacheSpec
 from offload.traffic import ByteCounters
@@ -235,7 +236,8 @@ class SplitLayer(OffloadedLayer):
     def attend_on_device(self, q: Tensor, end: int, boundary: int, traffic: ByteCounters) -> Tensor:
         split_kv = self._split_kv
         if split_kv.kernels is None or not boundary:
-            return self._attend(q, end, boundary, self._decoded_prefix, notify_none, traffic)
+            groups = self._groups(end, boundary, self._decoded_prefix)
+            return attend_groups(q, groups, self.tail(end, boundary), GroupAttention(), traffic)
         recent = attend_prefix(self._tail.kv, q, end - boundary, traffic)
         assert split_kv.high_bytes is not None
         traffic.attended += token_slice(split_kv.high_bytes, 0, boundary).numel()

@@ -17,13 +17,18 @@ T = TypeVar("T")
 
 
 class Chunk:
-    """Tokens inside a layer: one chunk of a prompt, or all query tokens of another forward."""
+    """A chunk of a prompt inside a layer."""
 
     def __init__(self, x: Tensor, start: int):
         """Initialize with hidden states x (T, hidden) of the tokens from position `start` on."""
         self.x = x
         self.start = start
         self._pending: AsyncSum | None = None
+
+    @property
+    def end(self) -> int:
+        """Return the position after the chunk's last token."""
+        return self.start + len(self.x)
 
     def start_sum(self, pending: AsyncSum) -> None:
         """Store an all-reduce in flight; `finish_sum` adds it to the hidden states."""

@@ -5,7 +5,7 @@ Levels differ only in the cache that attention uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -143,21 +143,33 @@ class DecoderLayer(Module):
 
     def forward(self, x: Tensor, cache: Attends, start: int) -> Tensor:
         """Transform x (T, hidden), the tokens from position `start` on, to the same shape."""
-        chunk = Chunk(x, start)
-        for stage in self.stages(cache):
-            stage(chunk)
-        return chunk.x
+        x = x + self.attention(x, cache, start)()
+        return x + self.mlp(x)()
 
-    def stages(self, cache: Attends) -> list[Callable[[Chunk], object]]:
-        """Return the steps of a layer; each but the last leaves an all-reduce in flight."""
+    def run_pipelined(self, chunks: Iterable[Chunk], cache: Attends) -> Iterator[Chunk]:
+        """Transform chunks of a prompt; yield each when it is done.
+
+        The all-reduces of a chunk overlap the compute of newer ones.
+        """
 
         def attend(chunk: Chunk) -> None:
-            chunk.start_sum(self.attention(chunk.finish_sum(), cache, chunk.start))
+            chunk.start_sum(self.attention(chunk.x, cache, chunk.start))
 
         def transform(chunk: Chunk) -> None:
             chunk.start_sum(self.mlp(chunk.finish_sum()))
 
-        return [attend, transform, Chunk.finish_sum]
+        return pipelined(chunks, [attend, transform, Chunk.finish_sum])
+
+    def run_last(self, chunks: Sequence[Chunk], cache: PrefillCacheLike) -> Tensor:
+        """Store the keys and values of a whole prompt, in the last layer.
+
+        Returns the output (T, hidden) of its last few tokens, all that is needed of it.
+        """
+        tail = max(chunks[-1].start, chunks[-1].end - OBSERVED_ROWS)  # first token with an output
+        for chunk in chunks:
+            if chunk.start < tail:
+                self.attention.store_kv(chunk.x[: tail - chunk.start], cache, chunk.start)
+        return self(chunks[-1].x[tail - chunks[-1].start :], cache, tail)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.attention.load(checkpoint, prefix)
@@ -248,25 +260,19 @@ class Transformer(Module):
         """
         x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
         for chunk in in_chunks(tokens, max_chunk):
-            x[chunk.start : chunk.start + len(chunk.x)] = self._embed(chunk.x)
+            x[chunk.start : chunk.end] = self._embed(chunk.x)
         *others, last = (cast(DecoderLayer, layer) for layer in self.layers)
         units = len(x) * len(self.layers)
         for index, layer in enumerate(others):
             if before_layer:
                 before_layer()
-            for finished in pipelined(in_chunks(x, max_chunk), layer.stages(cache)):
-                end = finished.start + len(finished.x)
-                x[finished.start : end] = finished.x
+            for chunk in layer.run_pipelined(in_chunks(x, max_chunk), cache):
+                x[chunk.start : chunk.end] = chunk.x
                 if progress:
-                    progress(index * len(x) + end, units)
+                    progress(index * len(x) + chunk.end, units)
         if before_layer:
             before_layer()
-        chunks = list(in_chunks(x, max_chunk))
-        tail = max(chunks[-1].start, len(x) - OBSERVED_ROWS)  # first token with an output
-        for chunk in chunks:
-            if chunk.start < tail:
-                last.attention.store_kv(chunk.x[: tail - chunk.start], cache, chunk.start)
-        x = last(x[tail:], cache, tail)
+        x = last.run_last(list(in_chunks(x, max_chunk)), cache)
         if progress:
             progress(units, units)
         return self.logits(x[-1:])

@@ -1,0 +1,60 @@
+"""Attention over a layer's KV heads, a few at a time: fast, or batch-invariant.
+
+A group of heads has its keys and values in segments: a prefix and a tail, or both in one. The last
+tokens are those of the queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.attention.folding import merge
+from offload.attention.head_major import attend_prefix
+from offload.kernels.batch_invariant_attention import batch_invariant_attention
+from offload.traffic import ByteCounters
+
+
+class GroupAttention:
+    """Attention over each segment, merged. A tail is attended once, for all groups together."""
+
+    def attend(self, q: Tensor, segments: Sequence[Tensor], traffic: ByteCounters) -> Any:
+        """Attend with the queries q (T, h * G, D) of one group to its segments (2, h, n, D).
+
+        Bytes read are counted in `traffic`.
+        """
+        first = segments[0]
+        return attend_prefix(first, q, first.shape[2], traffic, causal=len(segments) == 1)
+
+    def join(
+        self, parts: list[Any], q: Tensor, tail: Tensor | None, traffic: ByteCounters
+    ) -> Tensor:
+        """Return the attention (T, Hq, D) of all groups, from what `attend` returned for each.
+
+        `tail` (2, Hkv, n, D) is the last segment of all groups, if they have two; q (T, Hq, D).
+        """
+        outs, lses = zip(*parts, strict=True)
+        if tail is None:
+            return _concatenated(outs)
+        recent = attend_prefix(tail, q, tail.shape[2], traffic)
+        return merge([recent, (_concatenated(outs), _concatenated(lses))])[0]
+
+
+class BatchInvariantAttention(GroupAttention):
+    """Attention in blocks at fixed positions, which both segments of a group share."""
+
+    def attend(self, q: Tensor, segments: Sequence[Tensor], traffic: ByteCounters) -> Any:
+        return batch_invariant_attention(q, segments, traffic)
+
+    def join(
+        self, parts: list[Any], q: Tensor, tail: Tensor | None, traffic: ByteCounters
+    ) -> Tensor:
+        return _concatenated(parts)
+
+
+def _concatenated(by_group: Sequence[Tensor]) -> Tensor:
+    """Return results (T, h, ...) of all groups as one, (T, Hq, ...)."""
+    return by_group[0] if len(by_group) == 1 else torch.cat(list(by_group), dim=1)
