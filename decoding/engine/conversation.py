@@ -111,7 +111,7 @@ class Conversation:
             reserve = [new + self._room_for_turns(request), new]
         session.is_cancelled = request.is_cancelled
         try:
-            logits = self.sessions.extend(
+            logits = self.sessions.executor.extend(
                 session, request.prompt, cached, reserve, request.progress
             )
         except InsufficientMemoryError:
@@ -176,5 +176,5 @@ class Conversation:
 
     def _forward(self, request: ForwardRequest) -> Tensor:
         """Run a forward of this sequence alone, on all ranks of its model."""
-        (logits,) = self.sessions.executor([request])
+        (logits,) = self.sessions.executor.forward([request])
         return logits

@@ -24,6 +24,7 @@ from decoding.speculation.sampling import Sampling
 from decoding.text.detokenizer import detokenize_stream
 from decoding.text.prompt import Template
 from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
+from parallel.execution.executor import Idle, Stop
 from parallel.ranks.process_group import TensorParallelGroup
 
 # other ranks wait for at most two hours (`TensorParallelGroup.from_environment`)
@@ -256,7 +257,7 @@ class Engine:
             # the next collective reports a lost rank
             with suppress(TierForceError):
                 while not is_over.wait(KEEP_ALIVE_S):
-                    self.sessions.keep_alive()
+                    self.sessions.executor.send(Idle())
 
         thread = Thread(target=keep_alive, name="keep-alive", daemon=True)
         thread.start()
@@ -273,7 +274,7 @@ class Engine:
         a program may call next, would hang (`GraphCapturer.reset`).
         """
         if self.group.rank == 0:
-            self.group.broadcast(None)
+            self.sessions.executor.send(Stop())
         if self.group.size > 1:
             self.group.graph_capturer.reset()
         self.runtime.link.close()

@@ -145,7 +145,7 @@ class Scheduler:
         model = waiting[0].forward.model
         batch = [running for running in waiting if running.forward.model is model]
         try:
-            outputs = self.sessions.executor([running.forward for running in batch])
+            outputs = self.sessions.executor.forward([running.forward for running in batch])
         except Exception as error:  # an interrupted forward cannot be resumed
             is_alone = self._is_alone()
             for running in batch:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from dataclasses import replace
 
 from decoding.engine.session import SequenceState
 from decoding.models.runtime import Runtime
@@ -18,24 +15,8 @@ from decoding.planning.strategy_selector import StrategyChoice, StrategySelector
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import InsufficientMemoryError, TierForceError
 from offload.memory.host_arena import HostArena
-from parallel.execution.executor import TensorParallelExecutor
-from parallel.model.transformer import Progress
+from parallel.execution.executor import Close, Open, TensorParallelExecutor
 from parallel.ranks.process_group import TensorParallelGroup
-
-
-@dataclass(frozen=True)
-class _Nothing:
-    """Rank 0's message to the others while no sequence is opened."""
-
-
-@dataclass(frozen=True)
-class _Opening:
-    """Rank 0's message to the others about a sequence that is opened."""
-
-    prompt: list[int]
-    max_new_tokens: int
-    concurrency: int  # number of sequences, this one included, that share the memory
-    name: str  # display name in the prompt cache
 
 
 class SequenceManager:
@@ -120,9 +101,9 @@ class SequenceManager:
         It gets an equal share of the free memory. Prefill follows, and `close` ends it. `name` is
         its display name in the prompt cache. Raises InsufficientMemoryError on all ranks.
         """
-        self.executor.broadcast_open()
-        opening = _Opening(list(prompt), max_new_tokens, concurrency, name)
-        return self._open(self.group.broadcast(opening))
+        command = Open(list(prompt), max_new_tokens, concurrency, name)
+        self.executor.send(command)
+        return self._open(command)
 
     def cached_prefix(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         """Return how many tokens of a prompt the prompt cache can load; for rank 0."""
@@ -141,37 +122,16 @@ class SequenceManager:
         config, tokens = self.runtime.target.config, len(prompt)
         return self.prefix_cache.fingerprint.kv_identity(config, tokens, tokens + max_new_tokens)
 
-    def extend(
-        self,
-        session: SequenceState,
-        tokens: Sequence[int],
-        cached: int,
-        reserve: Sequence[int],
-        progress: Progress | None = None,
-    ) -> Tensor:
-        """Extend an open sequence on all ranks, as `SequenceState.extend` does; for rank 0."""
-        self.executor.broadcast_extend(session, tokens, cached, reserve)
-        return session.extend(tokens, cached, reserve, progress)
-
     def close(self, session: SequenceState) -> None:
         """Close a sequence on all ranks; for rank 0."""
+        executor = self.executor
         try:
-            self.executor.broadcast_close(session)
+            executor.send(Close(executor.sequences.index(session)))
         except TierForceError:
             _cancel(session)
             raise
         finally:
-            self.executor.close(session)
-
-    def keep_alive(self) -> None:
-        """Keep the other ranks waiting for rank 0's next message: they time out after hours.
-
-        For rank 0, between two forwards.
-        """
-        if self.executor.sequences:
-            self.executor.broadcast_idle()
-        else:
-            self.group.broadcast(_Nothing())
+            executor.remove(session)
 
     def record(self, session: SequenceState, rounds: list[RoundStats]) -> None:
         """Record a finished sequence's rounds, on which later choices of strategy are based."""
@@ -184,42 +144,22 @@ class SequenceManager:
 
         For the other ranks. Returns False if rank 0 has closed the engine instead.
         """
-        if not self._run_opening():
-            return False
         try:
-            while self.executor.sequences:
-                closed = self.executor.worker_loop()
-                if closed is None:
-                    self._run_opening()
-                else:
-                    self.executor.close(closed)
+            return self.executor.worker_loop(lambda command: self._open(command).prefill())
         except BaseException:
             for session in self._sessions():
                 _cancel(session)
             raise
         finally:
             for sequence in list(self.executor.sequences):
-                self.executor.close(sequence)
-        return True
+                self.executor.remove(sequence)
 
-    def _run_opening(self) -> bool:
-        """Open the sequence that rank 0 opens, and prefill it; return False if there is none."""
-        opening: _Opening | _Nothing | None = _Nothing()
-        while isinstance(opening, _Nothing):
-            opening = self.group.broadcast(opening)
-        if opening is None:
-            return False
-        # the same error is raised on rank 0, which reports it
-        with suppress(TierForceError):
-            self._open(opening).prefill()
-        return True
-
-    def _open(self, opening: _Opening) -> SequenceState:
-        prompt, max_new_tokens = opening.prompt, opening.max_new_tokens
+    def _open(self, command: Open) -> SequenceState:
+        prompt, max_new_tokens = command.prompt, command.max_new_tokens
         if not self.executor.sequences:
-            self._trim_arenas(opening.concurrency)
+            self._trim_arenas(command.concurrency)
         self._update_free()
-        memory = self._free.divided(opening.concurrency)
+        memory = self._free.divided(command.concurrency)
         choice = self.select_strategy(len(prompt), max_new_tokens, memory)
         runtime = self.runtime.with_strategy(choice.strategy)
         with self.group.sync_errors():
@@ -227,7 +167,7 @@ class SequenceManager:
         with self.group.sync_errors():
             runtime = replace(runtime, arena=self._free_arena())
             session = SequenceState(
-                runtime, prompt, max_new_tokens, choice, plan, self.prefix_cache, opening.name
+                runtime, prompt, max_new_tokens, choice, plan, self.prefix_cache, command.name
             )
         session.extend_chunk = min(self.group.gather(session.extend_chunk))
         self.executor.add(session)

@@ -1,4 +1,4 @@
-"""Forwards on all ranks: rank 0 decides and broadcasts, the other ranks follow.
+"""Forwards on all ranks: rank 0 decides and sends commands, which the other ranks run too.
 
 Everything that depends on randomness, drafts included, happens on rank 0 alone. Before each forward
 it sends one small message: the models and caches, each cache's length (the outcome of the previous
@@ -8,7 +8,7 @@ between any two forwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,14 +19,10 @@ from offload.cache.base import Cache
 from offload.errors import TierForceError
 from offload.memory.host import trim_heap
 from parallel.execution.batched_forward import ForwardRequest
-from parallel.model.transformer import Transformer
+from parallel.model.transformer import Progress, Transformer
 from parallel.ranks.process_group import TensorParallelGroup, ints_to_device_async
 
-# Commands, in place of the number of sequences in a forward.
-_OPEN = 0  # another sequence is opened
-_CLOSE = -1  # a sequence is closed; followed by its index
-_EXTEND = -2  # a sequence is extended; followed by its index, then by an `_Extension`
-_IDLE = -3  # nothing to do yet
+_OTHER = 0  # in place of the number of sequences in a forward: another command follows
 _HEADER = 5  # numbers per sequence in a forward: sequence, level, cache length, rows, tokens
 
 
@@ -40,20 +36,10 @@ class Level:
     is_sharded: bool = True  # all ranks run its forwards together
 
 
-@dataclass(frozen=True)
-class _Extension:
-    """Rank 0's message to the others about a sequence to extend."""
-
-    tokens: list[int]  # the whole sequence
-    cached: int  # number of leading tokens that stay in the caches
-    reserve: list[int]  # numbers of new tokens to reallocate for, the first that fits; or empty
-    lengths: list[int]  # lengths of the broadcast levels' caches
-
-
 class OpenSequence(Protocol):
     """A sequence whose caches are allocated."""
 
-    levels: list[Level]  # broadcast levels come first, in the same order on all ranks
+    levels: list[Level]  # sharded levels come first, in the same order on all ranks
     max_tokens: int  # query tokens of its longest forward
 
     def run_forward(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
@@ -67,7 +53,13 @@ class OpenSequence(Protocol):
         """Free the graphs captured here of forwards shared with another sequence."""
         ...
 
-    def extend(self, tokens: Sequence[int], cached: int, reserve: Sequence[int]) -> Tensor:
+    def extend(
+        self,
+        tokens: Sequence[int],
+        cached: int,
+        reserve: Sequence[int],
+        progress: Progress | None = None,
+    ) -> Tensor:
         """Extend the sequence, or replace it by one with the same beginning; return logits (1, V).
 
         If larger caches are requested, raises InsufficientMemoryError on all ranks.
@@ -79,135 +71,197 @@ class OpenSequence(Protocol):
         ...
 
 
+class Command(Protocol):
+    """What rank 0 tells the other ranks to do; small, and the same on all of them."""
+
+    def run(self, executor: TensorParallelExecutor) -> object:
+        """Do it on this rank."""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Keep waiting: a rank that hears nothing gives up after hours."""
+
+    def run(self, executor: TensorParallelExecutor) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Stop(Idle):
+    """End `TensorParallelExecutor.worker_loop`."""
+
+
+@dataclass(frozen=True)
+class Open:
+    """Open a sequence, and prefill it."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    concurrency: int  # number of sequences, this one included, that share the memory
+    name: str  # display name in the prompt cache
+
+    def run(self, executor: TensorParallelExecutor) -> None:
+        assert executor.open_sequence is not None
+        with suppress(TierForceError):  # rank 0 raises the same error, and reports it
+            executor.open_sequence(self)
+
+
+@dataclass(frozen=True)
+class Close:
+    """Close a sequence."""
+
+    index: int  # among the open ones
+
+    def run(self, executor: TensorParallelExecutor) -> None:
+        executor.remove(executor.sequences[self.index])
+
+
+@dataclass(frozen=True)
+class Extend:
+    """Extend a sequence, or replace it by one with the same beginning."""
+
+    index: int  # among the open ones
+    tokens: list[int]  # the whole sequence
+    cached: int  # number of leading tokens that stay in the caches
+    reserve: list[int]  # numbers of new tokens to reallocate for, the first that fits; or empty
+    lengths: list[int]  # lengths of the sharded levels' caches
+
+    def run(self, executor: TensorParallelExecutor) -> None:
+        sequence = executor.sequences[self.index]
+        for level, length in zip(sequence.levels, self.lengths, strict=False):
+            level.cache.set_length(length)
+        with suppress(TierForceError):  # rank 0 raises the same error, and reports it
+            sequence.extend(self.tokens, self.cached, self.reserve)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Run requests of one model, each on another sequence's cache, as one forward.
+
+    It is sent before every forward, so it is packed in one message of integers.
+    """
+
+    requests: Sequence[ForwardRequest]
+
+    def run(self, executor: TensorParallelExecutor) -> list[Tensor]:
+        index, _ = executor.locate(self.requests[0].cache)
+        return executor.sequences[index].run_forward(self.requests)
+
+    def pack(self, executor: TensorParallelExecutor) -> list[int]:
+        """Return the numbers of the message."""
+        headers, tokens = list[int](), list[int]()
+        for request in self.requests:
+            location = executor.locate(request.cache)
+            headers += [*location, request.cache.length, request.rows, len(request.tokens)]
+            tokens += request.tokens.tolist()
+        return [len(self.requests), *headers, *tokens]
+
+    @classmethod
+    def unpack(cls, executor: TensorParallelExecutor, numbers: list[int]) -> Forward:
+        """Return the command in a message, and set the caches' lengths as on rank 0."""
+        requests = list[ForwardRequest]()
+        count, *numbers = numbers
+        start = count * _HEADER
+        for header in range(0, start, _HEADER):
+            index, level_index, length, rows, size = numbers[header : header + _HEADER]
+            level = executor.sequences[index].levels[level_index]
+            level.cache.set_length(length)
+            tokens = ints_to_device_async(numbers[start : start + size], executor.group.device)
+            requests.append(ForwardRequest(level.model, level.cache, tokens, rows))
+            start += size
+        return cls(requests)
+
+
 class TensorParallelExecutor:
-    """The open sequences, in the same order on all ranks, and the forwards on their caches."""
+    """The open sequences, in the same order on all ranks, and the commands they run on them."""
 
     def __init__(self, group: TensorParallelGroup):
         self.group = group
         self.sequences: list[OpenSequence] = []
+        self.open_sequence: Callable[[Open], object] | None = None  # in `worker_loop`
 
     def add(self, sequence: OpenSequence) -> None:
-        """Register a sequence, whose forwards may be broadcast from now on; on all ranks."""
+        """Register a sequence, on all ranks."""
         self.sequences.append(sequence)
 
-    def close(self, sequence: OpenSequence) -> None:
-        """Remove a sequence and close it on this rank; called on all ranks."""
+    def remove(self, sequence: OpenSequence) -> None:
+        """Remove a sequence and close it, on all ranks."""
         self.sequences.remove(sequence)
         for other in self.sequences:
             other.evict_shared_graphs(sequence)
         sequence.close()
         trim_heap()
 
-    # -- rank 0 ------------------------------------------------------------------------------------
-
-    def __call__(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
-        """Run requests of one model, each on another sequence's cache, on all its ranks.
-
-        They run as one forward. Returns the logits (rows, V) of each.
-        """
-        locations = [self._locate(request.cache) for request in requests]
-        index, level = locations[0]
-        if self.group.size > 1 and self.sequences[index].levels[level].is_sharded:
-            headers = list[int]()
-            tokens = list[int]()
-            for request, location in zip(requests, locations, strict=True):
-                headers += [*location, request.cache.length, request.rows, len(request.tokens)]
-                tokens += request.tokens.tolist()
-            self._broadcast([len(requests), *headers, *tokens])
-        return self._run_forward(requests, locations)
-
-    def broadcast_open(self) -> None:
-        """Notify ranks that serve other sequences that one more is opened."""
-        if self.sequences:
-            self._broadcast([_OPEN])
-
-    def broadcast_idle(self) -> None:
-        """Notify the other ranks, which wait for a forward, to keep waiting."""
-        self._broadcast([_IDLE])
-
-    def broadcast_extend(
-        self,
-        sequence: OpenSequence,
-        tokens: Sequence[int],
-        cached: int,
-        reserve: Sequence[int],
-    ) -> None:
-        """Notify the other ranks that a sequence is extended.
-
-        `sequence.extend` must follow, with the same arguments. The sequence becomes `tokens`, whose
-        first `cached` it already holds.
-        """
-        lengths = [level.cache.length for level in sequence.levels if level.is_sharded]
-        self._broadcast([_EXTEND, self.sequences.index(sequence)])
-        self.group.broadcast(_Extension(list(tokens), cached, list(reserve), lengths))
-
-    def broadcast_close(self, sequence: OpenSequence) -> None:
-        """Notify the other ranks that a sequence is closed."""
-        self._broadcast([_CLOSE, self.sequences.index(sequence)])
-
-    # -- the other ranks ---------------------------------------------------------------------------
-
-    def worker_loop(self) -> OpenSequence | None:
-        """Run every forward that rank 0 broadcasts, until a sequence is closed or opened.
-
-        Returns the sequence to close, or None if another one is opened.
-        """
-        while True:
-            count, *numbers = self.group.broadcast_ints([], self._size())
-            if count == _IDLE:
-                continue
-            if count == _OPEN:
-                return None
-            if count == _CLOSE:
-                return self.sequences[numbers[0]]
-            if count == _EXTEND:
-                self._extend(self.sequences[numbers[0]])
-            else:
-                self._run_broadcast_forward(count, numbers)
-
-    def _extend(self, sequence: OpenSequence) -> None:
-        placeholder: _Extension | None = None
-        extension = self.group.broadcast(placeholder)
-        assert extension is not None
-        for level, length in zip(sequence.levels, extension.lengths, strict=False):
-            level.cache.set_length(length)
-        # Rank 0 raises the same error, and reports it.
-        with suppress(TierForceError):
-            sequence.extend(extension.tokens, extension.cached, extension.reserve)
-
-    def _run_broadcast_forward(self, count: int, numbers: list[int]) -> None:
-        requests = list[ForwardRequest]()
-        locations = list[tuple[int, int]]()
-        start = count * _HEADER
-        for header in range(0, start, _HEADER):
-            index, level_index, length, rows, size = numbers[header : header + _HEADER]
-            level = self.sequences[index].levels[level_index]
-            level.cache.set_length(length)
-            tokens = ints_to_device_async(numbers[start : start + size], self.group.device)
-            requests.append(ForwardRequest(level.model, level.cache, tokens, rows))
-            locations.append((index, level_index))
-            start += size
-        self._run_forward(requests, locations)
-
-    # -- all ranks ---------------------------------------------------------------------------------
-
-    def _run_forward(
-        self, requests: Sequence[ForwardRequest], locations: Sequence[tuple[int, int]]
-    ) -> list[Tensor]:
-        index, _ = locations[0]
-        return self.sequences[index].run_forward(requests)
-
-    def _locate(self, cache: Cache) -> tuple[int, int]:
-        """Return the indices of a cache's sequence, and of its level there."""
+    def locate(self, cache: Cache) -> tuple[int, int]:
+        """Return the indices of a cache's sequence, and of its level there. Raises ValueError."""
         for index, sequence in enumerate(self.sequences):
             for level_index, level in enumerate(sequence.levels):
                 if level.cache is cache:
                     return index, level_index
         raise ValueError("forward on a cache that no open sequence owns")
 
-    def _broadcast(self, numbers: list[int]) -> None:
+    # -- rank 0 ------------------------------------------------------------------------------------
+
+    def forward(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
+        """Run requests of one model on all its ranks, as one forward; return logits (rows, V)."""
+        command = Forward(requests)
+        index, level = self.locate(requests[0].cache)
+        if self.group.size > 1 and self.sequences[index].levels[level].is_sharded:
+            self._send(command.pack(self))
+        return command.run(self)
+
+    def extend(
+        self,
+        sequence: OpenSequence,
+        tokens: Sequence[int],
+        cached: int,
+        reserve: Sequence[int],
+        progress: Progress | None = None,
+    ) -> Tensor:
+        """Extend a sequence on all ranks (`OpenSequence.extend`); return logits (1, V).
+
+        The sequence becomes `tokens`, whose first `cached` it already holds.
+        """
+        lengths = [level.cache.length for level in sequence.levels if level.is_sharded]
+        index = self.sequences.index(sequence)
+        self.send(Extend(index, list(tokens), cached, list(reserve), lengths))
+        return sequence.extend(tokens, cached, reserve, progress)
+
+    def send(self, command: Command) -> None:
+        """Send a command to the other ranks, but do not run it on this one."""
+        if self.group.size > 1:
+            self._send([_OTHER])
+            self.group.broadcast(command)
+
+    def _send(self, numbers: list[int]) -> None:
         size = self._size()
         self.group.broadcast_ints(numbers + [0] * (size - len(numbers)), size)
+
+    # -- the other ranks ---------------------------------------------------------------------------
+
+    def worker_loop(self, open_sequence: Callable[[Open], object]) -> bool:
+        """Run rank 0's commands until no sequence is open any more; return False after `Stop`.
+
+        `open_sequence` opens and prefills a sequence.
+        """
+        self.open_sequence = open_sequence
+        try:
+            while not isinstance(command := self._receive(), Stop):
+                command.run(self)
+                if not self.sequences and not isinstance(command, Idle):
+                    return True
+            return False
+        finally:
+            self.open_sequence = None  # it may refer to this executor's owner
+
+    def _receive(self) -> Command:
+        numbers = self.group.broadcast_ints([], self._size())
+        if numbers[0] != _OTHER:
+            return Forward.unpack(self, numbers)
+        placeholder: Command | None = None
+        command = self.group.broadcast(placeholder)
+        assert command is not None
+        return command
 
     def _size(self) -> int:
         """Return the numbers in a message: room for a forward of all sequences."""

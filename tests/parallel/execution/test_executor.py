@@ -18,7 +18,14 @@ from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
 from offload.tiered.shape import TieredCacheSpec
 from parallel.execution.batched_forward import ForwardRequest, run_forward
-from parallel.execution.executor import Level, TensorParallelExecutor
+from parallel.execution.executor import (
+    Close,
+    Idle,
+    Level,
+    Open,
+    Stop,
+    TensorParallelExecutor,
+)
 from parallel.model.loading import load_model
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
@@ -100,7 +107,7 @@ def run_round(
     logits: dict[int, list[Tensor]] = {sequence.seed: [] for sequence in sequences}
 
     def run(requests: list[ForwardRequest]) -> None:
-        for sequence, result in zip(sequences, executor(requests), strict=True):
+        for sequence, result in zip(sequences, executor.forward(requests), strict=True):
             logits[sequence.seed].append(result)
 
     for index in (0, 1):
@@ -142,26 +149,24 @@ class Worker:
         self.logits[seed] = [sequence.first]
         return sequence
 
-    def broadcast_open(self, seed: int) -> PrefilledSequence:
-        self.executor.broadcast_open()
-        return self.open(self.group.broadcast(seed))
+    def send_open(self, seed: int) -> PrefilledSequence:
+        self.executor.send(Open([seed], NEW, 1, ""))
+        return self.open(seed)
 
     def close(self, sequence: PrefilledSequence) -> None:
-        self.executor.broadcast_close(sequence)
-        self.executor.close(sequence)
+        self.executor.send(Close(self.executor.sequences.index(sequence)))
+        self.executor.remove(sequence)
 
     def run(self, sequences: list[PrefilledSequence], turn: int) -> None:
         for seed, results in run_round(self.executor, sequences, turn).items():
             self.logits[seed] += results
 
     def worker_loop(self) -> None:
-        self.open(7)
-        while self.executor.sequences:
-            closed = self.executor.worker_loop()
-            if closed is None:
-                self.open(self.group.broadcast(0))
-            else:
-                self.executor.close(closed)
+        def open_sequence(command: Open) -> None:
+            self.open(command.prompt[0])
+
+        assert self.executor.worker_loop(open_sequence)  # until the last sequence is closed
+        assert not self.executor.worker_loop(open_sequence)  # stopped
         assert all(sequence.is_closed for sequence in self.opened)
 
 
@@ -171,20 +176,23 @@ def run_concurrently(folder: Path) -> tuple[dict[int, list[Tensor]], dict[int, i
     if worker.group.rank:
         worker.worker_loop()
     else:
-        first = worker.open(7)
+        worker.executor.send(Idle())
+        first = worker.send_open(7)
         worker.run([first], 0)
-        second = worker.broadcast_open(8)
+        second = worker.send_open(8)
+        worker.executor.send(Idle())
         worker.run([second], 0)
         for turn in range(1, 4):
             worker.run([first, second], turn)
         worker.run([first], 4)
         worker.close(first)
-        third = worker.broadcast_open(9)
+        third = worker.send_open(9)
         worker.run([third, second], 4)
         worker.close(second)
         for turn in range(4):
             worker.run([third], turn)
         worker.close(third)
+        worker.executor.send(Stop())
     assert [sequence.evicted for sequence in worker.opened] == [[], [7], [8]]
     logits = {} if worker.group.rank else worker.logits
     return logits, {sequence.seed: sequence.target.traffic.link_in for sequence in worker.opened}
