@@ -12,9 +12,7 @@ ROOT = Path(__file__).parent.parent
 MAX_METHODS, MAX_ATTRIBUTES = 15, 10
 OVERSIZED = {  # methods, attributes
     "decoding.engine.session.SequenceState": (21, 19),
-    "decoding.engine.session_manager.SequenceManager": (21, 7),
     "decoding.planning.memory_requirements.Requirements": (38, 0),
-    "offload.tiered.cache.TieredCache": (19, 13),
     "offload.tiered.shape.TieredCacheSpec": (38, 0),
 }
 

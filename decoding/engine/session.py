@@ -33,7 +33,7 @@ from decoding.speculation.sequence import TokenSequence
 from offload.errors import InsufficientMemoryError
 from offload.layout import ceil_div, shares
 from offload.tiered.cache import TieredCache
-from offload.tiered.kv_file import head_blocks
+from offload.tiered.kv_file import head_blocks, read_layer
 from offload.tiered.prefill import Prefill
 from parallel.execution.batched_forward import ForwardRequest
 from parallel.execution.cuda_graphs import GraphRunner
@@ -276,7 +276,9 @@ class SequenceState:
         """
         group, traffic = self.runtime.target.group, self.target.traffic
         with group.sync_errors():
-            layers, tokens = self.target.copy_to_host(), self.target.length
+            layout, tokens = self.target.layout, self.target.length
+            readers = self.target.host_readers()
+            layers = [read_layer(read, layout, tokens) for read in readers]
         self._evict_graphs()
         # frees the old caches and captured graphs before new ones are allocated
         self.__dict__.pop("runner", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from decoding.engine.session import SequenceState
 from decoding.models.runtime import Runtime
@@ -32,7 +33,7 @@ class SequenceManager:
                 prior = runtime.prior(rate)
         self.selector = StrategySelector(MeasuredCosts(rate), prior)
         self.executor = TensorParallelExecutor(self.group)
-        self._arenas = [runtime.arena]  # one for each concurrent sequence
+        self._arenas = _Arenas(runtime)
         self._free = Memory(0, 0)  # the free memory when no sequence was open
         self.prefix_cache = runtime.prefix_cache()
 
@@ -45,7 +46,7 @@ class SequenceManager:
         memory = self._memory().divided(concurrency)
         with self.group.sync_errors():
             plans = feasible_plans(self.runtime.requirements, memory, *size)
-        if self.runtime.requirements.has_choice and not self._common(plans):
+        if self.runtime.requirements.has_choice and not _common(self.group, plans):
             raise InsufficientMemoryError(
                 "no mode and retrieval budget fit all ranks: set `mode` and `retrieval_budget`, or "
                 "free memory on the fullest GPU."
@@ -87,7 +88,7 @@ class SequenceManager:
             plans = {}
             closest = closest_infeasible(needs, memory, prompt_tokens, max_new_tokens)
             infeasible = closest or infeasible
-        if not (common := self._common(plans)):
+        if not (common := _common(self.group, plans)):
             return self.group.broadcast(StrategyChoice(infeasible, "nothing fits"))
         return self.group.broadcast(
             self.selector.select(needs, common, prompt_tokens, memory.concurrency)
@@ -157,7 +158,7 @@ class SequenceManager:
     def _open(self, command: Open) -> SequenceState:
         prompt, max_new_tokens = command.prompt, command.max_new_tokens
         if not self.executor.sequences:
-            self._trim_arenas(command.concurrency)
+            self._arenas.trim(command.concurrency)
         self._update_free()
         memory = self._free.divided(command.concurrency)
         choice = self.select_strategy(len(prompt), max_new_tokens, memory)
@@ -165,19 +166,14 @@ class SequenceManager:
         with self.group.sync_errors():
             plan = runtime.plan(len(prompt), max_new_tokens, memory)
         with self.group.sync_errors():
-            runtime = replace(runtime, arena=self._free_arena())
+            in_use = [session.runtime.arena for session in self._sessions()]
+            runtime = replace(runtime, arena=self._arenas.unused(in_use))
             session = SequenceState(
                 runtime, prompt, max_new_tokens, choice, plan, self.prefix_cache, command.name
             )
         session.extend_chunk = min(self.group.gather(session.extend_chunk))
         self.executor.add(session)
         return session
-
-    def _trim_arenas(self, count: int) -> None:
-        """Free all arenas but the first `count`."""
-        for arena in self._arenas[count:]:
-            arena.free()
-        del self._arenas[count:]
 
     def _update_free(self) -> None:
         """Update the memory that would be free without open sequences.
@@ -194,25 +190,45 @@ class SequenceManager:
     def _sessions(self) -> list[SequenceState]:
         return [each for each in self.executor.sequences if isinstance(each, SequenceState)]
 
-    def _free_arena(self) -> HostArena:
-        """Return an arena that no open sequence uses, a new one if all are in use."""
-        in_use = [session.runtime.arena for session in self._sessions()]
-        for arena in self._arenas:
-            if all(arena is not each for each in in_use):
-                return arena
-        self._arenas.append(HostArena(self.runtime.link, self.runtime.dtype))
-        return self._arenas[-1]
-
     def _memory(self) -> Memory:
         """Return what the next sequence may use on this rank if no other is open."""
         memory = self.runtime.memory()
-        others = sum(arena.nbytes for arena in self._arenas if arena is not self.runtime.arena)
-        return replace(memory, host=memory.host + others)
+        return replace(memory, host=memory.host + self._arenas.other_bytes)
 
-    def _common(self, plans: Mapping[Strategy, MemoryPlan]) -> dict[Strategy, MemoryPlan]:
-        """Return this rank's plans for the strategies that fit all ranks; all ranks call it."""
-        common = set.intersection(*self.group.gather(set(plans)))
-        return {strategy: plan for strategy, plan in plans.items() if strategy in common}
+
+class _Arenas:
+    """Host memory: an arena for each concurrent sequence, kept for those that follow."""
+
+    def __init__(self, runtime: Runtime):
+        self._new = partial(HostArena, runtime.link, runtime.dtype)
+        self._arenas = [runtime.arena]
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of all arenas but the runtime's own."""
+        return sum(arena.nbytes for arena in self._arenas[1:])
+
+    def trim(self, count: int) -> None:
+        """Free all arenas but the first `count`."""
+        for arena in self._arenas[count:]:
+            arena.free()
+        del self._arenas[count:]
+
+    def unused(self, in_use: Sequence[HostArena]) -> HostArena:
+        """Return an arena that is not in use, a new one if all are."""
+        for arena in self._arenas:
+            if all(arena is not each for each in in_use):
+                return arena
+        self._arenas.append(self._new())
+        return self._arenas[-1]
+
+
+def _common(
+    group: TensorParallelGroup, plans: Mapping[Strategy, MemoryPlan]
+) -> dict[Strategy, MemoryPlan]:
+    """Return this rank's plans for the strategies that fit all ranks; all ranks call it."""
+    common = set.intersection(*group.gather(set(plans)))
+    return {strategy: plan for strategy, plan in plans.items() if strategy in common}
 
 
 def _cancel(session: SequenceState) -> None:

@@ -55,6 +55,9 @@ class BatchInvariantAttention(GroupAttention):
         return _concatenated(parts)
 
 
+FAST, BATCH_INVARIANT = GroupAttention(), BatchInvariantAttention()
+
+
 def _concatenated(by_group: Sequence[Tensor]) -> Tensor:
     """Return results (T, h, ...) of all groups as one, (T, Hq, ...)."""
     return by_group[0] if len(by_group) == 1 else torch.cat(list(by_group), dim=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,19 +10,19 @@ from torch import Tensor
 
 from offload.cache.base import AttentionObserver, Cache
 from offload.errors import InsufficientMemoryError
-from offload.kernels.group_attention import BatchInvariantAttention, GroupAttention
-from offload.memory.host import allocate
+from offload.kernels.group_attention import BATCH_INVARIANT, FAST
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
 from offload.memory.transfer_ring import TransferRing
 from offload.rotary import Rotary
 from offload.tiered.host_layer import HostLayer
-from offload.tiered.kv_file import HostReader, head_blocks
+from offload.tiered.kv_file import HostReader
 from offload.tiered.layer import KVGroup, TieredLayer, attend_groups
 from offload.tiered.offloaded import OffloadedLayer
 from offload.tiered.resident import ResidentLayer
 from offload.tiered.shape import RESIDENT, SPLIT, TieredCacheSpec
 from offload.tiered.split import SplitKV, SplitLayer, WritebackBuffers
+from offload.traffic import ByteCounters
 
 
 class TieredCache(Cache):
@@ -51,72 +51,14 @@ class TieredCache(Cache):
         self.rotary = rotary
         self.boundary = 0
         self.observers: list[AttentionObserver] = []
-        self.host = arena.allocate((sum(shape.host_sizes()),))  # offloaded, then deferred
-        dtype = shape.layout.dtype
-        self._tails = torch.empty(shape.tails_shape, dtype=dtype, device=link.device)
-        self._reconstruct_buffer = torch.empty(
-            shape.reconstruct_shape, dtype=dtype, device=link.device
-        )
-        self._writeback = WritebackBuffers(shape, link)
-        self._ring: TransferRing | None = None
-        if shape.offloaded_layers:
-            self._ring = TransferRing(link, shape.slots, shape.slot_numel, dtype, shape.ring_numel)
-        self.layers = self._make_layers()
+        self._buffers = _Buffers.allocate(shape, link, arena)
+        self._tails = self._buffers.tails
+        self.layers = _make_layers(shape, link, self._buffers, self.traffic)
         self.is_batch_invariant = shape.batch_invariant
-        self._attention = BatchInvariantAttention() if shape.batch_invariant else GroupAttention()
-
-    def _make_layers(self) -> list[TieredLayer]:
-        shape = self.shape
-        hosts = iter(self.host.split(shape.host_sizes()))
-        tails = iter(self._tails)
-        offloaded = []
-        for placement in shape.offloaded_placement():
-            offloaded.append(self._offloaded_layer(placement, next(tails), next(hosts)))
-        not_deferred = shape.resident_layers - shape.deferred_resident_layers
-        resident = []
-        for index in range(shape.resident_layers):
-            deferred = next(hosts) if index >= not_deferred else None
-            resident.append(self._resident_layer(deferred))
-        layers = []
-        for kind in shape.placement():
-            group = resident if kind == RESIDENT else offloaded
-            layers.append(group.pop(0))
-        return layers
-
-    def _resident_layer(self, deferred: Tensor | None) -> TieredLayer:
-        """Return a resident layer, deferred if it is given its part of the host store."""
-        host = None
-        if deferred is not None:
-            host = HostLayer(deferred.view(self.shape.layer_shape), self.link, self.traffic)
-        return ResidentLayer(self.shape, self.link.device, self.traffic, host)
-
-    def _offloaded_layer(
-        self, placement: tuple[str, bool], tail: Tensor, part: Tensor
-    ) -> TieredLayer:
-        """Return an offloaded or split layer with its part of the host store.
-
-        `placement` is its kind, and whether its high bytes are deferred.
-        """
-        shape, traffic = self.shape, self.traffic
-        assert self._ring is not None
-        kind, deferred = placement
-        planes = shape.host_planes(kind, deferred)
-        if not planes:
-            host = HostLayer(part.view(shape.layer_shape), self.link, traffic)
-            return OffloadedLayer(host, tail, self._ring, shape.slot_heads, traffic)
-        assert shape.format is not None
-        byte_planes = part.view(torch.uint8).view(shape.planes_shape(planes))
-        host = HostLayer(byte_planes, self.link, traffic)
-        split_kv = SplitKV.allocate(shape, self.link.device, kind == SPLIT, deferred)
-        return SplitLayer(
-            host, tail, self._ring, self._reconstruct_buffer, traffic, split_kv, self._writeback
-        )
 
     @property
     def device_bytes(self) -> int:
-        ring = self._ring.nbytes if self._ring is not None else 0
-        layers = sum(layer.device_bytes for layer in self.layers)
-        return layers + ring + self._reconstruct_buffer.nbytes + self._writeback.nbytes
+        return self._buffers.shared_bytes + sum(layer.device_bytes for layer in self.layers)
 
     # -- prefill (offload.tiered.prefill) ----------------------------------------------------------
 
@@ -132,10 +74,11 @@ class TieredCache(Cache):
 
         None if every layer has a buffer of its own.
         """
-        if self._ring is None or not self.shape.ring_numel:
+        ring = self._buffers.ring
+        if ring is None or not self.shape.ring_numel:
             return None
         _, *shape = self.layout.shape(1, tokens)
-        return self._ring.borrow(shape)
+        return ring.borrow(shape)
 
     def onload_deferred(self) -> None:
         """Copy the deferred layers to the device, into memory that prefill has released.
@@ -154,22 +97,6 @@ class TieredCache(Cache):
         if deferred:
             self.link.drain()
 
-    def copy_to_host(self) -> list[Tensor]:
-        """Return a copy of each layer's KV (2, Hkv, length, D) in host memory.
-
-        It is loaded by another cache's `Prefill.load_blocks`. Raises InsufficientMemoryError if
-        host memory does not suffice.
-        """
-        _, *shape = self.layout.shape(1, self.length)
-        copies = []
-        for read in self.host_readers():
-            copy = allocate(prod(shape), self.layout.dtype)
-            copy = copy.view(shape)
-            for block in head_blocks(copy):
-                block.kv.copy_(read(block.head, 0, self.length))
-            copies.append(copy)
-        return copies
-
     def host_readers(self) -> list[HostReader]:
         """Return a reader of each layer's current KV (`TieredLayer.host_reader`)."""
         self.link.drain()
@@ -182,11 +109,11 @@ class TieredCache(Cache):
         self.check_room(rows)
         self.onload_deferred()
         self._move_boundary()
-        if self._ring is not None and self.boundary:
+        if self._buffers.ring is not None and self.boundary:
             chunks: list[Tensor] = []
             for layer in self.layers:
                 chunks += layer.chunks(self.boundary)
-            self._ring.start(chunks)
+            self._buffers.ring.start(chunks)
         for observer in self.observers:
             observer.on_forward(self.boundary, self.length, self.length + rows)
 
@@ -200,9 +127,10 @@ class TieredCache(Cache):
         def observe(group: KVGroup, queries: Tensor) -> None:
             self.notify(layer, group.head, queries, *group.split_at(boundary))
 
-        groups, tail = layer_kv.groups(end, boundary), layer_kv.tail(end, boundary)
         observer = observe if self.observers else None
-        return attend_groups(q, groups, tail, self._attention, self.traffic, observer)
+        attention = BATCH_INVARIANT if self.is_batch_invariant else FAST
+        groups = layer_kv.groups(end, boundary)
+        return attend_groups(q, groups, attention, self.traffic, observer)
 
     def crop(self, length: int) -> None:
         self._notify_advance(min(self.length, length))  # an observer may raise
@@ -254,3 +182,58 @@ class TieredCache(Cache):
         tail_tokens = self.length - self.boundary
         for layer in self.layers:
             layer.shift_tail(count, tail_tokens)
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """The memory that a cache's layers get their parts of, or share."""
+
+    host: Tensor  # flat: offloaded layers, then deferred ones
+    tails: Tensor  # (offloaded layers, 2, Hkv, capacity, D)
+    reconstruct: Tensor  # (2, heads, capacity, D)
+    writeback: WritebackBuffers
+    ring: TransferRing | None  # None without offloaded layers
+
+    @classmethod
+    def allocate(cls, shape: TieredCacheSpec, link: Link, arena: HostArena) -> _Buffers:
+        host = arena.allocate((sum(shape.host_sizes()),))
+        dtype, device = shape.layout.dtype, link.device
+        tails = torch.empty(shape.tails_shape, dtype=dtype, device=device)
+        reconstruct = torch.empty(shape.reconstruct_shape, dtype=dtype, device=device)
+        ring = None
+        if shape.offloaded_layers:
+            ring = TransferRing(link, shape.slots, shape.slot_numel, dtype, shape.ring_numel)
+        return cls(host, tails, reconstruct, WritebackBuffers(shape, link), ring)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Device memory that no layer counts as its own."""
+        ring = self.ring.nbytes if self.ring is not None else 0
+        return ring + self.reconstruct.nbytes + self.writeback.nbytes
+
+
+def _make_layers(
+    shape: TieredCacheSpec, link: Link, buffers: _Buffers, traffic: ByteCounters
+) -> list[TieredLayer]:
+    """Return a cache's layers, each with its part of the memory."""
+    hosts, tails = iter(buffers.host.split(shape.host_sizes())), iter(buffers.tails)
+    offloaded: list[TieredLayer] = []
+    for kind, deferred in shape.offloaded_placement():
+        tail, part = next(tails), next(hosts)
+        assert buffers.ring is not None
+        if planes := shape.host_planes(kind, deferred):
+            byte_planes = part.view(torch.uint8).view(shape.planes_shape(planes))
+            host = HostLayer(byte_planes, link, traffic)
+            split_kv = SplitKV.allocate(shape, link.device, kind == SPLIT, deferred)
+            shared = (buffers.ring, buffers.reconstruct, traffic)
+            offloaded.append(SplitLayer(host, tail, *shared, split_kv, buffers.writeback))
+        else:
+            host = HostLayer(part.view(shape.layer_shape), link, traffic)
+            offloaded.append(OffloadedLayer(host, tail, buffers.ring, shape.slot_heads, traffic))
+    resident: list[TieredLayer] = []
+    for index in range(shape.resident_layers):
+        deferred_host = None
+        if index >= shape.resident_layers - shape.deferred_resident_layers:
+            deferred_host = HostLayer(next(hosts).view(shape.layer_shape), link, traffic)
+        resident.append(ResidentLayer(shape, link.device, traffic, deferred_host))
+    return [(resident if kind == RESIDENT else offloaded).pop(0) for kind in shape.placement()]

@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from offload.attention.head_major import token_slice
 from offload.errors import CorruptCacheError
 from offload.layout import KVLayout
+from offload.memory.host import allocate
 from offload.memory.link import Copy
 from offload.regular_files import UnsuitableFileError, open_regular
 
@@ -128,6 +130,18 @@ def copies_to(kv: Tensor, block: KVBlock) -> list[Copy]:
     end = block.start + block.kv.shape[1]
     destination = token_slice(kv[:, block.head], block.start, end)
     return list(zip(destination, block.kv, strict=True))
+
+
+def read_layer(read: HostReader, layout: KVLayout, tokens: int) -> Tensor:
+    """Return a copy (2, Hkv, tokens, D) of a layer's first tokens in host memory.
+
+    Another cache's `Prefill.load_blocks` loads it. Raises InsufficientMemoryError.
+    """
+    _, *shape = layout.shape(1, tokens)
+    copy = allocate(prod(shape), layout.dtype).view(shape)
+    for block in head_blocks(copy):
+        block.kv.copy_(read(block.head, 0, tokens))
+    return copy
 
 
 def head_blocks(kv: Tensor) -> Iterator[KVBlock]:

@@ -28,6 +28,7 @@ class KVGroup:
     # (2, h, n, D) each, in the order of tokens, the last of which are those of the queries: prefix
     # and tail, or both in one
     segments: Sequence[Tensor]
+    tail: Tensor | None = None  # the second segments of all groups together (2, Hkv, n, D)
 
     def of_queries(self, q: Tensor) -> Tensor:
         """Return the queries of these heads, of the layer's q (T, Hq, D)."""
@@ -68,10 +69,6 @@ class TieredLayer(ABC):
     @abstractmethod
     def groups(self, end: int, boundary: int) -> Iterator[KVGroup]:
         """Yield all heads of the first `end` tokens, a few at a time, in order."""
-
-    def tail(self, end: int, boundary: int) -> Tensor | None:
-        """Return the last segment of all groups together (2, Hkv, n, D); None if it is the only."""
-        return None
 
     def attend_on_device(self, q: Tensor, end: int, boundary: int, traffic: ByteCounters) -> Tensor:
         """Approximate attention (T, Hq, D) from what the device holds, if it `is_on_device`.
@@ -145,7 +142,6 @@ class TieredLayer(ABC):
 def attend_groups(
     q: Tensor,
     groups: Iterable[KVGroup],
-    tail: Tensor | None,
     attention: GroupAttention,
     traffic: ByteCounters,
     observe: Callable[[KVGroup, Tensor], None] | None = None,
@@ -154,8 +150,7 @@ def attend_groups(
 
     Args:
         q: the rotated queries of the layer's last T tokens.
-        groups: the layer's, in order.
-        tail: their last segment (`TieredLayer.tail`).
+        groups: the layer's, in order; at least one.
         attention: fast, or batch-invariant.
         traffic: counts the bytes read.
         observe: called with each group and its queries, while its KV is on the device.
@@ -166,4 +161,4 @@ def attend_groups(
         parts.append(attention.attend(queries, group.segments, traffic))
         if observe:
             observe(group, queries)
-    return attention.join(parts, q, tail, traffic)
+    return attention.join(parts, q, group.tail, traffic)

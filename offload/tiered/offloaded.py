@@ -53,9 +53,6 @@ class OffloadedLayer(TieredLayer):
     def groups(self, end: int, boundary: int) -> Iterator[KVGroup]:
         return self._groups(end, boundary, self._prefix)
 
-    def tail(self, end: int, boundary: int) -> Tensor | None:
-        return self._tail.tokens(end - boundary) if boundary else None
-
     def _groups(
         self, end: int, boundary: int, prefix_of: Callable[[int, int], Tensor]
     ) -> Iterator[KVGroup]:
@@ -71,7 +68,8 @@ class OffloadedLayer(TieredLayer):
             return
         for head in range(0, heads, self._slot_heads):
             prefix = prefix_of(head, boundary)
-            yield KVGroup(head, heads, [prefix, recent[:, head : head + prefix.shape[1]]])
+            tail = recent[:, head : head + prefix.shape[1]]
+            yield KVGroup(head, heads, [prefix, tail], recent)
 
     def _prefix(self, head: int, boundary: int) -> Tensor:
         """Return the next heads' prefix (2, h, boundary, D) from the ring.

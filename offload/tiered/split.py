@@ -16,7 +16,7 @@ from offload.attention.head_major import attend_prefix, token_slice
 from offload.codec.format import PLAIN_SPLIT_TOKENS, SPLIT_TOKENS
 from offload.codec.outliers import Outliers
 from offload.codec.split_float import Offsets, SplitFloatCodec
-from offload.kernels.group_attention import GroupAttention
+from offload.kernels.group_attention import FAST
 from offload.kernels.selection import split_kernels
 from offload.memory.link import Link, copies_by_head
 from offload.memory.transfer_ring import TransferRing
@@ -237,7 +237,7 @@ class SplitLayer(OffloadedLayer):
         split_kv = self._split_kv
         if split_kv.kernels is None or not boundary:
             groups = self._groups(end, boundary, self._decoded_prefix)
-            return attend_groups(q, groups, self.tail(end, boundary), GroupAttention(), traffic)
+            return attend_groups(q, groups, FAST, traffic)
         recent = attend_prefix(self._tail.kv, q, end - boundary, traffic)
         assert split_kv.high_bytes is not None
         traffic.attended += token_slice(split_kv.high_bytes, 0, boundary).numel()

@@ -13,7 +13,7 @@ import pytest
 
 import decoding.engine.conversation
 import decoding.engine.session
-import offload.tiered.cache
+import offload.tiered.kv_file
 from decoding import GREEDY, Engine, Sampling
 from decoding.engine.request import Request
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
@@ -245,7 +245,7 @@ def test_the_whole_prompt_is_prefilled_if_larger_caches_do_not_fit(models: Pair)
         with engine.conversation(room=40):
             list(engine.generate(PROMPT, NEW, GREEDY))
             with patch.object(
-                offload.tiered.cache, "allocate", side_effect=InsufficientMemoryError("no room")
+                offload.tiered.kv_file, "allocate", side_effect=InsufficientMemoryError("no room")
             ):
                 assert list(engine.generate(prompt, NEW, GREEDY)) == expected
             assert engine.stats.reused_tokens == 0

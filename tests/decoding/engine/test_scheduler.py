@@ -300,7 +300,7 @@ def test_memory_is_divided_before_sequences_are_opened(checkpoint: Callable[...,
             assert plan is not None
             assert 0 < plan.resident_layers < 8
             assert 3 * plan.device_bytes <= limit - weights
-        arenas: list[HostArena] = engine.sessions._arenas
+        arenas: list[HostArena] = engine.sessions._arenas._arenas
         assert len(arenas) == 3
         assert all(arena.nbytes for arena in arenas)
 
@@ -333,7 +333,7 @@ def test_a_request_too_large_for_its_share_runs_alone(checkpoint: Callable[..., 
     options = {"device_memory": weights + need + 1000, "gpu_kv_layers": 8}
     with models.engine("plain", **options) as engine:
         completions = list(engine.generate_batch(batch, 3))
-        assert len(engine.sessions._arenas) == 1
+        assert len(engine.sessions._arenas._arenas) == 1
     assert [completion.stats.concurrency for completion in completions] == [3, 3, 3, 1]
     assert completions[-1].request is batch[1]
     order = {id(request): index for index, request in enumerate(batch)}

@@ -57,7 +57,9 @@ def boundary_at(length: int) -> int:
 
 def host_kv(cache: TieredCache) -> Tensor:
     """Return the host's part of offloaded layers, (L, 2, Hkv, capacity, D)."""
-    return cache.host.view(cache.layout.shape(cache.shape.offloaded_layers, cache.shape.capacity))
+    return cache._buffers.host.view(
+        cache.layout.shape(cache.shape.offloaded_layers, cache.shape.capacity)
+    )
 
 
 @every_link
