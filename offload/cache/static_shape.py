@@ -80,13 +80,13 @@ class StaticForward:
         self._steps = torch.arange(rows, device=device)
         self._columns = torch.arange(cache.slots, device=device)
 
-    def prepare(self) -> None:
-        """Set the next forward to start after the cached tokens."""
+    def prepare(self, skipped: int = 0) -> None:
+        """Set the next forward to start after the cached tokens, and `skipped` others."""
         cache = self._cache
         rows = len(self._steps)
-        cache.begin_forward(rows)
-        slot, position = cache.slot_and_position(cache.length)
-        if not cache.has_room(rows):  # a sliding cache raises in `begin_forward`
+        cache.begin_forward(skipped + rows)
+        slot, position = cache.slot_and_position(cache.length + skipped)
+        if not cache.has_room(skipped + rows):  # a sliding cache raises in `begin_forward`
             raise ValueError(f"{rows} tokens at slot {slot} do not fit a buffer of {cache.slots}")
         self._first = slot
         for tensor, value in zip(

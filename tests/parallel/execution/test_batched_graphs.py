@@ -99,18 +99,12 @@ def test_sequences_of_any_lengths_share_replays(
     assert max(cache._dropped for cache in caches) > 0
 
 
-def test_a_graph_is_verified_once_all_lengths_differ_from_those_at_capture(
-    draft: Transformer,
-) -> None:
+def test_a_shared_graph_is_compared_at_other_lengths_of_all(draft: Transformer) -> None:
     runner = GraphRunner(True, ScriptedCapturer(fixed_slot_graph), USES)
     caches = caches_at(draft, (5, 31, 40))
-    for seed in range(USES + 3):
+    for seed in range(USES):
+        assert runner.counts["refused"] == 0
         runner.run(forward_requests(draft, caches, (1, 1, 1), seed))
-        for cache in caches[1:]:
-            cache.advance(1)
-    assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 0)
-    caches[0].advance(1)
-    runner.run(forward_requests(draft, caches, (1, 1, 1), 99))
     assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 1)
     assert "off by" in runner.counts["why"]
 
