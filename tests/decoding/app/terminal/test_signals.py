@@ -30,16 +30,16 @@ from support.slow import slow_except
 EXIT_TIMEOUT_S = 30.0  # seconds in which all processes of an interrupted job must exit
 OFFLOADED = ("--gpu-kv-layers", "0", "--max-new-tokens", "16", "--retrieval-budget", "4096")
 # about a second per document, nearly all of it waiting; two ranks transfer half each
-SLOW, SLOW_ALONE = ("--link", "emulated:0.004"), ("--link", "emulated:0.008")
+SLOW, SLOW_ALONE = ("--link", "emulated:0.004"), ("--link", "emulated:0.016")
 TWO = ("--gpus", "2")
 
 
-def write(folder: Path, documents: int) -> tuple[str, ...]:
+def write(folder: Path, documents: int, repeats: int = 10) -> tuple[str, ...]:
     """Write documents; return the command without its link and output."""
     (folder / "in").mkdir()
     for number in range(documents):
         (folder / f"in/{number}.txt").write_text(
-            f"It was the best of times number {number}, it was the worst of times. " * 10
+            f"It was the best of times number {number}, it was the worst of times. " * repeats
         )
     return "summarize", *MODELS, *OFFLOADED, "--input", str(folder / "in")
 
@@ -77,7 +77,7 @@ def test_single_process_exits_on_signal_and_resumes_with_same_seed(
     number: signal.Signals, count: int, tmp_path: Path
 ) -> None:
     command = (
-        *write(tmp_path, documents=3),
+        *write(tmp_path, documents=3, repeats=20),  # long enough for a prefix on the host
         *concurrency(count),
         "--seed",
         "3",
