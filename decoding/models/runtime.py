@@ -15,7 +15,12 @@ from decoding.planning.memory_requirements import Requirements, Strategy
 from decoding.planning.prior import HardwarePrior, find_prior
 from decoding.prefix_cache.manager import ModelFingerprint, PrefixCacheManager
 from offload.errors import TierForceError
-from offload.kernels.selection import Kernels, batch_invariant_kernels, split_kernels
+from offload.kernels.selection import (
+    Kernels,
+    batch_invariant_kernels,
+    retrieval_kernels,
+    split_kernels,
+)
 from offload.memory.bandwidth import BandwidthProbe
 from offload.memory.host import host_available
 from offload.memory.host_arena import HostArena
@@ -113,6 +118,12 @@ class Runtime:
         """Return the attention kernels of deterministic requests, or None; and the reason."""
         layout, device = self.requirements.layout, self.target.group.device
         return batch_invariant_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
+
+    @property
+    def retrieval_kernels(self) -> Kernels:
+        """Return the kernels that select what a retrieval cache keeps, or None; and the reason."""
+        layout, device = self.requirements.layout, self.target.group.device
+        return retrieval_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
 
     @property
     def requirements(self) -> Requirements:

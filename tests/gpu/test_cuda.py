@@ -419,7 +419,11 @@ def test_split_layers_on_a_gpu(split: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("purpose", "mode", "deterministic"),
-    [("split KV", "split", False), ("--deterministic", "plain", True)],
+    [
+        ("split KV", "split", False),
+        ("retrieval", "retrieval", False),
+        ("--deterministic", "plain", True),
+    ],
 )
 def test_missing_kernels_give_a_warning(
     purpose: str,
