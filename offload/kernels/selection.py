@@ -176,6 +176,7 @@ def _test_retrieval(
     kv, q = _inputs(device, dtype, _TOKENS + rows + 2, dim, rows, groups)
     prefix, recent = kv[:, :, : _TOKENS // _CHUNK * _CHUNK], kv[0, :, -rows - 2 :]
     if kernels.supports(count, groups, _CHUNK):
+        actual = kernels.chunk_scores(q, prefix[0], recent, count, _CHUNK)
         queries = [rows * (index + 1) // count for index in range(count)]  # up to each sampled one
         by_head = q.unflatten(1, (_HEADS, groups)).float() * dim**-0.5  # (T, H, G, D)
         weights = torch.stack(
@@ -189,7 +190,6 @@ def _test_retrieval(
             ]
         )  # (R, H, G, N)
         expected = weights.amax(0).mean(1).unflatten(1, (-1, _CHUNK)).sum(-1)
-        actual = kernels.chunk_scores(q, prefix[0], recent, count, _CHUNK)
         _check_close(f"selection in {dtype}", actual / expected.amax(), expected / expected.amax())
     chunks = torch.tensor([[3, 0, 7], [5, 2, 0]], device=device)
     size = chunks.shape[1] * _CHUNK
