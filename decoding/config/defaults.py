@@ -34,8 +34,8 @@ SPLIT_DRAFT_BYTES = 3 << 30
 MAX_CONCURRENCY = 8
 # Bytes of a layer's weights on a rank, in the mean of the models whose short forwards are captured
 # as CUDA graphs, from which requests are batched into shared forwards, many of which are not
-# captured. At 2 TB/s, reading these bytes takes as long as the kernel launches of a layer, a dozen
-# of 5 microseconds. Assumed; conservative for slower memory.
+# captured. Reading these bytes for each of eight requests at 2 TB/s takes 0.5 ms, as long as the
+# launches of a layer on the H200 that was measured (docs/results/gpu.md).
 SHARED_LAYER_BYTES = 120e6
 
 # -- the retrieval cache ---------------------------------------------------------------------------

@@ -277,8 +277,8 @@ class SequenceState:
         group, traffic = self.runtime.target.group, self.target.traffic
         with group.sync_errors():
             layout, tokens = self.target.layout, self.target.length
-            readers = self.target.host_readers()
-            layers = [read_layer(read, layout, tokens) for read in readers]
+            # a reader holds its layer's memory: none of them may live longer
+            layers = [read_layer(read, layout, tokens) for read in self.target.host_readers()]
         self._evict_graphs()
         # frees the old caches and captured graphs before new ones are allocated
         self.__dict__.pop("runner", None)

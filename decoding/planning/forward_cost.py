@@ -99,13 +99,13 @@ class ForwardCost:
         extra = tokens * (query_tokens - 1) / query_tokens
         compute_s = self._compute_s(tokens, attended, weights, kv, extra, self.hardware.forward_s)
         if not captured:
-            compute_s = max(compute_s, self._launches_s)
+            compute_s = max(compute_s, self._launches_s + self.hardware.forward_s)
         return compute_s + self._all_reduces_s(tokens) + self._sampling_s(tokens)
 
     @property
     def _launches_s(self) -> float:
-        """The seconds in which the host launches a forward that is not captured."""
-        return self.config.layers * (self.hardware.eager_layer_s or 0.0) + self.hardware.forward_s
+        """The seconds in which the host launches the layers of a forward that is not captured."""
+        return self.config.layers * (self.hardware.eager_layer_s or 0.0)
 
     def batch_invariant_seconds(self, query_tokens: int, attended: int) -> float:
         """Return the seconds of a batch-invariant forward of one request, computed in row blocks.
@@ -125,7 +125,7 @@ class ForwardCost:
         kv = layout.bytes(attended)
         block_s = self._compute_s(ROW_BLOCK, attended, weights, kv, ROW_BLOCK - 1, key_blocks_s)
         blocks = 1 + (query_tokens - 1) / ROW_BLOCK
-        compute_s = blocks * block_s
+        compute_s = max(blocks * block_s, self._launches_s)
         # With two ranks the order of summation is unique, so all blocks share one all-reduce.
         if ranks <= 2:
             all_reduces_s = self._all_reduces_s(blocks * ROW_BLOCK)

@@ -75,7 +75,12 @@ def retrieval_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) ->
     """
     if dtype.itemsize != 2:
         return None, f"there are none for {dtype}"
-    return _run_self_test("offload.kernels.retrieval", _test_retrieval, device, dtype, dim, groups)
+    kernels, reason = _run_self_test(
+        "offload.kernels.retrieval", _test_retrieval, device, dtype, dim, groups
+    )
+    if kernels is not None and not kernels.supports(1, groups, 1):
+        reason += f"; selection has none for {groups} query heads per KV head"
+    return kernels, reason
 
 
 def _run_self_test(name: str, test: Callable[..., None], device: str, *shape: Any) -> Kernels:

@@ -127,4 +127,6 @@ class EmulatedLink(Link):
                 ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
             if (ahead := free_at - time.perf_counter()) > 0:
                 time.sleep(ahead)
+            # nothing copied may be kept alive until the next job
+            destination = source = pairs = job = None  # type: ignore[assignment]
             done.set()

@@ -182,7 +182,7 @@ class Int8Store(RetrievalStore):
 def copy_chunks(selected: Tensor, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
     """Copy chunks (h, n) of prefix (2, h, N, D) to selected (2, h, n * chunk, D)."""
     row = chunk * prefix.shape[3]  # elements of one chunk of one head
-    if prefix.is_cuda:  # in one launch
+    if prefix.is_cuda:  # three launches, where one for each head and part would take longer
         heads = torch.arange(len(chunks), device=chunks.device)[:, None]
         by_chunk = selected.unflatten(2, (-1, chunk))
         by_chunk.copy_(prefix.unflatten(2, (-1, chunk))[:, heads, chunks])

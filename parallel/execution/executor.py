@@ -128,8 +128,8 @@ class Extend:
 
     def run(self, executor: TensorParallelExecutor) -> None:
         sequence = executor.sequences[self.index]
-        for level, length in zip(sequence.levels, self.lengths, strict=False):
-            level.cache.set_length(length)
+        for index, length in enumerate(self.lengths):
+            sequence.levels[index].cache.set_length(length)
         with suppress(TierForceError):  # rank 0 raises the same error, and reports it
             sequence.extend(self.tokens, self.cached, self.reserve)
 

@@ -222,14 +222,17 @@ def test_old_caches_are_freed_before_larger_ones_are_planned(models: Pair) -> No
 
         def plan_second(runtime: Any, prompt: int, new: int) -> Any:
             requested.append(new)
-            assert old_cache() is None
+            assert [each() for each in old] == [None] * len(old)
             if len(requested) == 1:  # then room for this turn alone is planned
                 raise InsufficientMemoryError("no room")
             return plan(runtime, prompt, new)
 
         with engine.conversation(room=40):
             answer = list(engine.generate(PROMPT, NEW, GREEDY))
-            old_cache = weakref.ref(engine.sessions.executor.sequences[0].target)
+            old_cache = engine.sessions.executor.sequences[0].target
+            resident = next(layer for layer in old_cache.layers if not layer.chunks(1))
+            old = [weakref.ref(each) for each in (old_cache, resident, resident._kv)]
+            del old_cache, resident
             prompt = [*PROMPT, *answer, *TURNS[2]]
             with patch.object(decoding.engine.session.Runtime, "plan", plan_second):
                 result = list(engine.generate(prompt, NEW, GREEDY))
