@@ -15,6 +15,7 @@ from bench.gpu.choices import Context
 from decoding.probe.rates import median_seconds, random_tensor
 from decoding.probe.survey import Machine
 from offload.attention import partial_attention
+from offload.attention.folding import empty_partial
 from offload.codec.format import split_format
 from offload.kernels.batch_invariant_attention import batch_invariant_attention
 from offload.kernels.selection import (
@@ -131,8 +132,7 @@ def _split_float(context: Context, heads: int, groups: int, tokens: int) -> None
         return out
 
     def attend(q: torch.Tensor) -> torch.Tensor:
-        nothing = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        return kernels.attend(split, q, high_bytes, offsets, nothing)[0]
+        return kernels.attend(split, q, high_bytes, offsets, empty_partial(q))[0]
 
     moved = high_bytes.nbytes + low_bytes.nbytes + out.nbytes
     context.add("reconstruction, bytes moved", moved / median_seconds(reconstruct) / 1e9, "GB/s")

@@ -219,23 +219,17 @@ class _Kernels:
         On a GPU by the difference between models: launching the first layers takes longer than
         computing them. The last layer of a model computes little.
         """
-        if self.device.type == "cpu":
-            seconds, tokens, config = self._prefill_s(2)
-            matmul, scores = prefill_flops(config, tokens)
-            return matmul / max(seconds - scores / attention, 0.1 * seconds)
-        few_s, tokens, few = self._prefill_s(2)
-        many_s, _, many = self._prefill_s(_PREFILL_LAYERS, tokens)
-        matmul, scores = (
-            high - low
-            for high, low in zip(
-                prefill_flops(many, tokens), prefill_flops(few, tokens), strict=True
-            )
-        )
-        seconds = many_s - few_s
-        return matmul / max(seconds - scores / attention, 0.1 * many_s)
+        whole_s, tokens = self._prefill_s(2)
+        matmul, scores = prefill_flops(replace(self.config, layers=2), tokens)
+        seconds = whole_s
+        if self.device.type != "cpu":
+            few_s, (whole_s, _) = whole_s, self._prefill_s(_PREFILL_LAYERS, tokens)
+            flops = prefill_flops(replace(self.config, layers=_PREFILL_LAYERS), tokens)
+            matmul, scores, seconds = flops[0] - matmul, flops[1] - scores, whole_s - few_s
+        return matmul / max(seconds - scores / attention, 0.1 * whole_s)
 
-    def _prefill_s(self, layers: int, tokens: int | None = None) -> tuple[float, int, ModelConfig]:
-        """Measure the prefill of a model with this number of layers: seconds, tokens, the model.
+    def _prefill_s(self, layers: int, tokens: int | None = None) -> tuple[float, int]:
+        """Measure the prefill of a model with this number of layers: seconds, and tokens.
 
         Without `tokens`, of as many as take long enough.
         """
@@ -254,7 +248,7 @@ class _Kernels:
             prefill()  # compiles kernels
             while tokens is None and count < chunk and 2 * time_once(prefill) < _PREFILL_S:
                 count = min(2 * count, chunk)
-            return median_seconds(prefill, statistic=min), count, config
+            return median_seconds(prefill, statistic=min), count
         finally:
             runtime.link.close()
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from decoding.probe.rates import median_seconds, random_tensor
 from offload.attention import partial_attention
+from offload.attention.folding import empty_partial
 from offload.attention.head_major import token_slice
 from offload.codec.format import PLAIN_SPLIT_TOKENS, split_format
 from offload.codec.split_float import SplitFloatCodec
@@ -46,8 +47,7 @@ def split_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
             kernels.reconstruct(split, high, low, table, out)
         return out
 
-    no_keys, no_values = kv[:, :, :0].transpose(1, 2)
-    nothing = partial_attention(q, no_keys, no_values, causal=False)
+    nothing = empty_partial(q)
 
     def attend() -> Tensor:
         if kernels is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.attention.cpu import CPU
 from offload.attention.cuda import cuda_backend
-from offload.attention.folding import Backend, Partial, attend_masked
+from offload.attention.folding import Backend, Partial, attend_masked, empty_partial
 
 
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
@@ -26,12 +26,9 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
         v: (N, Hkv, D).
         causal: whether the last T keys are those of the queries' tokens.
     """
-    rows, heads, _ = q.shape
     if len(k) == 0:
-        out = torch.zeros_like(q)
-        lse = q.new_full((rows, heads), -torch.inf, dtype=torch.float32)
-        return out, lse
-    causal = causal and rows > 1
+        return empty_partial(q)
+    causal = causal and len(q) > 1
     return backend(q.device.type, q.dtype).attend(q, k, v, causal)
 
 

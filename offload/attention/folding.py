@@ -27,6 +27,11 @@ class Backend:
     masked: Operator  # with a mask (1, 1, T, N) that is added to the scores
 
 
+def empty_partial(q: Tensor) -> Partial:
+    """Return the attention of q (T, Hq, D) over no keys."""
+    return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+
+
 def merge(parts: list[Partial]) -> Partial:
     """Combine attention over disjoint sets of keys, exactly.
 

@@ -10,20 +10,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LARGEST = 127
+LARGEST = 127
+
+
+def scale_limits(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the smallest and the largest scale of elements of a dtype.
+
+    A subnormal scale would have few bits, or be zero; a code times the largest must not overflow.
+    """
+    limits = torch.finfo(dtype)
+    return limits.tiny, limits.max / (LARGEST + 1)
 
 
 def quantise(x: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Quantise x (..., D) into codes (..., D) int8 and scales (..., 1) of x's dtype."""
     largest = x.abs().amax(-1, keepdim=True)
-    limits = torch.finfo(x.dtype)
-    # a subnormal scale would have few bits, or be zero; a code times the largest scale must not
-    # overflow
-    scale = largest.float() / _LARGEST
-    scales.copy_(scale.clamp_(limits.tiny, limits.max / (_LARGEST + 1)))
+    scale = largest.float() / LARGEST
+    scales.copy_(scale.clamp_(*scale_limits(x.dtype)))
     steps = x.float() * (1 / scales.float())  # divides by the scale as rounded to x's dtype
     steps.round_()
-    steps.clamp_(-_LARGEST, _LARGEST)
+    steps.clamp_(-LARGEST, LARGEST)
     codes.copy_(steps)
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from offload.codec.int8 import LARGEST, scale_limits
 from offload.kernels.split_float import UPCAST
 from offload.layout import ceil_div
 
@@ -20,7 +21,6 @@ _SCORED_KEYS = 512  # keys per program that scores
 _QUERIES = 8  # largest number of query tokens
 _ROWS = 64  # largest number of rows: query tokens times query heads per KV head
 _TOKENS = 16  # tokens per program that quantises
-_LARGEST = 127  # as in `offload.codec.int8`
 
 
 def supports(query_tokens: int, groups: int, chunk: int) -> bool:
@@ -103,7 +103,7 @@ def store_int8(prefix: Tensor, chunks: Tensor, chunk: int, codes: Tensor, scales
         scales: (2, h, n * chunk, 1) in the prefix's dtype, likewise.
     """
     _, heads, tokens, dim = codes.shape
-    limits = torch.finfo(prefix.dtype)
+    smallest, largest = scale_limits(prefix.dtype)
     _store_int8[ceil_div(tokens, _TOKENS), 2, heads](
         prefix,
         chunks,
@@ -120,9 +120,9 @@ def store_int8(prefix: Tensor, chunks: Tensor, chunk: int, codes: Tensor, scales
         codes.stride(1),
         scales.stride(0),
         scales.stride(1),
-        LARGEST=_LARGEST,
-        SMALLEST_SCALE=limits.tiny,
-        LARGEST_SCALE=limits.max / (_LARGEST + 1),
+        LARGEST=LARGEST,
+        SMALLEST_SCALE=smallest,
+        LARGEST_SCALE=largest,
         TOKENS=_TOKENS,
         DIM=triton.next_power_of_2(dim),
     )
@@ -141,6 +141,7 @@ def _sampled_queries(
     MEMBERS: tl.constexpr,
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """Return the queries (MEMBERS * QUERIES, DIM) of a KV head, which are valid, their tokens."""
     row = tl.arange(0, MEMBERS * QUERIES)
@@ -151,7 +152,10 @@ def _sampled_queries(
     column = tl.arange(0, DIM)
     pointers = q + token[:, None] * q_row + (head * GROUPS + member[:, None]) * q_head
     mask = valid[:, None] & (column < dim)[None, :]
-    return tl.load(pointers + column[None, :], mask=mask, other=0.0), valid, token
+    queries = tl.load(pointers + column[None, :], mask=mask, other=0.0)
+    if UPCAST:
+        queries = queries.to(tl.float32)
+    return queries, valid, token
 
 
 @triton.jit
@@ -163,6 +167,14 @@ def _products(queries, keys, start, end, dim, scale, KEYS: tl.constexpr, DIM: tl
     mask = (token < end)[None, :] & (column < dim)[:, None]
     tile = tl.load(pointers, mask=mask, other=0.0).to(queries.dtype)
     return tl.dot(queries, tile) * scale, token
+
+
+@triton.jit
+def _raise_peak(peak, total, candidate):
+    """Return the higher peak, what to subtract for it, and the total of weights rescaled to it."""
+    new_peak = tl.maximum(peak, candidate)
+    offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    return new_peak, offset, total * tl.exp(peak - offset)
 
 
 _INTEGERS = ["rows", "count", "tokens", "split_keys", "splits", "q_row", "q_head"]
@@ -197,10 +209,8 @@ def _sum_weights(
     split = tl.program_id(1)
     heads = tl.num_programs(0)
     queries, _, query = _sampled_queries(
-        q, head, rows, count, dim, q_row, q_head, GROUPS, MEMBERS, QUERIES, DIM
+        q, head, rows, count, dim, q_row, q_head, GROUPS, MEMBERS, QUERIES, DIM, UPCAST
     )
-    if UPCAST:
-        queries = queries.to(tl.float32)
     begin = split * split_keys
     end = tl.minimum(begin + split_keys, tokens)
     base = keys + head.to(tl.int64) * key_head
@@ -212,10 +222,8 @@ def _sum_weights(
         if CAUSAL:
             visible = visible & (token[None, :] <= query[:, None] + (tokens - rows))
         scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        total = total * tl.exp(peak - offset) + tl.sum(tl.exp(scores - offset[:, None]), 1)
-        peak = new_peak
+        peak, offset, total = _raise_peak(peak, total, tl.max(scores, 1))
+        total += tl.sum(tl.exp(scores - offset[:, None]), 1)
     row = tl.arange(0, ROWS)
     tl.store(lses + (split * heads + head) * ROWS + row, peak + tl.log(total))
 
@@ -250,19 +258,15 @@ def _score(
     head = tl.program_id(0)
     heads = tl.num_programs(0)
     queries, valid, _ = _sampled_queries(
-        q, head, rows, count, dim, q_row, q_head, GROUPS, MEMBERS, QUERIES, DIM
+        q, head, rows, count, dim, q_row, q_head, GROUPS, MEMBERS, QUERIES, DIM, UPCAST
     )
-    if UPCAST:
-        queries = queries.to(tl.float32)
     row = tl.arange(0, ROWS)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     for split in range(splits):
         part = tl.load(lses + (split * heads + head) * ROWS + row)
-        new_peak = tl.maximum(peak, part)
-        offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        total = total * tl.exp(peak - offset) + tl.exp(part - offset)
-        peak = new_peak
+        peak, offset, total = _raise_peak(peak, total, part)
+        total += tl.exp(part - offset)
     lse = peak + tl.log(total)
     base = keys + head.to(tl.int64) * key_head
     chunks = tokens // CHUNK

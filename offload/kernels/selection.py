@@ -14,6 +14,7 @@ from torch import Tensor
 
 from offload.attention import partial_attention
 from offload.codec.format import split_format
+from offload.codec.int8 import LARGEST
 from offload.codec.outliers import Outliers
 from offload.codec.split_float import SplitFloatCodec
 from offload.errors import is_out_of_memory, one_line
@@ -206,7 +207,7 @@ def _test_retrieval(
     heads = torch.arange(_HEADS, device=device)[:, None]
     expected = by_chunk[:, heads, chunks].flatten(2, 3)
     # half a step, and the rounding of the scale
-    step = expected.abs().amax(-1, keepdim=True) / 127
+    step = expected.abs().amax(-1, keepdim=True) / LARGEST
     if not ((actual - expected).abs() <= 0.51 * step + 1e-2 * expected.abs()).all():
         raise RuntimeError(f"elements of {dtype} are quantised incorrectly")
 

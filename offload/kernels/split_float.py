@@ -2,8 +2,7 @@
 
 With plain operations, each bit operation would go through device memory once more, and attention
 over high bytes would write them in 16 bits first. Each operation is also a launch, and a forward
-has thousands. Importing this needs triton, which comes with
-CUDA builds of torch.
+has thousands. Importing this needs triton, which comes with CUDA builds of torch.
 
 Source of the attention: FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1), with the keys
 split over programs, as in Flash-Decoding (Dao et al. 2023).

@@ -152,20 +152,19 @@ class Int8Store(RetrievalStore):
         kernels, _ = retrieval_kernels(
             prefix.device.type, prefix.dtype, layout.head_dim, layout.groups
         )
-        if kernels is not None:
-            heads = slice(head, head + len(chunks))
-            codes = token_slice(self._codes[index, :, heads], start, end)
-            scales = token_slice(self._scales[index, :, heads], start, end)
-            kernels.store_int8(prefix, chunks, chunk, codes, scales)
-            return
-        for first in range(0, len(chunks), self._heads):
-            part = slice(first, first + self._heads)
+        step = self._heads if kernels is None else len(chunks)
+        for first in range(0, len(chunks), step):
+            part = slice(first, first + step)
             part_chunks = chunks[part]
             heads = slice(head + first, head + first + len(part_chunks))
+            codes = token_slice(self._codes[index, :, heads], start, end)
+            scales = token_slice(self._scales[index, :, heads], start, end)
+            if kernels is not None:
+                kernels.store_int8(prefix[:, part], part_chunks, chunk, codes, scales)
+                continue
             selected = token_slice(self._shared[:, : len(part_chunks)], start, end)
             copy_chunks(selected, prefix[:, part], chunk, part_chunks)
-            codes = token_slice(self._codes[index, :, heads], start, end)
-            self._quantise(selected, codes, token_slice(self._scales[index, :, heads], start, end))
+            self._quantise(selected, codes, scales)
 
     def _quantise(self, selected: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Quantise selected tokens (2, h, n, D) in parts, which bounds float32 scratch memory."""

@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from offload.codec.int8 import LARGEST, scale_limits
 from offload.kernels import batch_invariant as batch_invariant_kernels
 from offload.kernels import retrieval as retrieval_kernels
 from offload.kernels import split_float as split_kernels
@@ -124,11 +125,11 @@ def compile_batch_invariant_kernels(capability: int, shapes: int | None) -> None
 
 def compile_retrieval_kernels(capability: int, element: str) -> None:
     """Compile the retrieval cache's kernels for eight and for one query head per KV head."""
-    limits = torch.finfo(ELEMENTS[element])
+    smallest, largest = scale_limits(ELEMENTS[element])
     for groups, columns in ((8, 128), (1, 64), (8, 256)):
         sizes = {"GROUPS": groups, "MEMBERS": max(2, groups), "QUERIES": 8, "KEYS": 64}
         sizes |= {"DIM": columns, "UPCAST": False, "CHUNK": 8, "TILES": 8, "TOKENS": 16}
-        sizes |= {"LARGEST": 127, "SMALLEST_SCALE": limits.tiny, "LARGEST_SCALE": limits.max / 128}
+        sizes |= {"LARGEST": LARGEST, "SMALLEST_SCALE": smallest, "LARGEST_SCALE": largest}
         for causal in (False, True):
             causal_sizes = sizes | {"CAUSAL": causal}
             compile_kernel(retrieval_kernels._sum_weights, element, capability, causal_sizes)

@@ -56,7 +56,9 @@ def say_what_fits(
         if may_split:
             _warn_without("split KV", engine.runtime.split_kernels, "Another --mode may be faster.")
         if requirements.may_retrieve and requirements.dtype.itemsize == 2:
-            _warn_without("retrieval", engine.runtime.retrieval_kernels, "Install what is missing.")
+            _warn_without(
+                "retrieval", engine.runtime.retrieval_kernels, "Another --mode may be faster."
+            )
         if requirements.settings.deterministic:
             _warn_without(
                 "--deterministic", engine.runtime.batch_invariant_kernels, "It is faster without."
