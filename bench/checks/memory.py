@@ -112,7 +112,7 @@ def engine_for(setting: Setting, job: Job) -> Engine:
     models = [model for model in (runtime.target, runtime.draft) if model is not None]
     memory = parameter_bytes(*models) + max(sum(phase.values()) for phase in phases)
     runtime = runtime.with_settings(replace(settings, device_memory=memory))
-    return Engine(runtime, engine.tokenizer, engine.stop_tokens)
+    return Engine(runtime, engine.tokenizer, engine.scheduler.stop_tokens)
 
 
 def run_limited(setting: Setting, share: float, job: Job) -> Row:

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from decoding import Engine, Sampling, Settings
+from decoding.engine.hierarchy import build_decoder
 from decoding.engine.session import SequenceState
 from decoding.speculation.coroutines import run
 from decoding.speculation.decoders import Decoder
@@ -26,7 +27,7 @@ def endless(
 ) -> Iterator[Engine]:
     """Yield an engine without stop tokens, so that all outputs have the same length."""
     engine = Engine.from_pretrained(target, draft, settings, device=device)
-    engine.stop_tokens = frozenset()
+    engine.scheduler.stop_tokens = frozenset()
     yield engine
     engine.close()
 
@@ -93,7 +94,7 @@ def decode_loop(
     is_coupled = session.runtime.settings.deterministic
     randomness = make_randomness(sampling, session.prompt.device, is_coupled)
     sequence = TokenSequence([*session.prompt.tolist(), first])
-    decoder = session.decoder(sequence, sampling, randomness, lengths)
+    decoder = build_decoder(session, sequence, sampling, randomness, lengths)
     decoder.on_logits = on_logits
     started = time.perf_counter()
     while (missing := session.max_new_tokens - 1 - decoder.stats.produced) > 0:

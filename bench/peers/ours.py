@@ -32,7 +32,7 @@ class Ours(Peer):
         except TierForceError as error:
             raise Unavailable("it needs a draft model: give --draft") from error
         self.engine = Engine.from_pretrained(job.target, job.draft, settings)
-        self.engine.stop_tokens = frozenset()
+        self.engine.scheduler.stop_tokens = frozenset()
 
     def _overrides(self) -> dict[str, Any]:
         """Return the settings of this peer; an offloaded cache uses the job's link."""

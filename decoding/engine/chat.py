@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 
 from decoding.config.defaults import NEW_TOKENS
-from decoding.engine.conversation import DEFAULT_ROOM
+from decoding.engine.cached_sequence import DEFAULT_ROOM
 from decoding.engine.engine import Engine
 from decoding.engine.request import Progress
 from decoding.speculation.sampling import Sampling

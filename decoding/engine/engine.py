@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 from decoding.config.defaults import NEW_TOKENS
 from decoding.config.settings import Settings
-from decoding.engine.conversation import DEFAULT_ROOM, Conversation
-from decoding.engine.request import Progress, Request, check_request
-from decoding.engine.scheduler import Completion, Scheduler
+from decoding.engine.cached_sequence import DEFAULT_ROOM
+from decoding.engine.request import Progress, Request, RequestState, check_request
+from decoding.engine.scheduler import Scheduler
 from decoding.engine.session_manager import SequenceManager
 from decoding.engine.stats import Stats
 from decoding.models.loading import load
 from decoding.models.runtime import Runtime
 from decoding.planning.fit import concurrency_pays
 from decoding.planning.memory_plan import MemoryPlan
-from decoding.speculation.draft_length import Lengths
 from decoding.speculation.sampling import Sampling
 from decoding.text.detokenizer import detokenize_stream
 from decoding.text.prompt import Template
-from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
+from offload.errors import TierForceError
 from parallel.execution.executor import Idle, Stop
 from parallel.ranks.process_group import TensorParallelGroup
 
@@ -39,16 +38,14 @@ class Engine:
     """
 
     def __init__(self, runtime: Runtime, tokenizer: Any, stop_tokens: frozenset[int]):
-        self.runtime, self.tokenizer, self.stop_tokens = runtime, tokenizer, stop_tokens
+        self.runtime, self.tokenizer = runtime, tokenizer
         self.group: TensorParallelGroup = runtime.target.group
         self.stats = Stats()
-        self.lengths: dict[str, Lengths] = {}  # draft lengths by mode, adapted over all requests
-        self.is_busy = False  # a request is being processed, and owns the arena
-        self._conversation: Conversation | None = None  # its caches persist between requests
         config, context = runtime.target.config, runtime.settings.context
         config.check_context(context or 1)
         self.context = context or config.context_limit
         self.sessions = SequenceManager(runtime)
+        self.scheduler = Scheduler(self.sessions, self.context, stop_tokens)
 
     @classmethod
     def from_pretrained(
@@ -171,15 +168,9 @@ class Engine:
         Raises RequestCancelled if the request is cancelled during prefill.
         """
         self._check_not_busy()
-        # before other ranks are notified
-        request.validate(self.context, self.runtime.target.config.vocab)
-        with ExitStack() as stack:
-            stack.enter_context(self._exclusive())
-            self.stats = Stats()  # frees the previous request's caches before memory is planned
-            conversation = self._conversation
-            if conversation is None:
-                conversation = stack.enter_context(closing(self._new_conversation(0)))
-            yield from conversation.generate(request, self.stats)
+        state = self.scheduler.add(request)
+        self.stats = state.stats
+        yield from self.scheduler.stream(state)
 
     @contextmanager
     def conversation(self, room: int = DEFAULT_ROOM) -> Iterator[None]:
@@ -198,17 +189,19 @@ class Engine:
                 "rank 0 leads conversations: call `run_worker` on the other ranks."
             )
         self._check_not_busy()
-        if self._conversation is not None:
+        if self.scheduler.caches.room is not None:
             raise TierForceError("one conversation at a time: leave the previous one first.")
-        self._conversation = self._new_conversation(room)
+        self.scheduler.caches.room = room
         try:
             yield
         finally:
-            conversation, self._conversation = self._conversation, None
-            conversation.close()
+            self.scheduler.caches.room = None
+            self.scheduler.close()
 
-    def generate_batch(self, requests: Iterable[Request], concurrency: int) -> Iterator[Completion]:
-        """Yield the completion of each request as it finishes; up to `concurrency` run at a time.
+    def generate_batch(
+        self, requests: Iterable[Request], concurrency: int
+    ) -> Iterator[RequestState]:
+        """Yield the state of each request as it finishes; up to `concurrency` run at a time.
 
         A request is taken when there is room for it. One that cannot be processed is yielded with
         its error, and the others continue. Other ranks take part until rank 0 closes the engine,
@@ -228,16 +221,12 @@ class Engine:
                 f"`concurrency` {concurrency} cannot be combined with `deterministic`, whose "
                 "requests share no forwards: leave it out, or use 1."
             )
-        if self._conversation is not None:
+        if self.scheduler.caches.room is not None:
             raise TierForceError("a batch cannot run inside a conversation: leave it first.")
-        scheduler = Scheduler(
-            self.sessions, self.context, self.stop_tokens, self.lengths, concurrency
-        )
-        with self._exclusive(), closing(scheduler.run(requests)) as completions:
-            self.stats = Stats()  # frees the previous request's caches before memory is planned
-            for completion in completions:
-                self.stats = completion.stats
-                yield completion
+        with closing(self.scheduler.run(requests, concurrency)) as finished:
+            for state in finished:
+                self.stats = state.stats
+                yield state
 
     def run_worker(self) -> None:
         """Take part in all requests until rank 0 closes the engine; for the other ranks."""
@@ -279,26 +268,9 @@ class Engine:
             self.group.graph_capturer.reset()
         self.runtime.link.close()
 
-    def _new_conversation(self, room: int) -> Conversation:
-        return Conversation(self.sessions, self.stop_tokens, self.lengths, self.context, room)
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Block other requests, and convert out-of-memory errors to InsufficientMemoryError."""
-        self.is_busy = True
-        try:
-            yield
-        except (RuntimeError, MemoryError, OSError) as error:
-            if self.group.size > 1 or not is_out_of_memory(error):
-                # other ranks are in the middle of the same forward and cannot continue
-                raise
-            raise InsufficientMemoryError(f"out of memory: {one_line(error)}") from error
-        finally:
-            self.is_busy = False
-
     def _check_not_busy(self) -> None:
         """Raise TierForceError while a request is being processed."""
-        if self.is_busy:
+        if self.scheduler.is_busy:
             raise TierForceError(
                 "one request at a time: exhaust or close the previous request's generator."
             )

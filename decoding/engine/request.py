@@ -1,16 +1,27 @@
-"""A request to an engine: a prompt, and how to continue it."""
+"""A request to an engine: a prompt, how to continue it, and on rank 0 how far it is."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from enum import Enum, auto
 from numbers import Integral
 
 from torch import Tensor
 
+from decoding.engine.cached_sequence import CachedSequence
+from decoding.engine.hierarchy import build_decoder
 from decoding.engine.stats import Stats
+from decoding.speculation.coroutines import Steps
+from decoding.speculation.decoders import Decoder
+from decoding.speculation.draft_length import Lengths, draft_lengths
+from decoding.speculation.randomness import make_randomness
+from decoding.speculation.rejection_sampler import to_host
 from decoding.speculation.sampling import Sampling
-from offload.errors import InvalidRequestError
+from decoding.speculation.sequence import TokenSequence
+from offload.errors import InvalidRequestError, TierForceError
+from parallel.execution.batched_forward import ForwardRequest
 
 Progress = Callable[[int, int], None]  # finished units of prefill, and their total
 
@@ -28,7 +39,7 @@ class Request:
     on_stats: Callable[[Stats], None] | None = None  # called after every round
     # called with the target's logits (n, V) of a round's n tokens, before any of them is yielded
     on_logits: Callable[[Tensor], None] | None = None
-    # polled before each layer of prefill; not for requests of a batch
+    # polled before each layer of prefill
     is_cancelled: Callable[[], bool] = lambda: False
 
     def validate(self, context: int, vocab: int) -> None:
@@ -47,6 +58,129 @@ class Request:
                 raise InvalidRequestError(
                     f"the prompt has token {token}, outside the model's vocabulary of {vocab}."
                 )
+
+
+class Status(Enum):
+    """The stage that a request is in."""
+
+    WAITING = auto()  # until there is room for it
+    PREFILLING = auto()
+    RUNNING = auto()  # waits for a forward
+    FINISHED = auto()  # has all tokens, was aborted, or failed
+
+
+class RequestState:
+    """A request with its caches, its decoders, its counts, and the forward it waits for."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.stats = Stats(truncated_tokens=request.truncated_tokens)
+        self.status = Status.WAITING
+        self.error: TierForceError | None = None  # set if the request failed
+        self.sequence: CachedSequence | None = None  # from prefill until it finishes
+        self._decoder: Decoder | None = None
+        self._steps: Steps[list[int]] | None = None  # the current round
+        self._forward: ForwardRequest | None = None
+        self._elapsed: Callable[[], float] = lambda: 0.0  # seconds of decoding
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the new tokens so far."""
+        return self.stats.token_ids
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def forward(self) -> ForwardRequest:
+        """Return the forward it waits for."""
+        assert self._forward is not None
+        return self._forward
+
+    @property
+    def depth(self) -> int:
+        """Return the index of the level that waits for a forward; the target is 0."""
+        assert self.sequence is not None
+        levels = self.sequence.caches.levels
+        return [level.cache for level in levels].index(self.forward.cache)
+
+    def begin(
+        self,
+        logits: Tensor,
+        lengths: dict[str, Lengths],
+        clock: Callable[[], float],
+        started: float,
+    ) -> list[int]:
+        """Begin to decode after prefill; return the first token.
+
+        Raises InvalidRequestError if the logits are not finite.
+
+        Args:
+            logits: (1, V), those that follow the prompt.
+            lengths: draft lengths by mode, adapted over past requests.
+            clock: returns seconds.
+            started: when the request was admitted, by `time.perf_counter`.
+        """
+        assert self.sequence is not None
+        caches, stats, request = self.sequence.caches, self.stats, self.request
+        sampling, runtime = request.sampling, caches.runtime
+        stats.prompt_tokens = len(request.prompt)
+        stats.plan, stats.mode, stats.strategy = caches.plan, runtime.mode, caches.choice
+        randomness = make_randomness(sampling, caches.prompt.device, runtime.settings.deterministic)
+        probs = randomness.probs(sampling, logits)[0]
+        tokens = to_host(randomness.draw(probs, len(request.prompt)), probs)
+        if request.on_logits:
+            request.on_logits(logits)
+        sequence = TokenSequence([*caches.prompt.tolist(), *tokens])
+        own_lengths = lengths.setdefault(runtime.mode, draft_lengths(runtime.settings))
+        decoder = build_decoder(caches, sequence, sampling, randomness, own_lengths, clock)
+        decoder.on_logits = request.on_logits
+        stats.rounds = decoder.rounds
+        stats.attach(caches, decoder)
+        stats.first_token_s = time.perf_counter() - started
+        since = clock()
+        self._decoder, self._elapsed = decoder, lambda: clock() - since
+        self.status = Status.RUNNING
+        return tokens
+
+    def feed(self, logits: Tensor) -> list[int] | None:
+        """Take the logits of the forward it waits for; return the round's tokens at its end."""
+        assert self._steps is not None
+        try:
+            self._forward = self._steps.send(logits)
+        except StopIteration as end:
+            tokens: list[int] = end.value
+            return tokens
+        return None
+
+    def advance(self, tokens: list[int], stop_tokens: frozenset[int]) -> bool:
+        """Count a round's tokens up to a stop token; begin the next round, if there is one."""
+        stats, limit = self.stats, self.request.max_new_tokens
+        stop = next((index for index, each in enumerate(tokens) if each in stop_tokens), None)
+        stats.token_ids += tokens[:stop]
+        stats.decode_s = self._elapsed()
+        if stop is not None:
+            stats.finish_reason = "stop"
+        elif stats.new_tokens >= limit:
+            stats.finish_reason = "length"
+        if self.request.on_stats:
+            self.request.on_stats(stats)
+        if stats.finish_reason is not None:
+            return False
+        assert self._decoder is not None
+        self._steps = self._decoder.round(limit - stats.new_tokens)
+        self._forward = next(self._steps)
+        return True
+
+    def finish(self, keep: bool = False) -> CachedSequence | None:
+        """End the request, and return its caches; `keep`: for a later request to continue."""
+        sequence, decoder = self.sequence, self._decoder
+        if keep and sequence is not None and decoder is not None:
+            sequence.end_turn(decoder, self.stats)
+        self.sequence = self._decoder = self._steps = self._forward = None
+        self.status = Status.FINISHED
+        return sequence
 
 
 def check_request(

@@ -1,4 +1,4 @@
-"""Continuous batching: concurrent requests that wait for the same model share one forward.
+"""The engine's loop on rank 0: requests are admitted, share forwards, and end.
 
 A forward reads all weights of its model, however few its tokens are; requests that share it read
 them once. Requests join and leave between forwards (Yu et al. 2022, Orca, section 4.1), each with
@@ -8,217 +8,203 @@ its own caches, generator and counts.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from decoding.engine.generation import Generation
-from decoding.engine.request import Request
+from decoding.engine.cache_pool import CachePool
+from decoding.engine.request import Request, RequestState, Status
 from decoding.engine.session_manager import SequenceManager
-from decoding.engine.stats import Stats
-from decoding.speculation.coroutines import Clock, Steps
+from decoding.speculation.coroutines import Clock
 from decoding.speculation.draft_length import Lengths
 from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
-from parallel.execution.batched_forward import ForwardRequest
 from parallel.ranks.environment import RankLost
 
 
-@dataclass
-class Completion:
-    """The output of a request so far, and its final state."""
+class Scheduler:
+    """Runs requests on rank 0; the other ranks take part in their forwards.
 
-    request: Request
-    stats: Stats = field(default_factory=Stats)
-    tokens: list[int] = field(default_factory=list)
-    error: TierForceError | None = None  # set if the request failed
+    A request that fails ends with its error, and the others continue. An error of the program, or a
+    lost rank, ends all of them.
+    """
 
-
-class _Running:
-    """A request with an open sequence, which waits for its prefill, then for one forward a time."""
-
-    steps: Steps[list[int]]  # the current round
-    forward: ForwardRequest  # the forward it waits for
-
-    def __init__(self, completion: Completion, generation: Generation):
-        self.completion, self.generation = completion, generation
+    def __init__(self, sessions: SequenceManager, context: int, stop_tokens: frozenset[int]):
+        """Run sequences of at most `context` tokens, which `sessions` opens on all ranks."""
+        self.sessions, self.context, self.stop_tokens = sessions, context, stop_tokens
+        self.lengths: dict[str, Lengths] = {}  # draft lengths by mode, adapted over all requests
+        self.caches = CachePool(sessions, context)
+        self.concurrency = 1  # requests that share the memory
+        self._clock = Clock()
+        self._waiting: deque[RequestState] = deque()
+        self._running: list[RequestState] = []
 
     @property
-    def depth(self) -> int:
-        """Return the index of the level that waits for a forward; the target is 0."""
-        levels = self.generation.session.levels
-        return [level.cache for level in levels].index(self.forward.cache)
+    def is_busy(self) -> bool:
+        """Return whether a request is waiting or running."""
+        return bool(self._waiting or self._running)
 
+    def add(self, request: Request) -> RequestState:
+        """Append a request to those that wait, and return its state."""
+        state = RequestState(request)
+        self._waiting.append(state)
+        return state
 
-class Scheduler:
-    """Runs concurrent requests on rank 0; the other ranks take part in its forwards."""
+    def step(self) -> list[RequestState]:
+        """Prefill the requests that there is room for; if there are none, run one forward.
 
-    def __init__(
-        self,
-        sessions: SequenceManager,
-        context: int,
-        stop_tokens: frozenset[int],
-        lengths: dict[str, Lengths],
-        concurrency: int,
-    ):
-        """Run sequences of at most `context` tokens, `concurrency` of which share the memory.
-
-        `lengths` are the draft lengths by mode: all requests share them and adapt them.
+        Returns the requests that took part: each may have new tokens, or have finished. Raises
+        errors that end all requests; all caches are freed then.
         """
-        self.sessions, self.context, self.stop_tokens = sessions, context, stop_tokens
-        self.lengths, self.concurrency = lengths, concurrency
-        self.clock = Clock()
-        self._running: list[_Running] = []
-        self._too_large: list[Request] = []  # those that need all of the memory
+        try:
+            return self._admit() or self._forward()
+        except BaseException:
+            self.close()  # an interrupted forward cannot be resumed
+            raise
 
-    def run(self, requests: Iterable[Request]) -> Generator[Completion, None, None]:
-        """Yield each completion as it finishes or fails; a failure does not affect the others.
+    def abort(self, state: RequestState) -> None:
+        """End a request between two steps, unless it has finished."""
+        if state in self._waiting:
+            self._waiting.remove(state)
+        if not state.is_finished:
+            self._finish(state, keep=True)
+
+    def close(self) -> None:
+        """End all requests, and free all caches."""
+        with ExitStack() as closing:  # ends all of them, even if one raises
+            closing.callback(self.caches.close)
+            for state in [*self._waiting, *self._running]:
+                closing.callback(self._finish, state)
+        self._waiting.clear()
+
+    def stream(self, state: RequestState) -> Generator[int, None, None]:
+        """Yield the new tokens of a request as they are verified; raise its error.
+
+        Closing the generator aborts the request: the tokens taken by then are its output.
+        """
+        taken = 0
+        try:
+            while not state.is_finished:
+                self.step()
+                while taken < len(state.tokens):
+                    taken += 1
+                    yield state.tokens[taken - 1]
+            if state.error is not None:
+                raise state.error
+        finally:
+            del state.tokens[taken:]
+            self.abort(state)
+
+    def run(
+        self, requests: Iterable[Request], concurrency: int
+    ) -> Generator[RequestState, None, None]:
+        """Yield each request as it finishes; up to `concurrency` share memory and forwards.
 
         A request is taken when there is room for it. One that does not fit its share of the memory
-        runs alone at the end. Raises RankLost.
+        runs alone at the end.
         """
-        waiting = iter(requests)
+        too_large: list[Request] = []
+        self.concurrency = concurrency
         try:
-            while True:
-                while len(self._running) < self.concurrency:
-                    with self.clock.paused():
-                        request = next(waiting, None)
-                    if request is None:
-                        break
-                    yield from self._join(Completion(request), self.concurrency)
-                if not self._running:
-                    break
-                yield from self._step()
-            while self._too_large:
-                yield from self._join(Completion(self._too_large.pop(0)), 1)
-                while self._running:
-                    yield from self._step()
+            for state in self._run(iter(requests)):
+                if concurrency > 1 and isinstance(state.error, InsufficientMemoryError):
+                    too_large.append(state.request)
+                else:
+                    yield state
+            self.concurrency = 1
+            yield from self._run(iter(too_large))
         finally:
-            sessions = [running.generation.session for running in self._running]
-            self._running = []
-            with ExitStack() as closing:  # closes all of them, even if one raises
-                for session in sessions:
-                    closing.callback(self.sessions.close, session)
+            self.concurrency = 1
+            self.close()
 
-    def _join(self, completion: Completion, concurrency: int) -> Iterator[Completion]:
-        """Open a sequence and prefill its prompt; yield the completion if it is already over."""
-        with self.clock.paused():
-            yield from self._prefill(completion, concurrency)
+    def _run(self, requests: Iterator[Request]) -> Iterator[RequestState]:
+        while True:
+            if len(self._running) < self.concurrency:
+                with self._clock.paused():
+                    request = next(requests, None)
+                if request is not None:
+                    self.add(request)
+                elif not self._running:
+                    return
+            yield from [state for state in self.step() if state.is_finished]
 
-    def _prefill(self, completion: Completion, concurrency: int) -> Iterator[Completion]:
-        request = completion.request
-        started = time.perf_counter()
-        is_alone = concurrency == 1
-        try:
-            request.validate(self.context, self.sessions.runtime.target.config.vocab)
-            session = self.sessions.open(
-                request.prompt, request.max_new_tokens, concurrency, request.name
-            )
-        except Exception as error:
-            yield from self._fail(completion, error, is_alone)
-            return
-        running = _Running(completion, Generation(request, session, completion.stats, started))
-        self._running.append(running)
-        for each in self._running:
-            count = max(each.completion.stats.concurrency, len(self._running))
-            each.completion.stats.concurrency = count
-        try:
-            logits = session.prefill(request.progress)
-            tokens = running.generation.sample_first(self.lengths, logits, self.clock)
-            is_running = self._next_round(running, tokens)
-        except Exception as error:
-            self._end(running)
-            yield from self._fail(completion, error, is_alone)
-            return
-        if not is_running:
-            yield self._end(running)
+    def _admit(self) -> list[RequestState]:
+        """Prefill the requests that there is room for; return them."""
+        admitted = list[RequestState]()
+        while self._waiting and len(self._running) < self.concurrency:
+            state = self._waiting.popleft()
+            admitted.append(state)
+            with self._clock.paused(), self._own_errors([state]):
+                started = time.perf_counter()
+                state.request.validate(self.context, self.sessions.runtime.target.config.vocab)
+                state.status = Status.PREFILLING
+                self._running.append(state)
+                for each in self._running:
+                    each.stats.concurrency = max(each.stats.concurrency, len(self._running))
+                logits = self.caches.prefill(state, self.concurrency)
+                tokens = state.begin(logits, self.lengths, self._clock, started)
+                self._advance(state, tokens)
+        return admitted
 
-    def _step(self) -> Iterator[Completion]:
-        """Run the innermost forwards that requests wait for, as one; yield finished completions.
+    def _forward(self) -> list[RequestState]:
+        """Run the innermost forwards that requests wait for, as one; return these requests.
 
         Requests that are ahead wait until all need a forward of the same level, so that the outer
         ones, which cost most, are shared by all.
         """
-        depth = max(running.depth for running in self._running)
-        waiting = [running for running in self._running if running.depth == depth]
+        if not self._running:
+            return []
+        depth = max(state.depth for state in self._running)
+        waiting = [state for state in self._running if state.depth == depth]
         model = waiting[0].forward.model
-        batch = [running for running in waiting if running.forward.model is model]
-        try:
-            outputs = self.sessions.executor.forward([running.forward for running in batch])
-        except Exception as error:  # an interrupted forward cannot be resumed
-            is_alone = self._is_alone()
-            for running in batch:
-                self._end(running)
-            for running in batch:
-                yield from self._fail(running.completion, error, is_alone)
+        batch = [state for state in waiting if state.forward.model is model]
+        outputs: Sequence[Tensor] = []
+        with self._own_errors(batch):
+            outputs = self.sessions.executor.forward([state.forward for state in batch])
+        for state, logits in zip(batch, outputs, strict=False):  # no outputs after an error
+            with self._own_errors([state]):
+                if (tokens := state.feed(logits)) is not None:
+                    self._advance(state, tokens)
+        return batch
+
+    def _advance(self, state: RequestState, tokens: list[int]) -> None:
+        """Give a request the tokens of a round, and end it with its last one."""
+        if state.advance(tokens, self.stop_tokens):
             return
-        finished: list[Completion] = []
-        for running, logits in zip(batch, outputs, strict=True):
-            try:
-                is_running = self._feed(running, logits)
-            except Exception as error:
-                is_alone = self._is_alone()
-                self._end(running)
-                finished += self._fail(running.completion, error, is_alone)
-            else:
-                if not is_running:
-                    finished.append(self._end(running))
-        yield from finished
+        stats = state.stats
+        assert state.sequence is not None
+        caches = state.sequence.caches
+        # timings of shared offloaded rounds do not show what one request alone would cost
+        if stats.concurrency == 1 or not caches.uses_link:
+            self.sessions.record(caches, stats.rounds)
+        self._finish(state, keep=True)
 
-    def _feed(self, running: _Running, logits: Tensor) -> bool:
-        """Send a request the logits it waits for; return whether it continues."""
+    def _finish(self, state: RequestState, keep: bool = False) -> None:
+        """End a request, and free its caches; `keep`: a later request may continue them."""
+        if state in self._running:
+            self._running.remove(state)
+        sequence = state.finish(keep)
         try:
-            running.forward = running.steps.send(logits)
-        except StopIteration as end:
-            return self._next_round(running, end.value)
-        return True
+            if sequence is not None:
+                self.caches.release(sequence, keep)
+        finally:
+            state.stats.release()
 
-    def _next_round(self, running: _Running, tokens: list[int]) -> bool:
-        """Add a round's tokens and start the next round; return whether there is one."""
-        generation = running.generation
-        running.completion.tokens += generation.emit(tokens, self.stop_tokens)
-        if generation.is_done:
-            # timings of shared offloaded rounds do not show what one request alone would cost
-            if generation.stats.concurrency == 1 or not generation.session.uses_link:
-                self.sessions.record(generation.session, generation.stats.rounds)
-            return False
-        running.steps = generation.round()
-        running.forward = next(running.steps)
-        return True
-
-    def _end(self, running: _Running) -> Completion:
-        """Close a sequence and free its caches; return its completion."""
-        self._running.remove(running)
-        self.sessions.close(running.generation.session)
-        running.completion.stats.release()
-        return running.completion
-
-    def _is_alone(self) -> bool:
-        """Return whether one request has all the memory to itself."""
-        return len(self._running) == 1
-
-    def _fail(
-        self, completion: Completion, error: Exception, is_alone: bool
-    ) -> Iterator[Completion]:
-        """Yield a completion with its error, or postpone the request to run it alone.
-
-        Raises errors that end all requests.
-        """
-        own = self._request_error(error)
-        if isinstance(own, InsufficientMemoryError) and not is_alone:
-            self._too_large.append(completion.request)
-            return
-        completion.error = own
-        yield completion
-
-    def _request_error(self, error: Exception) -> TierForceError:
-        """Return an error that ends one request. Raises errors that end all of them."""
-        if not isinstance(error, TierForceError):
-            if self.sessions.group.size > 1 or not is_out_of_memory(error):
-                # other ranks are in the middle of the same forward and cannot continue
-                raise error
-            error = InsufficientMemoryError(f"out of memory: {one_line(error)}")
-        if isinstance(error, RankLost):
-            raise error
-        return error
+    @contextmanager
+    def _own_errors(self, states: Sequence[RequestState]) -> Iterator[None]:
+        """End requests with an error of their own. Raises errors that end all requests."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, RankLost):
+                raise
+            if isinstance(error, TierForceError):
+                own = error
+            elif self.sessions.group.size == 1 and is_out_of_memory(error):
+                own = InsufficientMemoryError(f"out of memory: {one_line(error)}")
+            else:  # other ranks may be in the middle of the same forward and cannot continue
+                raise
+            for state in states:
+                state.error = own
+                self._finish(state)

@@ -1,19 +1,13 @@
-"""The state of one sequence: its memory plan, its caches and the decoders nested over them."""
+"""The state of one sequence on one rank: its memory plan, its caches, and what is in them."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from decoding.config.defaults import (
-    FIRST_DRAFT_ON_DEVICE,
-    FIRST_DRAFT_OVER_LINK,
-    FIRST_INNER_DRAFT,
-)
 from decoding.engine.draft_prefill import check_cancelled, partial_progress, prefill_draft
 from decoding.engine.levels import DecodingLevels
 from decoding.models.runtime import Runtime
@@ -23,13 +17,7 @@ from decoding.planning.strategy_selector import StrategyChoice
 from decoding.prefix_cache.manager import PrefixCacheManager
 from decoding.prefix_cache.store import is_worth_saving
 from decoding.prefix_cache.writer import BackgroundWriter
-from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
-from decoding.speculation.draft_length import Lengths, draft_lengths
-from decoding.speculation.draft_vocabulary import PaddedVocabDraft, clamp_to_vocab
-from decoding.speculation.prompt_lookup import PromptLookup
-from decoding.speculation.randomness import Randomness
-from decoding.speculation.sampling import Sampling
-from decoding.speculation.sequence import TokenSequence
+from decoding.speculation.draft_vocabulary import clamp_to_vocab
 from offload.errors import InsufficientMemoryError
 from offload.layout import ceil_div, shares
 from offload.tiered.cache import TieredCache
@@ -37,12 +25,12 @@ from offload.tiered.kv_file import head_blocks, read_layer
 from offload.tiered.prefill import Prefill
 from parallel.execution.batched_forward import ForwardRequest
 from parallel.execution.cuda_graphs import GraphRunner
-from parallel.execution.executor import Level, OpenSequence
+from parallel.execution.executor import OpenSequence, never
 from parallel.model.transformer import Progress
 
 
 class SequenceState:
-    """The caches of one sequence on this rank, and on rank 0 its decoders.
+    """The caches of one sequence on this rank.
 
     `levels` are those of its mode (`DecodingLevels`). With a prompt cache, a prefix of the prompt
     may be loaded from disk, and the prompt's KV is saved in the background of decoding.
@@ -78,14 +66,14 @@ class SequenceState:
         self._prefix_cache, self._name = prefix_cache, name
         self.saving: BackgroundWriter | None = None  # saves the last prefilled prompt
         self.loaded_tokens = 0  # prompt tokens loaded from disk
-        # aborts a prefill; only rank 0's counts
-        self.is_cancelled: Callable[[], bool] = lambda: False
 
-    def prefill(self, progress: Progress | None = None) -> Tensor:
+    def prefill(
+        self, progress: Progress | None = None, is_cancelled: Callable[[], bool] = never
+    ) -> Tensor:
         """Load the cached prefix and prefill the rest of the prompt; return the logits (1, V).
 
-        All ranks call it. Raises InsufficientMemoryError, and RequestCancelled if the request is
-        cancelled meanwhile, on all ranks.
+        All ranks call it; only rank 0's arguments count. Raises InsufficientMemoryError, and
+        RequestCancelled if the request is cancelled meanwhile, on all ranks.
         """
         if self._prefix_cache is not None:
             prompt = self.prompt.tolist()
@@ -93,7 +81,7 @@ class SequenceState:
         rest = self.prompt[self.loaded_tokens :]
         if progress is not None and self.loaded_tokens:
             progress = partial_progress(progress, self.loaded_tokens, len(rest), len(self.prompt))
-        logits = self._prefill(rest, progress)
+        logits = self._prefill(rest, progress, is_cancelled)
         with self.runtime.target.group.sync_errors():
             self.target.onload_deferred()
         self._prefill_draft()
@@ -108,6 +96,7 @@ class SequenceState:
         cached: int,
         reserve: Sequence[int] = (),
         progress: Progress | None = None,
+        is_cancelled: Callable[[], bool] = never,
     ) -> Tensor:
         """Replace the sequence by `tokens`, and prefill those after the first `cached` of them.
 
@@ -135,7 +124,7 @@ class SequenceState:
             report = (
                 None if progress is None else partial_progress(progress, done, len(part), len(rest))
             )
-            logits = self._prefill_chunk(part, report)
+            logits = self._prefill_chunk(part, report, is_cancelled)
             done += len(part)
         self._prefill_draft(cached)
         self._save(logits)
@@ -167,44 +156,6 @@ class SequenceState:
         """Free captured graphs that use another sequence's caches."""
         if "runner" in self.__dict__:
             self.runner.evict(level.cache for level in other.levels)
-
-    def decoder(
-        self,
-        sequence: TokenSequence,
-        sampling: Sampling,
-        randomness: Randomness,
-        lengths: Lengths | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> Decoder:
-        """Return the nested decoders of the sequence's mode, to continue `sequence`.
-
-        For rank 0, after prefill: `sequence` is the prompt and the first token. `lengths` defaults
-        to those of the settings. `clock` returns seconds.
-        """
-        runtime = self.runtime
-        lengths = lengths or draft_lengths(runtime.settings)
-        first = FIRST_DRAFT_OVER_LINK if self.uses_link else FIRST_DRAFT_ON_DEVICE
-        for length in lengths:
-            length.reset(first if length is lengths[0] else FIRST_INNER_DRAFT)
-        verifying = [level for level in self.levels if level.model is runtime.target]
-        inner: Proposer | None = None
-        for level in self.levels[len(verifying) :]:
-            inner = self._draft_decoder(level, sequence, sampling, randomness)
-        if ngram := runtime.requirements.ngram:
-            inner = PromptLookup(
-                sequence, ngram, runtime.target.config.vocab, self.prompt.device, inner
-            )
-        for level, length in reversed(list(zip(verifying, lengths, strict=False))):
-            name, model, cache = level.name, level.model, level.cache
-            if inner is None:
-                inner = Autoregressive(name, model, cache, sequence, sampling, randomness)
-            else:
-                outer = Speculative(name, model, cache, inner, length, sampling, randomness)
-                outer.clock = clock
-                inner = outer
-        assert isinstance(inner, Decoder)
-        inner.sync([])
-        return inner
 
     def close(self) -> None:
         """End the sequence: wait for saving and copies, and free captured graphs."""
@@ -306,7 +257,9 @@ class SequenceState:
                     raise
         raise ValueError("`reserve` is empty")
 
-    def _prefill_chunk(self, part: Tensor, progress: Progress | None) -> Tensor:
+    def _prefill_chunk(
+        self, part: Tensor, progress: Progress | None, is_cancelled: Callable[[], bool]
+    ) -> Tensor:
         """Append tokens (T,) to the target's cache; return the logits (1, V)."""
         model, target = self.runtime.target, self.target
         target.truncate(target.length)  # observers select by the last part alone
@@ -316,14 +269,16 @@ class SequenceState:
             if progress:
                 progress(1, 1)
             return logits
-        return self._prefill(part, progress)
+        return self._prefill(part, progress, is_cancelled)
 
-    def _prefill(self, tokens: Tensor, progress: Progress | None) -> Tensor:
+    def _prefill(
+        self, tokens: Tensor, progress: Progress | None, is_cancelled: Callable[[], bool]
+    ) -> Tensor:
         """Prefill tokens (T,) into the target's cache layer by layer; return the logits (1, V)."""
         model = self.runtime.target
 
         def check() -> None:
-            check_cancelled(model.group, self.is_cancelled)
+            check_cancelled(model.group, is_cancelled)
 
         with Prefill(self.target, len(tokens)) as prefill:
             return model.prefill(
@@ -337,16 +292,3 @@ class SequenceState:
             vocab = self.runtime.target.config.vocab
             prompt = clamp_to_vocab(self.prompt, model.config.vocab, vocab)
             prefill_draft(model, cache, prompt, min(cached, cache.length))
-
-    def _draft_decoder(
-        self,
-        level: Level,
-        sequence: TokenSequence,
-        sampling: Sampling,
-        randomness: Randomness,
-    ) -> Decoder:
-        """Return the draft model's decoder, with probs over the target's vocabulary."""
-        rows, vocab = level.model.config.vocab, self.runtime.target.config.vocab
-        padded = sampling if rows == vocab else sampling.padded_to(vocab)
-        args = (level.name, level.model, level.cache, sequence, padded, randomness)
-        return Autoregressive(*args) if rows == vocab else PaddedVocabDraft(rows, vocab, *args)

@@ -26,6 +26,11 @@ _OTHER = 0  # in place of the number of sequences in a forward: another command 
 _HEADER = 5  # numbers per sequence in a forward: sequence, level, cache length, rows, tokens
 
 
+def never() -> bool:
+    """Return False: a prefill that is not cancelled."""
+    return False
+
+
 @dataclass(frozen=True)
 class Level:
     """One level of a sequence's hierarchy on this rank: a model, and the cache it runs on."""
@@ -59,6 +64,7 @@ class OpenSequence(Protocol):
         cached: int,
         reserve: Sequence[int],
         progress: Progress | None = None,
+        is_cancelled: Callable[[], bool] = never,
     ) -> Tensor:
         """Extend the sequence, or replace it by one with the same beginning; return logits (1, V).
 
@@ -217,6 +223,7 @@ class TensorParallelExecutor:
         cached: int,
         reserve: Sequence[int],
         progress: Progress | None = None,
+        is_cancelled: Callable[[], bool] = never,
     ) -> Tensor:
         """Extend a sequence on all ranks (`OpenSequence.extend`); return logits (1, V).
 
@@ -225,7 +232,7 @@ class TensorParallelExecutor:
         lengths = [level.cache.length for level in sequence.levels if level.is_sharded]
         index = self.sequences.index(sequence)
         self.send(Extend(index, list(tokens), cached, list(reserve), lengths))
-        return sequence.extend(tokens, cached, reserve, progress)
+        return sequence.extend(tokens, cached, reserve, progress, is_cancelled)
 
     def send(self, command: Command) -> None:
         """Send a command to the other ranks, but do not run it on this one."""

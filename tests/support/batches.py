@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from decoding import Engine, Sampling
-from decoding.engine.request import Request
-from decoding.engine.scheduler import Completion
+from decoding.engine.request import Request, RequestState
 from support import engines
 from support.models import random_tokens
 
@@ -21,14 +20,14 @@ def requests(sampling: Sampling, sizes: Iterable[tuple[int, int]]) -> list[Reque
     ]
 
 
-def run_batch(engine: Engine, batch: list[Request], concurrency: int) -> list[Completion]:
+def run_batch(engine: Engine, batch: list[Request], concurrency: int) -> list[RequestState]:
     """Return the completions of concurrent requests, in the order of the requests."""
     completions = {id(each.request): each for each in engine.generate_batch(batch, concurrency)}
     assert len(completions) == len(batch)
     return [completions[id(request)] for request in batch]
 
 
-def tokens(completions: list[Completion]) -> list[list[int]]:
+def tokens(completions: list[RequestState]) -> list[list[int]]:
     """Return the tokens of each completion; raise the first error."""
     for completion in completions:
         if completion.error is not None:

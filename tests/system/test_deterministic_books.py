@@ -84,7 +84,7 @@ def generate_with(settings: dict[str, Any], job: Job, group: TensorParallelGroup
         "cpu",
         group,
     )
-    engine.stop_tokens = frozenset()
+    engine.scheduler.stop_tokens = frozenset()
     sequences, verifications, seconds = [], 0, 0.0
     for prompt, sampling in job.prompts:
         sequences.append(list(engine.generate(prompt, job.max_new_tokens, sampling)))

@@ -23,8 +23,7 @@ from decoding.app.terminal.signals import Interrupts, signal_source
 from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.config.defaults import MAX_CONCURRENCY
 from decoding.engine.engine import Engine
-from decoding.engine.request import Request
-from decoding.engine.scheduler import Completion
+from decoding.engine.request import Request, RequestState
 from decoding.text.prompt import Template
 from offload.dtypes import dtype_name
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
@@ -226,11 +225,11 @@ class Summaries:
 
     def generate(self, readers: Mapping[str, Callable[[], str]]) -> None:
         """Summarise documents; `readers` maps ids to functions that read them. Raises RankLost."""
-        for completion in self.engine.generate_batch(self._requests(readers), self.concurrency):
-            if completion.error is not None:
-                self.on_record(*failure(completion.request.name, completion.error))
+        for state in self.engine.generate_batch(self._requests(readers), self.concurrency):
+            if state.error is not None:
+                self.on_record(*failure(state.request.name, state.error))
             else:
-                self.on_record(self._record(completion), summary_line(completion.stats))
+                self.on_record(self._record(state), summary_line(state.stats))
 
     def _requests(self, readers: Mapping[str, Callable[[], str]]) -> Iterator[Request]:
         """Yield a request per document, read only when the engine has room for it."""
@@ -261,14 +260,14 @@ class Summaries:
                 partial(self.display.decode, id, max_new_tokens),
             )
 
-    def _record(self, completion: Completion) -> dict[str, Any]:
-        engine, id = self.engine, completion.request.name
+    def _record(self, state: RequestState) -> dict[str, Any]:
+        engine, id = self.engine, state.request.name
         device = engine.group.device
         return {
             "id": id,
-            "summary": engine.tokenizer.decode(completion.tokens, skip_special_tokens=True).strip(),
-            **completion.stats.as_dict(),
-            "truncated_tokens": completion.request.truncated_tokens,
+            "summary": engine.tokenizer.decode(state.tokens, skip_special_tokens=True).strip(),
+            **state.stats.as_dict(),
+            "truncated_tokens": state.request.truncated_tokens,
             **self.job.as_dict(),
             "dtype": dtype_name(engine.runtime.dtype),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

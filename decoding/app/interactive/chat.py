@@ -85,7 +85,7 @@ class Terminal:
 
         Called on the thread of `Interrupts`.
         """
-        if not self.chat.engine.is_busy:
+        if not self.chat.engine.scheduler.is_busy:
             say("")
             say("/quit or Ctrl-D quits")
             sys.stdout.write(_prompt())

@@ -89,7 +89,7 @@ def sanity_warnings(engine: Engine, common: Common) -> list[str]:
             f"{common.model} has {vocab:,} tokens, its tokenizer {tokenizer_size:,}: it may belong "
             "to another model, and the output would be nonsense. Check the model's files."
         )
-    if not engine.stop_tokens:
+    if not engine.scheduler.stop_tokens:
         lines.append(
             f"{common.model} has no end-of-sequence token (eos_token_id): generation stops only at "
             "--max-new-tokens."

@@ -48,7 +48,7 @@ def test_engine_generates_same_text_from_gguf(files: tuple[Path, Path]) -> None:
     for model, draft in (files, (TARGET, DRAFT)):
         engine = Engine.from_pretrained(model, draft, Settings(dtype="float32"), device="cpu")
         outputs.append("".join(engine.stream(PROMPT, 16, GREEDY)))
-        assert engine.stop_tokens == {1}
+        assert engine.scheduler.stop_tokens == {1}
         engine.close()
     assert outputs[0] == outputs[1] != ""
 

@@ -65,7 +65,7 @@ def check_cancelled(engine: Engine, layers: int, prompt: list[int]) -> None:
     with pytest.raises(RequestCancelled):
         list(engine.submit(request))
     assert max(fractions, default=0) <= layers / LAYERS
-    assert not engine.is_busy
+    assert not engine.scheduler.is_busy
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))

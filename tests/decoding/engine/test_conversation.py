@@ -11,11 +11,10 @@ from unittest.mock import patch
 
 import pytest
 
-import decoding.engine.conversation
 import decoding.engine.session
 import offload.tiered.kv_file
 from decoding import GREEDY, Engine, Sampling
-from decoding.engine.request import Request
+from decoding.engine.request import Request, RequestState
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
 from offload.layout import ceil_div
 from parallel.ranks.process_group import TensorParallelGroup
@@ -73,6 +72,12 @@ def talk(
             prompt = [*prompt[:common], *random_tokens(count, seed=common + 7).tolist()]
             turns.append((prompt, list(engine.generate(prompt, NEW, sampling))))
     return turns
+
+
+def reuse_pays(engine: Engine, pays: bool = True) -> None:
+    """Let prefill seem so slow, or fast, that the caches are reused, or not, whatever it takes."""
+    assert engine.scheduler.caches.kept is not None
+    engine.scheduler.caches.kept.token_s = 1e9 if pays else 0.0
 
 
 def answer_alone(engine: Engine, turns: Turns, sampling: Sampling = GREEDY) -> list[list[int]]:
@@ -254,7 +259,7 @@ def test_the_whole_prompt_is_prefilled_if_larger_caches_do_not_fit(models: Pair)
             assert engine.stats.reused_tokens == 0
             list(engine.generate(PROMPT, NEW, GREEDY))
             plan = type(engine.runtime).plan
-            engine._conversation._token_s = 1e9  # reuse pays, independent of timings
+            reuse_pays(engine)
             with patch.object(decoding.engine.session.Runtime, "plan", failing(plan, times=2)):
                 assert list(engine.generate([*prompt, *prompt], NEW, GREEDY))
             assert engine.stats.reused_tokens == 0
@@ -323,8 +328,8 @@ def test_a_long_turn_selects_like_one_long_prompt(policy: str, models: Pair) -> 
             list(engine.generate(PROMPT, NEW, GREEDY))
             (session,) = engine.sessions.executor.sequences
             session.extend_chunk = 50
-            with patch.object(engine._conversation, "_token_s", 1e9):
-                assert list(engine.generate(prompt, NEW, GREEDY)) == expected
+            reuse_pays(engine)
+            assert list(engine.generate(prompt, NEW, GREEDY)) == expected
             assert engine.stats.reused_tokens == len(PROMPT)
             assert engine.stats.acceptance == accepted
             # the one selection after a turn covers all tokens that were planned for
@@ -337,11 +342,11 @@ def test_room_for_later_turns_is_dropped_if_it_does_not_fit(models: Pair) -> Non
         open_sequence = engine.sessions.open
         requested: list[int] = []
 
-        def open_short(prompt: Sequence[int], new: int, **options: Any) -> Any:
+        def open_short(prompt: Sequence[int], new: int, *options: Any) -> Any:
             requested.append(new)
             if new > 100:
                 raise InsufficientMemoryError("no room")
-            return open_sequence(prompt, new, **options)
+            return open_sequence(prompt, new, *options)
 
         with patch.object(engine.sessions, "open", open_short), engine.conversation(room=500):
             first = list(engine.generate(PROMPT, NEW, GREEDY))
@@ -357,11 +362,7 @@ def test_an_error_ends_a_request_and_not_the_conversation(models: Pair) -> None:
         list(engine.generate([*PROMPT, *answer, 4], NEW, GREEDY))
         assert engine.stats.reused_tokens > 300  # an invalid request leaves the caches unchanged
         with (
-            patch.object(
-                decoding.engine.conversation.Generation,
-                "round",
-                side_effect=InsufficientMemoryError("gone"),
-            ),
+            patch.object(RequestState, "feed", side_effect=InsufficientMemoryError("gone")),
             pytest.raises(InsufficientMemoryError),
         ):
             list(engine.generate([*PROMPT, *answer, 4], NEW, GREEDY))
@@ -425,7 +426,7 @@ def talk_on_rank(folders: Folders, mode: str) -> dict[str, Any]:
             list(engine.generate(PROMPT, NEW, GREEDY))
             (session,) = engine.sessions.executor.sequences
             assert session.extend_chunk == 70  # the minimum over the ranks
-            engine._conversation._token_s = 1e9
+            reuse_pays(engine)
             report["parts"] = list(engine.generate([*PROMPT, *TURNS[2]], NEW, GREEDY))
             assert engine.stats.reused_tokens == len(PROMPT)
         engine.close()
@@ -446,11 +447,12 @@ def test_memory_bounds_the_chunks_of_a_turn(models: Pair) -> None:
                 session.extend_chunk = tokens
                 list(engine.generate([*PROMPT, 5], NEW, GREEDY))
                 spy = patch.object(session, "_prefill_chunk", wraps=session._prefill_chunk)
-                with patch.object(engine._conversation, "_token_s", 1e9), spy as prefill_chunk:
+                reuse_pays(engine)
+                with spy as prefill_chunk:
                     assert list(engine.generate(prompt, NEW, GREEDY)) == expected
                 assert prefill_chunk.call_count == ceil_div(len(TURNS[2]), tokens)
                 assert engine.stats.reused_tokens == len(PROMPT)
             list(engine.generate([*PROMPT, 5], NEW, GREEDY))
-            with patch.object(engine._conversation, "_token_s", 0.0):
-                assert list(engine.generate(prompt, NEW, GREEDY)) == expected
+            reuse_pays(engine, False)
+            assert list(engine.generate(prompt, NEW, GREEDY)) == expected
             assert engine.stats.reused_tokens == 0

@@ -197,7 +197,7 @@ def test_a_string_prompt_equals_its_tokens() -> None:
 def test_draft_lengths_adapt_over_requests(pair: Pair) -> None:
     with pair.engine("speculative") as engine:
         list(engine.generate(PROMPT, 24, FULL))
-        length, *_ = engine.lengths["speculative"]
+        length, *_ = engine.scheduler.lengths["speculative"]
         assert isinstance(length, Adaptive)
         adapted = length.acceptance
         assert adapted != pytest.approx(Adaptive(MAX_DRAFT).acceptance)

@@ -125,7 +125,7 @@ def generate_sharded(
     }
     settings = Settings(mode=mode, dtype="float32", retrieval_budget=300, **options)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
-    engine.stop_tokens = frozenset()
+    engine.scheduler.stop_tokens = frozenset()
     draft = engine.runtime.draft
     assert engine.runtime.requirements.weight_bytes == engine.runtime.weight_bytes
     if group.rank:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decoding import GREEDY, Sampling
-from decoding.engine.request import Request
+from decoding.engine.request import Request, Status
 from decoding.engine.session import SequenceState
 from decoding.engine.session_manager import SequenceManager
 from decoding.planning import fit
@@ -113,6 +113,62 @@ def test_a_batch_of_one_runs_the_same_forwards(
         run_batch(engine, batch, 4)
         assert counter.take() == forwards
         assert engine.stats.levels[0].stats.forwards <= len(forwards[id(models.target)])
+
+
+@pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
+def test_the_first_token_comes_before_any_forward_of_the_target(
+    mode: str, models: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = ForwardCounter(monkeypatch)
+    with models.engine(mode, **SMALL) as engine:
+        first = engine.generate(requests(FULL, SIZES)[0].prompt, 20, FULL)
+        next(first)
+        assert id(models.target) not in counter.take()  # the prompt's is not counted here
+        next(first)
+        assert len(counter.take()[id(models.target)]) >= 1
+        first.close()
+
+
+def test_a_request_keeps_its_state_from_its_arrival_to_its_end(models: Pair) -> None:
+    seen: list[tuple[Status, Status]] = []
+    batch = requests(GREEDY, [(90, 12), (50, 6)])
+
+    def progress(done: int, total: int) -> None:
+        seen.append((first.status, second.status))
+
+    with models.engine("hierarchical", **SMALL) as engine:
+        scheduler, expected = engine.scheduler, run_alone(engine, batch)
+        first = scheduler.add(replace(batch[0], progress=progress))
+        second = scheduler.add(batch[1])
+        assert (first.status, second.status) == (Status.WAITING, Status.WAITING)
+        assert scheduler.is_busy
+        assert scheduler.step() == [first]
+        assert set(seen) == {(Status.PREFILLING, Status.WAITING)}
+        assert (first.status, second.status) == (Status.RUNNING, Status.WAITING)
+        assert first.tokens == expected[0][:1]
+        assert first.sequence is not None
+        while not first.is_finished:
+            assert scheduler.step() == [first]
+        assert first.sequence is None
+        assert not engine.sessions.executor.sequences
+        scheduler.abort(second)
+        assert not scheduler.is_busy
+        assert (second.status, second.tokens, second.error) == (Status.FINISHED, [], None)
+        assert first.tokens == expected[0]
+        assert run_alone(engine, batch) == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_closed_generator_counts_the_tokens_that_were_taken(mode: str, models: Pair) -> None:
+    (request,) = requests(FULL, [(90, 30)])
+    with models.engine(mode, **SMALL) as engine:
+        expected = run_alone(engine, [request])[0]
+        for count in range(1, 9):
+            stream = engine.submit(request)
+            assert [next(stream) for _ in range(count)] == expected[:count]
+            stream.close()
+            assert engine.stats.token_ids == expected[:count]
+            assert engine.stats.finish_reason is None
 
 
 def test_plain_decoding_shares_every_forward(models: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,5 +133,5 @@ def test_logits_and_greedy_output_equal_transformers(engine: Any, reference: Any
     logits = all_logits(engine.runtime.target, prompt)
     assert expected.std() > 1
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    engine.stop_tokens = frozenset()
+    engine.scheduler.stop_tokens = frozenset()
     assert list(engine.generate(tokens, NEW, GREEDY)) == output[0, TOKENS:].tolist()

@@ -45,7 +45,7 @@ def make_engine(mode: str, group: TensorParallelGroup | None = None, **options: 
     )
     draft = DEMO / "draft" if "speculative" in mode or "hierarchical" in mode else None
     engine = Engine.from_pretrained(DEMO / "target", draft, settings, group=group)
-    engine.stop_tokens = frozenset()
+    engine.scheduler.stop_tokens = frozenset()
     return engine
 
 

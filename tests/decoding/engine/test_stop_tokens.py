@@ -40,7 +40,8 @@ def test_stop_tokens_come_from_the_generation_config_first(
         (folder / "generation_config.json").unlink()
     else:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    assert Engine.from_pretrained(folder, group=TensorParallelGroup()).stop_tokens == expected
+    engine = Engine.from_pretrained(folder, group=TensorParallelGroup())
+    assert engine.scheduler.stop_tokens == expected
 
 
 @pytest.mark.parametrize(

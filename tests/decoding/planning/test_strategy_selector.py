@@ -180,9 +180,11 @@ def test_caches_are_freed_before_the_next_request_is_planned(
 ) -> None:
     freed: list[bool] = []
     with pair.engine("hierarchical", link="emulated:50", gpu_kv_layers=1) as engine:
-        list(engine.generate(random_tokens(600).tolist(), 9, GREEDY))
+        tokens = engine.generate(random_tokens(600).tolist(), 9, GREEDY)
+        next(tokens)
         assert engine.stats.retrieval is not None
         previous = weakref.ref(engine.stats.retrieval)
+        list(tokens)
         select_strategy = SequenceManager.select_strategy
         monkeypatch.setattr(
             SequenceManager,

@@ -85,7 +85,7 @@ def test_output_is_that_of_the_target_alone(
     engine = Engine.from_pretrained(
         DEMO / "target", drafts[kind], settings, group=TensorParallelGroup()
     )
-    engine.stop_tokens = frozenset()
+    engine.scheduler.stop_tokens = frozenset()
     assert list(engine.generate(prompt("typing")[:PROMPT_TOKENS], NEW, GREEDY)) == expected
     draft = engine.stats.levels[-2 if mode == "hierarchical" else 0]
     assert draft.stats.accepted > 0
@@ -99,7 +99,7 @@ def generate_on_rank(drafts: list[Path], tokens: list[int]) -> list[list[int]]:
     outputs = []
     for draft in drafts:
         engine = Engine.from_pretrained(DEMO / "target", draft, settings, group=group)
-        engine.stop_tokens = frozenset()
+        engine.scheduler.stop_tokens = frozenset()
         assert engine.runtime.draft is not None
         assert engine.runtime.draft.group.size == 2
         outputs += lead(engine, lambda first: list(first.generate(tokens, NEW, GREEDY)))

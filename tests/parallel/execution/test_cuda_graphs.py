@@ -266,7 +266,7 @@ def generate(
     parallel.execution.cuda_graphs.USES = 2
     settings = Settings(dtype="float32", retrieval_budget=300, graphs=True, shard_draft=shard)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
-    engine.stop_tokens = frozenset()
+    engine.scheduler.stop_tokens = frozenset()
     if group.rank:
         engine.run_worker()
         return [], cuda_graphs_supported(group), None

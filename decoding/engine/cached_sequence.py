@@ -1,0 +1,72 @@
+"""The caches of a sequence, on rank 0, as a later request with the same beginning finds them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from torch import Tensor
+
+from decoding.engine.session import SequenceState
+from decoding.engine.stats import Stats
+from decoding.models.runtime import Runtime
+from decoding.speculation.decoders import Decoder
+from decoding.speculation.sequence import common_prefix
+from offload.layout import ceil_div
+from parallel.model.transformer import Progress
+
+DEFAULT_ROOM = 4096  # tokens of later turns that memory is planned for
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """The caches of a sequence, its tokens so far, and what forwards on them take."""
+
+    caches: SequenceState
+    tokens: list[int] = field(default_factory=list)  # each cache holds a prefix of them
+    token_s: float = 0.0  # prefill seconds per token, when the whole prompt was last prefilled
+    forward_s: float = 0.0  # seconds per forward of the target, in the last turn that made one
+
+    def prefill(self, progress: Progress | None, is_cancelled: Callable[[], bool]) -> Tensor:
+        """Prefill a whole prompt into empty caches; return the logits (1, V) that follow it."""
+        started = time.perf_counter()
+        logits = self.caches.prefill(progress, is_cancelled)
+        logits[0, 0].item()  # waits for the device
+        self.token_s = (time.perf_counter() - started) / len(self.caches.prompt)
+        return logits
+
+    def reusable_tokens(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        """Return how many tokens of a prompt stay in the caches; 0 to prefill all of it."""
+        caches, tokens = self.caches, len(prompt)
+        if caches.runtime.settings.deterministic:
+            return 0  # KV of decoding, or of a shorter prefill, differs bitwise from one prefill
+        if not caches.same_rope_as(tokens, max_new_tokens):
+            return 0
+        common = common_prefix(self.tokens, prompt)
+        cached = min(common, caches.target.length, tokens - 1)
+        # each chunk streams all cached KV, as a decoding forward does
+        chunks = ceil_div(tokens - cached, caches.extend_chunk)
+        is_slower = chunks > 1 and chunks * self.forward_s > cached * self.token_s
+        return 0 if is_slower else cached
+
+    def end_turn(self, decoder: Decoder, stats: Stats) -> None:
+        """Drop unaccepted draft tokens from every level, and keep what a later turn needs."""
+        for level in decoder.levels():
+            level.sync([])
+        self.tokens = decoder.sequence.tokens_from(0)
+        if verify_s := [each.verify_s for each in stats.rounds]:
+            self.forward_s = median(verify_s)
+        elif forwards := stats.levels[0].stats.forwards:
+            self.forward_s = stats.decode_s / forwards
+
+
+def room_for_turns(runtime: Runtime, prompt_tokens: int, max_new_tokens: int, room: int) -> int:
+    """Return how many of `room` tokens to reserve for turns after a request of this size."""
+    if runtime.settings.deterministic:
+        return 0  # every turn prefills its whole prompt
+    end, rope_key = prompt_tokens + max_new_tokens, runtime.target.config.rope_key
+    while room and rope_key(prompt_tokens, end) != rope_key(prompt_tokens, end + room):
+        room //= 2  # LongRoPE depends on the maximum length
+    return room
