@@ -19,6 +19,7 @@ COMMANDS = {  # name: module, summary
     "forwards": ("bench.speed.forwards", "cost of one forward of each level, by context"),
     "concurrency": ("bench.speed.concurrency", "concurrent requests compared with one at a time"),
     "conversation": ("bench.speed.conversation", "questions about a document, one after another"),
+    "serve": ("bench.speed.serve", "a server with several clients at once"),
     "reopening": ("bench.speed.reopening", "a document loaded from the prompt cache"),
     "prefill": ("bench.speed.prefill", "tokens/s and peak memory of prefill"),
     "transfer": ("bench.speed.transfer", "overlap of transfers and compute"),

@@ -256,14 +256,16 @@ def serve(
     ] = None,
     queue: Annotated[int, option_parameter(ServeOptions, "queue")] = 64,
     max_body: Annotated[int, option_parameter(ServeOptions, "max_body")] = 16,
+    concurrency: Annotated[int | None, option_parameter(ServeOptions, "concurrency")] = None,
 ) -> None:
     r"""Serve an OpenAI-compatible API over HTTP, and a chat page.
 
-    Requests are answered one at a time; of a conversation only what is new is prefilled.
+    Requests are answered several at once; of a prompt that shares its beginning with another one
+    only the rest is prefilled.
     Temperature, top-p, top-k and --max-new-tokens are defaults for requests that do not set them.
     Needs 'tierforce\[server]'.
     """
-    options = ServeOptions(host, port, queue, max_body)
+    options = ServeOptions(host, port, queue, max_body, concurrency)
     interrupts = _start(common, "interrupted ({name})")
     try:
         from decoding.app.server.run import run

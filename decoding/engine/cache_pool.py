@@ -1,9 +1,12 @@
-"""The caches of requests: those of the last one, if the next shares enough with it, or new ones."""
+"""The caches of requests: those of an earlier one that shares enough with it, or new ones."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 
+import numpy as np
 from torch import Tensor
 
 from decoding.engine.cached_sequence import CachedSequence, room_for_turns
@@ -11,15 +14,20 @@ from decoding.engine.request import Request, RequestState
 from decoding.engine.session import SequenceState
 from decoding.engine.session_manager import SequenceManager
 from decoding.prefix_cache.store import MIN_TOKENS
-from offload.errors import InsufficientMemoryError
+from offload.errors import InsufficientMemoryError, RequestCancelled
+from offload.tiered.prefill import OBSERVED_ROWS
 
 
 class CachePool:
-    """Gives requests their caches, and in a conversation keeps those of the last request.
+    """Gives requests their caches, and in a conversation keeps those of the last ones.
 
     A prompt that shares a prefix with the last sequence continues in its caches from where the two
     differ; any other prompt gets new ones. So only a new turn is prefilled, or a question that
     replaces the last one, and the distribution is that of one long prompt.
+
+    With several sequences, a prompt continues the one it shares most with if that shares at least
+    half of its own tokens with it; else it copies the common prefix. The least recently used one is
+    replaced where there is no room for another.
     """
 
     def __init__(self, sessions: SequenceManager, context: int):
@@ -27,77 +35,153 @@ class CachePool:
         self.sessions, self.context = sessions, context
         # tokens of later turns that memory is planned for; None outside a conversation
         self.room: int | None = None
-        self.kept: CachedSequence | None = None  # the last request's
+        self.kept: list[CachedSequence] = []  # least recently used first
+        self._in_use: list[CachedSequence] = []
 
-    def prefill(self, state: RequestState, concurrency: int) -> Tensor:
-        """Give a request caches, and prefill what they lack; return the logits (1, V).
+    def begin(self, state: RequestState, concurrency: int) -> None:
+        """Give a request caches, in which `prefill` computes what they lack of its prompt.
 
-        All of `concurrency` requests share the memory. Raises InsufficientMemoryError and
-        RequestCancelled.
+        All of `concurrency` requests share the memory. Raises InsufficientMemoryError.
         """
-        kept, self.kept = self.kept, None
-        if kept is not None:
-            state.sequence = kept
-            cached = kept.caches.target.length
-            logits = self._extend(state, kept)
-            state.stats.discarded_tokens = max(0, cached - state.stats.reused_tokens)
-            if logits is not None:
-                return logits
-            state.sequence = None
-            self.sessions.close(kept.caches)
-        request = state.request
-        state.sequence = CachedSequence(self._open(request, concurrency))
-        return state.sequence.prefill(request.progress, request.is_cancelled)
+        request, stats = state.request, state.stats
+        previous = self._previous(request, concurrency)
+        if previous is not None:
+            self.kept.remove(previous)
+            self._use(state, previous)
+            cached = previous.caches.target.length
+            is_best = previous.reusable_tokens(*_size(request)) >= self._source(request)[1]
+            is_extended = is_best and self._extend(state, previous)
+            stats.discarded_tokens = max(0, cached - stats.reused_tokens)
+            if not is_extended:
+                state.sequence = None
+                self.release(previous, keep=False)
+        if state.sequence is None:
+            self._use(state, CachedSequence(self._open(state, concurrency)))
+        assert state.sequence is not None
+        state.sequence.tokens = np.asarray(request.prompt)
+        state.sequence.missing = len(request.prompt) - stats.reused_tokens
+
+    def is_worth_waiting(self, request: Request) -> bool:
+        """Return whether far more of a prompt is being prefilled than caches hold by now."""
+        held, soon = 0, 0
+        for each in [*self.kept, *self._in_use]:
+            common = each.common_tokens(*_size(request))
+            held = max(held, min(common, each.caches.target.length))
+            soon = max(soon, common if each.missing else 0)
+        return soon >= held + MIN_TOKENS
+
+    def prefill(self, state: RequestState, whole_layer: bool) -> Tensor | None:
+        """Run the next step of a request's prefill; return the logits (1, V) after the last one.
+
+        A step is a chunk of a layer, or with `whole_layer` all of it. Raises
+        InsufficientMemoryError, and RequestCancelled if the request is cancelled.
+        """
+        sequence, request = state.sequence, state.request
+        assert sequence is not None
+        if request.is_cancelled():
+            raise RequestCancelled("the request was cancelled during prefill.")
+        tokens = len(request.prompt) - state.stats.reused_tokens
+
+        def report(done: int, total: int) -> None:
+            sequence.missing = max(1, tokens * (total - done) // total)  # until there are logits
+            if request.progress:
+                request.progress(done, total)
+
+        started = time.perf_counter()
+        logits = self.sessions.executor.prefill(sequence.caches, whole_layer, report)
+        if logits is not None:
+            sequence.missing = 0
+            logits[0, 0].item()  # waits for the device
+        sequence.prefill_s += time.perf_counter() - started
+        if logits is not None and not state.stats.reused_tokens:
+            sequence.token_s = sequence.prefill_s / tokens
+        return logits
 
     def release(self, sequence: CachedSequence, keep: bool) -> None:
         """Take a request's caches back: keep them in a conversation, if wanted, or free them."""
+        self._in_use.remove(sequence)
         if keep and self.room is not None:
-            self.kept = sequence
+            self.kept.append(sequence)
         else:
             self.sessions.close(sequence.caches)
 
     def close(self) -> None:
         """Free the caches that are kept."""
-        kept, self.kept = self.kept, None
-        if kept is not None:
-            self.sessions.close(kept.caches)
+        with ExitStack() as closing:  # closes all of them, even if one raises
+            while self.kept:
+                closing.callback(self.sessions.close, self.kept.pop().caches)
 
-    def _extend(self, state: RequestState, kept: CachedSequence) -> Tensor | None:
-        """Prefill what the last request's caches lack, reallocating them if they are too small.
+    def _use(self, state: RequestState, sequence: CachedSequence) -> None:
+        self._in_use.append(sequence)
+        state.sequence = sequence
 
-        Returns None if the whole prompt has to be prefilled.
+    def _previous(self, request: Request, concurrency: int) -> CachedSequence | None:
+        """Return the kept sequence that a request continues or replaces, if it does."""
+        if not self.kept:
+            return None
+        is_full = len(self.kept) + len(self._in_use) >= concurrency
+        best = max(self.kept, key=lambda each: each.reusable_tokens(*_size(request)))
+        if 2 * best.reusable_tokens(*_size(request)) >= len(best.tokens):
+            return best
+        return self.kept[0] if is_full else None
+
+    def _extend(self, state: RequestState, kept: CachedSequence) -> bool:
+        """Begin to extend the last request's caches, reallocating them if they are too small.
+
+        Returns False if the whole prompt has to be prefilled.
         """
         request, caches = state.request, kept.caches
         tokens, new = len(request.prompt), request.max_new_tokens
         if not (cached := kept.reusable_tokens(request.prompt, new)):
-            return None
+            return False
         is_long = tokens - cached > MIN_TOKENS  # more of it may be on disk
         if is_long and self.sessions.cached_prefix(request.prompt, new) > cached + MIN_TOKENS:
-            return None
+            return False
         reserve: list[int] = []
         if tokens + new > caches.capacity or new > caches.max_new_tokens:
             reserve = [new + self._room(request), new]
+        self.sessions.executor.extend(caches, request.prompt, cached, reserve)
         try:
-            logits = self.sessions.executor.extend(
-                caches, request.prompt, cached, reserve, request.progress, request.is_cancelled
-            )
+            self.sessions.executor.prefill(caches, whole_layer=True)  # reallocates
         except InsufficientMemoryError:
             if not reserve:
                 raise
-            return None
+            return False
         state.stats.reused_tokens = cached
-        return logits
+        return True
 
-    def _open(self, request: Request, concurrency: int) -> SequenceState:
-        """Open a sequence with room for later turns if memory allows, else for this one alone."""
-        prompt, new = request.prompt, request.max_new_tokens
+    def _open(self, state: RequestState, concurrency: int) -> SequenceState:
+        """Open a sequence with room for later turns if memory allows, else for this one alone.
+
+        It begins with the longest prefix that another sequence shares, if that is worth copying.
+        """
+        request = state.request
+        prompt, new = _size(request)
+        source, shared = self._source(request)
+        if source is not None and self.sessions.cached_prefix(prompt, new) > shared + MIN_TOKENS:
+            source, shared = None, 0
+        state.stats.reused_tokens = shared
+        options = concurrency, request.name, source, shared
         if room := self._room(request):
             with suppress(InsufficientMemoryError):
-                return self.sessions.open(prompt, new + room, concurrency, request.name)
-        return self.sessions.open(prompt, new, concurrency, request.name)
+                return self.sessions.open(prompt, new + room, *options)
+        return self.sessions.open(prompt, new, *options)
+
+    def _source(self, request: Request) -> tuple[SequenceState | None, int]:
+        """Return the sequence with the longest prefix of a prompt to copy, and its length."""
+        source, shared = None, MIN_TOKENS - 1
+        for each in [*self.kept, *self._in_use]:
+            common = min(each.common_tokens(*_size(request)), each.caches.target.length)
+            if (common := min(common, len(request.prompt) - OBSERVED_ROWS)) > shared:
+                source, shared = each.caches, common
+        return (source, shared) if source is not None else (None, 0)
 
     def _room(self, request: Request) -> int:
         """Return the tokens to reserve for turns after a request."""
         tokens, new = len(request.prompt), request.max_new_tokens
         room = min(self.room or 0, self.context - tokens - new)
         return room_for_turns(self.sessions.runtime, tokens, new, room)
+
+
+def _size(request: Request) -> tuple[Sequence[int], int]:
+    return request.prompt, request.max_new_tokens

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
-from torch import Tensor
+import numpy as np
 
 from decoding.engine.session import SequenceState
 from decoding.engine.stats import Stats
 from decoding.models.runtime import Runtime
 from decoding.speculation.decoders import Decoder
-from decoding.speculation.sequence import common_prefix
+from decoding.speculation.sequence import Tokens, common_prefix
 from offload.layout import ceil_div
-from parallel.model.transformer import Progress
 
 DEFAULT_ROOM = 4096  # tokens of later turns that memory is planned for
 
@@ -25,26 +22,26 @@ class CachedSequence:
     """The caches of a sequence, its tokens so far, and what forwards on them take."""
 
     caches: SequenceState
-    tokens: list[int] = field(default_factory=list)  # each cache holds a prefix of them
+    # each cache holds a prefix of them; the whole prompt from the start of its prefill on
+    tokens: Tokens = ()
+    missing: int = 0  # tokens of its prompt that are still to be prefilled
+    prefill_s: float = 0.0  # seconds of prefill so far
     token_s: float = 0.0  # prefill seconds per token, when the whole prompt was last prefilled
     forward_s: float = 0.0  # seconds per forward of the target, in the last turn that made one
 
-    def prefill(self, progress: Progress | None, is_cancelled: Callable[[], bool]) -> Tensor:
-        """Prefill a whole prompt into empty caches; return the logits (1, V) that follow it."""
-        started = time.perf_counter()
-        logits = self.caches.prefill(progress, is_cancelled)
-        logits[0, 0].item()  # waits for the device
-        self.token_s = (time.perf_counter() - started) / len(self.caches.prompt)
-        return logits
-
-    def reusable_tokens(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        """Return how many tokens of a prompt stay in the caches; 0 to prefill all of it."""
-        caches, tokens = self.caches, len(prompt)
+    def common_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
+        """Return the length of the prefix that a prompt shares, whose KV is that of its own."""
+        caches = self.caches
         if caches.runtime.settings.deterministic:
             return 0  # KV of decoding, or of a shorter prefill, differs bitwise from one prefill
-        if not caches.same_rope_as(tokens, max_new_tokens):
+        if not caches.same_rope_as(len(prompt), max_new_tokens):
             return 0
-        common = common_prefix(self.tokens, prompt)
+        return common_prefix(self.tokens, prompt)
+
+    def reusable_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
+        """Return how many tokens of a prompt stay in the caches; 0 to prefill all of it."""
+        caches, tokens = self.caches, len(prompt)
+        common = self.common_tokens(prompt, max_new_tokens)
         cached = min(common, caches.target.length, tokens - 1)
         # each chunk streams all cached KV, as a decoding forward does
         chunks = ceil_div(tokens - cached, caches.extend_chunk)
@@ -55,7 +52,7 @@ class CachedSequence:
         """Drop unaccepted draft tokens from every level, and keep what a later turn needs."""
         for level in decoder.levels():
             level.sync([])
-        self.tokens = decoder.sequence.tokens_from(0)
+        self.tokens = np.array(decoder.sequence.tokens_from(0))
         if verify_s := [each.verify_s for each in stats.rounds]:
             self.forward_s = median(verify_s)
         elif forwards := stats.levels[0].stats.forwards:

@@ -8,12 +8,12 @@ from contextlib import closing
 from decoding.config.defaults import NEW_TOKENS
 from decoding.engine.cached_sequence import DEFAULT_ROOM
 from decoding.engine.engine import Engine
-from decoding.engine.request import Progress
 from decoding.speculation.sampling import Sampling
 from decoding.text.detokenizer import detokenize_stream
 from decoding.text.encoding import truncate_to
 from decoding.text.prompt import MARK, chat_tokens, tokens_around
 from offload.errors import InvalidRequestError, TierForceError
+from parallel.model.pipeline import Progress
 
 _WHAT = "a conversation"
 

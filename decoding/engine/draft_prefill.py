@@ -1,17 +1,13 @@
-"""Prefill of the draft model, progress of a partial prefill, and cancellation of a prefill."""
+"""Prefill of the draft model: its cache holds the sinks and a window."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from torch import Tensor
 
 from decoding.config.defaults import DRAFT_SLACK
 from offload.cache.base import Cache
 from offload.cache.streaming import StreamingCache
-from offload.errors import RequestCancelled
-from parallel.model.transformer import Progress, Transformer
-from parallel.ranks.process_group import TensorParallelGroup
+from parallel.model.transformer import Transformer
 
 
 def prefill_draft(
@@ -29,28 +25,6 @@ def prefill_draft(
     else:
         cache.crop(cached)
         _advance(model, cache, prompt[cached:])
-
-
-def partial_progress(progress: Progress, done: int, part: int, tokens: int) -> Progress:
-    """Return a callback for the progress of one part, reported to `progress` as that of the whole.
-
-    The part has `part` of all `tokens`, after `done` finished ones.
-    """
-
-    def report(units: int, total: int) -> None:
-        progress(done * total + part * units, tokens * total)
-
-    return report
-
-
-def check_cancelled(group: TensorParallelGroup, is_cancelled: Callable[[], bool]) -> None:
-    """Raise RequestCancelled on all ranks if rank 0's `is_cancelled` returns True.
-
-    All ranks call it.
-    """
-    (cancelled,) = group.broadcast_ints([int(group.rank == 0 and is_cancelled())], 1)
-    if cancelled:
-        raise RequestCancelled("the request was cancelled during prefill.")
 
 
 def _prefill(model: Transformer, cache: StreamingCache, prompt: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from decoding.config.defaults import NEW_TOKENS
 from decoding.config.settings import Settings
 from decoding.engine.cached_sequence import DEFAULT_ROOM
-from decoding.engine.request import Progress, Request, RequestState, check_request
+from decoding.engine.request import Request, RequestState, check_request
 from decoding.engine.scheduler import Scheduler
 from decoding.engine.session_manager import SequenceManager
 from decoding.engine.stats import Stats
@@ -24,6 +24,7 @@ from decoding.text.detokenizer import detokenize_stream
 from decoding.text.prompt import Template
 from offload.errors import TierForceError
 from parallel.execution.executor import Idle, Stop
+from parallel.model.pipeline import Progress
 from parallel.ranks.process_group import TensorParallelGroup
 
 # other ranks wait for at most two hours (`TensorParallelGroup.from_environment`)
@@ -165,15 +166,26 @@ class Engine:
     def submit(self, request: Request) -> Generator[int, None, None]:
         """Yield the new tokens of a request as they are verified, as `generate`; for rank 0.
 
-        Raises RequestCancelled if the request is cancelled during prefill.
+        Closing the generator ends the request: the tokens taken by then are its output. Raises
+        RequestCancelled if the request is cancelled during prefill.
         """
         self._check_not_busy()
-        state = self.scheduler.add(request)
+        state, taken = self.scheduler.add(request), 0
         self.stats = state.stats
-        yield from self.scheduler.stream(state)
+        try:
+            while not state.is_finished:
+                self.scheduler.step()
+                while taken < len(state.tokens):
+                    taken += 1
+                    yield state.tokens[taken - 1]
+            if state.error is not None:
+                raise state.error
+        finally:
+            del state.tokens[taken:]
+            self.scheduler.abort(state)
 
     @contextmanager
-    def conversation(self, room: int = DEFAULT_ROOM) -> Iterator[None]:
+    def conversation(self, room: int = DEFAULT_ROOM, concurrency: int = 1) -> Iterator[None]:
         """Keep the caches of a sequence from one `generate` or `stream` to the next, inside.
 
         A prompt that starts with the previous prompt and its output continues in their caches: only
@@ -183,6 +195,7 @@ class Engine:
         Args:
             room: tokens of later turns that memory is planned for when a sequence starts, and each
                 time it has outgrown its caches.
+            concurrency: number of sequences whose caches are kept, and which share the memory.
         """
         if self.group.rank:
             raise TierForceError(
@@ -191,11 +204,12 @@ class Engine:
         self._check_not_busy()
         if self.scheduler.caches.room is not None:
             raise TierForceError("one conversation at a time: leave the previous one first.")
-        self.scheduler.caches.room = room
+        self._check_concurrency(concurrency)
+        self.scheduler.caches.room, self.scheduler.concurrency = room, concurrency
         try:
             yield
         finally:
-            self.scheduler.caches.room = None
+            self.scheduler.caches.room, self.scheduler.concurrency = None, 1
             self.scheduler.close()
 
     def generate_batch(
@@ -216,11 +230,7 @@ class Engine:
             self.run_worker()
             return
         self._check_not_busy()
-        if self.runtime.settings.deterministic and concurrency > 1:
-            raise TierForceError(
-                f"`concurrency` {concurrency} cannot be combined with `deterministic`, whose "
-                "requests share no forwards: leave it out, or use 1."
-            )
+        self._check_concurrency(concurrency)
         if self.scheduler.caches.room is not None:
             raise TierForceError("a batch cannot run inside a conversation: leave it first.")
         with closing(self.scheduler.run(requests, concurrency)) as finished:
@@ -267,6 +277,13 @@ class Engine:
         if self.group.size > 1:
             self.group.graph_capturer.reset()
         self.runtime.link.close()
+
+    def _check_concurrency(self, concurrency: int) -> None:
+        if self.runtime.settings.deterministic and concurrency > 1:
+            raise TierForceError(
+                f"`concurrency` {concurrency} cannot be combined with `deterministic`, whose "
+                "requests share no forwards: leave it out, or use 1."
+            )
 
     def _check_not_busy(self) -> None:
         """Raise TierForceError while a request is being processed."""

@@ -22,8 +22,7 @@ from decoding.speculation.sampling import Sampling
 from decoding.speculation.sequence import TokenSequence
 from offload.errors import InvalidRequestError, TierForceError
 from parallel.execution.batched_forward import ForwardRequest
-
-Progress = Callable[[int, int], None]  # finished units of prefill, and their total
+from parallel.model.pipeline import Progress
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ class RequestState:
         self._decoder: Decoder | None = None
         self._steps: Steps[list[int]] | None = None  # the current round
         self._forward: ForwardRequest | None = None
+        self._started = 0.0  # admission, by `time.perf_counter`
         self._elapsed: Callable[[], float] = lambda: 0.0  # seconds of decoding
 
     @property
@@ -105,12 +105,18 @@ class RequestState:
         levels = self.sequence.caches.levels
         return [level.cache for level in levels].index(self.forward.cache)
 
+    @property
+    def missing(self) -> int:
+        """Return how many tokens of its prompt are still to be prefilled."""
+        assert self.sequence is not None
+        return self.sequence.missing
+
+    def admit(self) -> None:
+        """Begin: prefill is next."""
+        self.status, self._started = Status.PREFILLING, time.perf_counter()
+
     def begin(
-        self,
-        logits: Tensor,
-        lengths: dict[str, Lengths],
-        clock: Callable[[], float],
-        started: float,
+        self, logits: Tensor, lengths: dict[str, Lengths], clock: Callable[[], float]
     ) -> list[int]:
         """Begin to decode after prefill; return the first token.
 
@@ -120,7 +126,6 @@ class RequestState:
             logits: (1, V), those that follow the prompt.
             lengths: draft lengths by mode, adapted over past requests.
             clock: returns seconds.
-            started: when the request was admitted, by `time.perf_counter`.
         """
         assert self.sequence is not None
         caches, stats, request = self.sequence.caches, self.stats, self.request
@@ -138,7 +143,7 @@ class RequestState:
         decoder.on_logits = request.on_logits
         stats.rounds = decoder.rounds
         stats.attach(caches, decoder)
-        stats.first_token_s = time.perf_counter() - started
+        stats.first_token_s = time.perf_counter() - self._started
         since = clock()
         self._decoder, self._elapsed = decoder, lambda: clock() - since
         self.status = Status.RUNNING

@@ -7,7 +7,6 @@ its own caches, generator and counts.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,8 @@ from decoding.speculation.draft_length import Lengths
 from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
 from parallel.ranks.environment import RankLost
 
+_OLDEST_FIRST = 16  # in one of so many steps the oldest request is prefilled
+
 
 class Scheduler:
     """Runs requests on rank 0; the other ranks take part in their forwards.
@@ -32,13 +33,14 @@ class Scheduler:
 
     def __init__(self, sessions: SequenceManager, context: int, stop_tokens: frozenset[int]):
         """Run sequences of at most `context` tokens, which `sessions` opens on all ranks."""
-        self.sessions, self.context, self.stop_tokens = sessions, context, stop_tokens
+        self.sessions, self.stop_tokens = sessions, stop_tokens
         self.lengths: dict[str, Lengths] = {}  # draft lengths by mode, adapted over all requests
         self.caches = CachePool(sessions, context)
         self.concurrency = 1  # requests that share the memory
         self._clock = Clock()
         self._waiting: deque[RequestState] = deque()
-        self._running: list[RequestState] = []
+        self._running: list[RequestState] = []  # and those being prefilled
+        self._turn = 0
 
     @property
     def is_busy(self) -> bool:
@@ -51,14 +53,25 @@ class Scheduler:
         self._waiting.append(state)
         return state
 
-    def step(self) -> list[RequestState]:
-        """Prefill the requests that there is room for; if there are none, run one forward.
+    def step(self, is_interleaved: bool = True) -> list[RequestState]:
+        """Admit requests that there is room for; run one step of a prefill, or one forward.
 
         Returns the requests that took part: each may have new tokens, or have finished. Raises
         errors that end all requests; all caches are freed then.
+
+        Args:
+            is_interleaved: whether prefill takes turns with the forwards of running requests;
+                otherwise these wait.
         """
         try:
-            return self._admit() or self._forward()
+            if failed := self._admit():
+                return failed
+            prefilling = self._prefilling
+            self._turn += 1
+            may_run = is_interleaved and len(prefilling) < len(self._running)
+            if prefilling and not (may_run and self._turn % 2):
+                return self._prefill(prefilling, is_interleaved and self.concurrency > 1)
+            return self._forward()
         except BaseException:
             self.close()  # an interrupted forward cannot be resumed
             raise
@@ -68,7 +81,7 @@ class Scheduler:
         if state in self._waiting:
             self._waiting.remove(state)
         if not state.is_finished:
-            self._finish(state, keep=True)
+            self._finish(state, keep=state.status is Status.RUNNING)
 
     def close(self) -> None:
         """End all requests, and free all caches."""
@@ -77,24 +90,6 @@ class Scheduler:
             for state in [*self._waiting, *self._running]:
                 closing.callback(self._finish, state)
         self._waiting.clear()
-
-    def stream(self, state: RequestState) -> Generator[int, None, None]:
-        """Yield the new tokens of a request as they are verified; raise its error.
-
-        Closing the generator aborts the request: the tokens taken by then are its output.
-        """
-        taken = 0
-        try:
-            while not state.is_finished:
-                self.step()
-                while taken < len(state.tokens):
-                    taken += 1
-                    yield state.tokens[taken - 1]
-            if state.error is not None:
-                raise state.error
-        finally:
-            del state.tokens[taken:]
-            self.abort(state)
 
     def run(
         self, requests: Iterable[Request], concurrency: int
@@ -119,33 +114,54 @@ class Scheduler:
             self.close()
 
     def _run(self, requests: Iterator[Request]) -> Iterator[RequestState]:
+        """Run requests, each prefilled at once: the others' forwards wait until they are shared."""
         while True:
-            if len(self._running) < self.concurrency:
+            if len(self._running) < self.concurrency and not self._prefilling:
                 with self._clock.paused():
                     request = next(requests, None)
                 if request is not None:
                     self.add(request)
                 elif not self._running:
                     return
-            yield from [state for state in self.step() if state.is_finished]
+            yield from [state for state in self.step(is_interleaved=False) if state.is_finished]
+
+    @property
+    def _prefilling(self) -> list[RequestState]:
+        return [state for state in self._running if state.status is Status.PREFILLING]
 
     def _admit(self) -> list[RequestState]:
-        """Prefill the requests that there is room for; return them."""
+        """Give caches to the requests that there is room for; return those that failed."""
         admitted = list[RequestState]()
-        while self._waiting and len(self._running) < self.concurrency:
-            state = self._waiting.popleft()
+        for state in list(self._waiting):
+            if len(self._running) >= self.concurrency:
+                break
+            if self._prefilling and self.caches.is_worth_waiting(state.request):
+                continue
+            self._waiting.remove(state)
             admitted.append(state)
             with self._clock.paused(), self._own_errors([state]):
-                started = time.perf_counter()
-                state.request.validate(self.context, self.sessions.runtime.target.config.vocab)
-                state.status = Status.PREFILLING
+                vocab = self.sessions.runtime.target.config.vocab
+                state.request.validate(self.caches.context, vocab)
+                state.admit()
                 self._running.append(state)
                 for each in self._running:
                     each.stats.concurrency = max(each.stats.concurrency, len(self._running))
-                logits = self.caches.prefill(state, self.concurrency)
-                tokens = state.begin(logits, self.lengths, self._clock, started)
-                self._advance(state, tokens)
-        return admitted
+                self.caches.begin(state, self.concurrency)
+        return [state for state in admitted if state.is_finished]
+
+    def _prefill(self, prefilling: list[RequestState], in_chunks: bool) -> list[RequestState]:
+        """Run the next step of a prefill, a chunk of a layer or all of it; return its request.
+
+        The one that misses least comes first, but every so often the oldest one does.
+        """
+        state = min(prefilling, key=lambda each: each.missing)
+        if self._turn % _OLDEST_FIRST == 0:
+            state = prefilling[0]
+        with self._clock.paused(), self._own_errors([state]):
+            logits = self.caches.prefill(state, whole_layer=not in_chunks)
+            if logits is not None:
+                self._advance(state, state.begin(logits, self.lengths, self._clock))
+        return [state]
 
     def _forward(self) -> list[RequestState]:
         """Run the innermost forwards that requests wait for, as one; return these requests.
@@ -153,10 +169,11 @@ class Scheduler:
         Requests that are ahead wait until all need a forward of the same level, so that the outer
         ones, which cost most, are shared by all.
         """
-        if not self._running:
+        running = [state for state in self._running if state.status is Status.RUNNING]
+        if not running:
             return []
-        depth = max(state.depth for state in self._running)
-        waiting = [state for state in self._running if state.depth == depth]
+        depth = max(state.depth for state in running)
+        waiting = [state for state in running if state.depth == depth]
         model = waiting[0].forward.model
         batch = [state for state in waiting if state.forward.model is model]
         outputs: Sequence[Tensor] = []

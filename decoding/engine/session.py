@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from decoding.engine.draft_prefill import check_cancelled, partial_progress, prefill_draft
+from decoding.engine.draft_prefill import prefill_draft
 from decoding.engine.levels import DecodingLevels
 from decoding.models.runtime import Runtime
 from decoding.planning.fit import extend_chunk
@@ -25,8 +25,8 @@ from offload.tiered.kv_file import head_blocks, read_layer
 from offload.tiered.prefill import Prefill
 from parallel.execution.batched_forward import ForwardRequest
 from parallel.execution.cuda_graphs import GraphRunner
-from parallel.execution.executor import OpenSequence, never
-from parallel.model.transformer import Progress
+from parallel.execution.executor import OpenSequence
+from parallel.model.pipeline import PrefillStep, PrefillSteps, part_of_prefill, run_steps
 
 
 class SequenceState:
@@ -67,21 +67,21 @@ class SequenceState:
         self.saving: BackgroundWriter | None = None  # saves the last prefilled prompt
         self.loaded_tokens = 0  # prompt tokens loaded from disk
 
-    def prefill(
-        self, progress: Progress | None = None, is_cancelled: Callable[[], bool] = never
-    ) -> Tensor:
-        """Load the cached prefix and prefill the rest of the prompt; return the logits (1, V).
+    def prefill(self) -> Tensor:
+        """Prefill the prompt at once (`prefill_steps`); return the logits (1, V)."""
+        return run_steps(self.prefill_steps())
 
-        All ranks call it; only rank 0's arguments count. Raises InsufficientMemoryError, and
-        RequestCancelled if the request is cancelled meanwhile, on all ranks.
+    def prefill_steps(self) -> PrefillSteps:
+        """Load the cached prefix, and prefill the rest of the prompt in steps.
+
+        All ranks run them. Raises InsufficientMemoryError on all ranks.
         """
-        if self._prefix_cache is not None:
+        if self._prefix_cache is not None and not self.target.length:
             prompt = self.prompt.tolist()
             self.loaded_tokens = self._prefix_cache.load(self._identity, prompt, self.target)
-        rest = self.prompt[self.loaded_tokens :]
-        if progress is not None and self.loaded_tokens:
-            progress = partial_progress(progress, self.loaded_tokens, len(rest), len(self.prompt))
-        logits = self._prefill(rest, progress, is_cancelled)
+        cached, tokens = self.target.length, len(self.prompt)
+        steps = self._prefill(self.prompt[cached:])
+        logits = yield from part_of_prefill(steps, cached, tokens - cached, tokens)
         with self.runtime.target.group.sync_errors():
             self.target.onload_deferred()
         self._prefill_draft()
@@ -90,21 +90,16 @@ class SequenceState:
         return logits
 
     @torch.inference_mode()
-    def extend(
-        self,
-        tokens: Sequence[int],
-        cached: int,
-        reserve: Sequence[int] = (),
-        progress: Progress | None = None,
-        is_cancelled: Callable[[], bool] = never,
-    ) -> Tensor:
+    def extend_steps(
+        self, tokens: Sequence[int], cached: int, reserve: Sequence[int] = ()
+    ) -> PrefillSteps:
         """Replace the sequence by `tokens`, and prefill those after the first `cached` of them.
 
-        The two share these `cached` tokens, fewer than all of `tokens`. Returns the logits (1, V)
-        that follow them. The missing tokens are prefilled in parts of `extend_chunk`, each layer by
-        layer, or in a decoding forward if one has room for it. With `reserve` the caches are
-        reallocated first, for the first of these numbers of new tokens that fits. All ranks call
-        it. Raises InsufficientMemoryError on all ranks if none fits; the state is unusable then.
+        The two share these `cached` tokens, fewer than all of `tokens`. The missing ones are
+        prefilled in parts of `extend_chunk`, each layer by layer, or in a decoding forward if one
+        has room for it. With `reserve` the first step reallocates the caches, for the first of
+        these numbers of new tokens that fits, and raises InsufficientMemoryError on all ranks if
+        none fits; the state is unusable then. All ranks run the steps.
         """
         self.peaks["decoding"] = self.runtime.link.peak_bytes()
         self.peaks = {}
@@ -116,15 +111,13 @@ class SequenceState:
         self.target.truncate(cached)
         if reserve:
             self._reallocate(reserve)
-        target = self.target
-        rest = self.prompt[target.length :]
+        rest = self.prompt[self.target.length :]
+        yield PrefillStep(0, len(rest), ends_layer=True)
         sizes = shares(len(rest), ceil_div(len(rest), self.extend_chunk))
         done = 0
         for part in rest.split(sizes):
-            report = (
-                None if progress is None else partial_progress(progress, done, len(part), len(rest))
-            )
-            logits = self._prefill_chunk(part, report, is_cancelled)
+            steps = self._prefill_chunk(part)
+            logits = yield from part_of_prefill(steps, done, len(part), len(rest))
             done += len(part)
         self._prefill_draft(cached)
         self._save(logits)
@@ -257,33 +250,23 @@ class SequenceState:
                     raise
         raise ValueError("`reserve` is empty")
 
-    def _prefill_chunk(
-        self, part: Tensor, progress: Progress | None, is_cancelled: Callable[[], bool]
-    ) -> Tensor:
-        """Append tokens (T,) to the target's cache; return the logits (1, V)."""
+    def _prefill_chunk(self, part: Tensor) -> PrefillSteps:
+        """Append tokens (T,) to the target's cache in steps."""
         model, target = self.runtime.target, self.target
         target.truncate(target.length)  # observers select by the last part alone
-        if len(part) <= self.max_tokens and target.is_block_aligned:
-            logits = model(part, target, 1)
-            target.advance(len(part))
-            if progress:
-                progress(1, 1)
-            return logits
-        return self._prefill(part, progress, is_cancelled)
+        if len(part) > self.max_tokens or not target.is_block_aligned:
+            return (yield from self._prefill(part))
+        logits = model(part, target, 1)
+        target.advance(len(part))
+        yield PrefillStep(1, 1, ends_layer=True)
+        return logits
 
-    def _prefill(
-        self, tokens: Tensor, progress: Progress | None, is_cancelled: Callable[[], bool]
-    ) -> Tensor:
-        """Prefill tokens (T,) into the target's cache layer by layer; return the logits (1, V)."""
-        model = self.runtime.target
-
-        def check() -> None:
-            check_cancelled(model.group, is_cancelled)
-
+    def _prefill(self, tokens: Tensor) -> PrefillSteps:
+        """Prefill tokens (T,) into the target's cache layer by layer, in steps."""
+        runtime = self.runtime
         with Prefill(self.target, len(tokens)) as prefill:
-            return model.prefill(
-                tokens, prefill, self.runtime.requirements.prefill_chunk, progress, check
-            )
+            chunk = runtime.requirements.prefill_chunk
+            return (yield from runtime.target.prefill_steps(tokens, prefill, chunk))
 
     def _prefill_draft(self, cached: int = 0) -> None:
         """Advance the draft cache to the end of the prompt, after at most `cached` tokens."""

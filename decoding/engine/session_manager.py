@@ -16,6 +16,7 @@ from decoding.planning.strategy_selector import StrategyChoice, StrategySelector
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import InsufficientMemoryError, TierForceError
 from offload.memory.host_arena import HostArena
+from offload.tiered.prefill import copy_prefix
 from parallel.execution.executor import Close, Open, TensorParallelExecutor
 from parallel.ranks.process_group import TensorParallelGroup
 
@@ -95,14 +96,22 @@ class SequenceManager:
         )
 
     def open(
-        self, prompt: Sequence[int], max_new_tokens: int, concurrency: int = 1, name: str = ""
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        concurrency: int = 1,
+        name: str = "",
+        source: SequenceState | None = None,
+        shared: int = 0,
     ) -> SequenceState:
         """Open a sequence on all ranks: select a strategy and allocate its caches; for rank 0.
 
         It gets an equal share of the free memory. Prefill follows, and `close` ends it. `name` is
-        its display name in the prompt cache. Raises InsufficientMemoryError on all ranks.
+        its display name in the prompt cache. The KV of the first `shared` tokens is copied from
+        `source`, an open sequence. Raises InsufficientMemoryError on all ranks.
         """
-        command = Open(list(prompt), max_new_tokens, concurrency, name)
+        index = 0 if source is None else self.executor.sequences.index(source)
+        command = Open(list(prompt), max_new_tokens, concurrency, name, index, shared)
         self.executor.send(command)
         return self._open(command)
 
@@ -134,6 +143,10 @@ class SequenceManager:
         finally:
             executor.remove(session)
 
+    def plans(self) -> list[MemoryPlan]:
+        """Return the plans of all open sequences on this rank."""
+        return [session.plan for session in _states(self.executor)]
+
     def record(self, session: SequenceState, rounds: list[RoundStats]) -> None:
         """Record a finished sequence's rounds, on which later choices of strategy are based."""
         self.selector.record(
@@ -146,9 +159,9 @@ class SequenceManager:
         For the other ranks. Returns False if rank 0 has closed the engine instead.
         """
         try:
-            return self.executor.worker_loop(lambda command: self._open(command).prefill())
+            return self.executor.worker_loop(self._open)
         except BaseException:
-            for session in self._sessions():
+            for session in _states(self.executor):
                 _cancel(session)
             raise
         finally:
@@ -166,11 +179,15 @@ class SequenceManager:
         with self.group.sync_errors():
             plan = runtime.plan(len(prompt), max_new_tokens, memory)
         with self.group.sync_errors():
-            in_use = [session.runtime.arena for session in self._sessions()]
+            in_use = [session.runtime.arena for session in _states(self.executor)]
             runtime = replace(runtime, arena=self._arenas.unused(in_use))
             session = SequenceState(
                 runtime, prompt, max_new_tokens, choice, plan, self.prefix_cache, command.name
             )
+            if command.shared:
+                source = self.executor.sequences[command.source]
+                assert isinstance(source, SequenceState)
+                copy_prefix(source.target, session.target, command.shared)
         session.extend_chunk = min(self.group.gather(session.extend_chunk))
         self.executor.add(session)
         return session
@@ -181,14 +198,11 @@ class SequenceManager:
         While some are open, it is bounded by their plans plus what is free now.
         """
         now = self._memory()
-        if not (plans := [session.plan for session in self._sessions()]):
+        if not (plans := self.plans()):
             self._free = now
             return
         device = now.device + sum(plan.device_bytes for plan in plans)
         self._free = Memory(min(self._free.device, device), min(self._free.host, now.host))
-
-    def _sessions(self) -> list[SequenceState]:
-        return [each for each in self.executor.sequences if isinstance(each, SequenceState)]
 
     def _memory(self) -> Memory:
         """Return what the next sequence may use on this rank if no other is open."""
@@ -221,6 +235,11 @@ class _Arenas:
                 return arena
         self._arenas.append(self._new())
         return self._arenas[-1]
+
+
+def _states(executor: TensorParallelExecutor) -> list[SequenceState]:
+    """Return the open sequences."""
+    return [each for each in executor.sequences if isinstance(each, SequenceState)]
 
 
 def _common(

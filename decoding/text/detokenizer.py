@@ -8,27 +8,44 @@ from typing import Any
 _INCOMPLETE = "\ufffd"  # decoded character whose bytes are not complete yet
 
 
-def detokenize_stream(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of tokens as they are generated, in whole characters, without special tokens.
+class Detokenizer:
+    """Turns tokens into text, in whole characters and without special tokens.
 
     The text of a token may depend on the tokens before it, so a few of them are decoded again with
     it; and a character may need several tokens. The concatenation is the text of all tokens.
     """
-    window: list[int] = []  # tokens of the last yielded text, and all after them
-    yielded = 0  # tokens of the window whose text has been yielded
 
-    def decode(count: int) -> str:
-        return tokenizer.decode(
-            window[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # tokens of the last text, and all after them
+        self._done = 0  # tokens of the window whose text has been returned
+
+    def feed(self, token: int) -> str:
+        """Return the text that a token completes."""
+        self._window.append(token)
+        text, prefix = self._decode(len(self._window)), self._decode(self._done)
+        if len(text) <= len(prefix) or text.endswith(_INCOMPLETE):
+            return ""
+        self._window = self._window[self._done :]
+        self._done = len(self._window)
+        return text[len(prefix) :]
+
+    def rest(self) -> str:
+        """Return the text after the last token: an incomplete character."""
+        return self._decode(len(self._window))[len(self._decode(self._done)) :]
+
+    def _decode(self, count: int) -> str:
+        text: str = self._tokenizer.decode(
+            self._window[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        return text
 
+
+def detokenize_stream(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
+    """Yield the text of tokens as they are generated, as a `Detokenizer` returns it."""
+    detokenizer = Detokenizer(tokenizer)
     for token in tokens:
-        window.append(token)
-        text, prefix = decode(len(window)), decode(yielded)
-        if len(text) > len(prefix) and not text.endswith(_INCOMPLETE):
-            yield text[len(prefix) :]
-            window = window[yielded:]
-            yielded = len(window)
-    rest = decode(len(window))[len(decode(yielded)) :]
-    if rest:  # an incomplete character at the end
-        yield rest
+        if text := detokenizer.feed(token):
+            yield text
+    if text := detokenizer.rest():
+        yield text

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from offload.attention.head_major import attend_prefix, token_slice, write_tokens
 from offload.tiered.cache import TieredCache
-from offload.tiered.kv_file import KVBlock, copies_to
+from offload.tiered.kv_file import KVBlock, copies_to, head_blocks, read_layer
 from offload.tiered.layer import TieredLayer
 
 # Last query tokens of a prompt, which observers see: every layer's attention is computed for these.
@@ -157,3 +158,16 @@ class Prefill:
         while self._previous_in_flight and self._previous_in_flight[0][0] < end:
             _, ticket = self._previous_in_flight.popleft()
             self._cache.link.wait(ticket)
+
+
+@torch.inference_mode()
+def copy_prefix(source: TieredCache, cache: TieredCache, tokens: int) -> None:
+    """Copy the KV of the first tokens to an empty cache, of the same layout.
+
+    Fewer than all tokens of the prompt, so that its observers see the last ones. Raises
+    InsufficientMemoryError.
+    """
+    with Prefill(cache, tokens) as prefill:
+        for layer, read in enumerate(source.host_readers()):
+            prefill.load_blocks(layer, head_blocks(read_layer(read, source.layout, tokens)))
+    cache.truncate(tokens)

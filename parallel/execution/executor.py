@@ -19,16 +19,12 @@ from offload.cache.base import Cache
 from offload.errors import TierForceError
 from offload.memory.host import trim_heap
 from parallel.execution.batched_forward import ForwardRequest
-from parallel.model.transformer import Progress, Transformer
+from parallel.model.pipeline import PrefillSteps, Progress
+from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup, ints_to_device_async
 
 _OTHER = 0  # in place of the number of sequences in a forward: another command follows
 _HEADER = 5  # numbers per sequence in a forward: sequence, level, cache length, rows, tokens
-
-
-def never() -> bool:
-    """Return False: a prefill that is not cancelled."""
-    return False
 
 
 @dataclass(frozen=True)
@@ -58,17 +54,16 @@ class OpenSequence(Protocol):
         """Free the graphs captured here of forwards shared with another sequence."""
         ...
 
-    def extend(
-        self,
-        tokens: Sequence[int],
-        cached: int,
-        reserve: Sequence[int],
-        progress: Progress | None = None,
-        is_cancelled: Callable[[], bool] = never,
-    ) -> Tensor:
-        """Extend the sequence, or replace it by one with the same beginning; return logits (1, V).
+    def prefill_steps(self) -> PrefillSteps:
+        """Prefill its prompt, in steps."""
+        ...
 
-        If larger caches are requested, raises InsufficientMemoryError on all ranks.
+    def extend_steps(
+        self, tokens: Sequence[int], cached: int, reserve: Sequence[int]
+    ) -> PrefillSteps:
+        """Extend the sequence, or replace it by one with the same beginning, in steps.
+
+        If larger caches are requested, the first step raises InsufficientMemoryError on all ranks.
         """
         ...
 
@@ -99,12 +94,14 @@ class Stop(Idle):
 
 @dataclass(frozen=True)
 class Open:
-    """Open a sequence, and prefill it."""
+    """Open a sequence, and begin to prefill it."""
 
     prompt: list[int]
     max_new_tokens: int
     concurrency: int  # number of sequences, this one included, that share the memory
     name: str  # display name in the prompt cache
+    source: int = 0  # an open sequence with the same beginning
+    shared: int = 0  # length of the beginning that is copied from it
 
     def run(self, executor: TensorParallelExecutor) -> None:
         assert executor.open_sequence is not None
@@ -124,7 +121,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Extend:
-    """Extend a sequence, or replace it by one with the same beginning."""
+    """Begin to extend a sequence, or to replace it by one with the same beginning."""
 
     index: int  # among the open ones
     tokens: list[int]  # the whole sequence
@@ -136,8 +133,20 @@ class Extend:
         sequence = executor.sequences[self.index]
         for index, length in enumerate(self.lengths):
             sequence.levels[index].cache.set_length(length)
+        steps = sequence.extend_steps(self.tokens, self.cached, self.reserve)
+        executor.prefills[sequence] = steps
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Run the next step of a sequence's prefill, or all steps up to the end of a layer."""
+
+    index: int  # among the open ones
+    whole_layer: bool
+
+    def run(self, executor: TensorParallelExecutor) -> None:
         with suppress(TierForceError):  # rank 0 raises the same error, and reports it
-            sequence.extend(self.tokens, self.cached, self.reserve)
+            executor.run_prefill(executor.sequences[self.index], self.whole_layer)
 
 
 @dataclass(frozen=True)
@@ -184,15 +193,19 @@ class TensorParallelExecutor:
     def __init__(self, group: TensorParallelGroup):
         self.group = group
         self.sequences: list[OpenSequence] = []
+        self.prefills: dict[OpenSequence, PrefillSteps] = {}  # unfinished ones
         self.open_sequence: Callable[[Open], object] | None = None  # in `worker_loop`
 
     def add(self, sequence: OpenSequence) -> None:
-        """Register a sequence, on all ranks."""
+        """Register a sequence, and begin to prefill it, on all ranks."""
         self.sequences.append(sequence)
+        self.prefills[sequence] = sequence.prefill_steps()
 
     def remove(self, sequence: OpenSequence) -> None:
         """Remove a sequence and close it, on all ranks."""
         self.sequences.remove(sequence)
+        if (steps := self.prefills.pop(sequence, None)) is not None:
+            steps.close()
         for other in self.sequences:
             other.evict_shared_graphs(sequence)
         sequence.close()
@@ -206,6 +219,23 @@ class TensorParallelExecutor:
                     return index, level_index
         raise ValueError("forward on a cache that no open sequence owns")
 
+    def run_prefill(
+        self, sequence: OpenSequence, whole_layer: bool, progress: Progress | None = None
+    ) -> Tensor | None:
+        """Run the next step of a sequence's prefill on this rank (`prefill`)."""
+        steps = self.prefills[sequence]
+        while True:
+            try:
+                step = next(steps)
+            except StopIteration as end:
+                del self.prefills[sequence]
+                logits: Tensor = end.value
+                return logits
+            if progress:
+                progress(step.done, step.total)
+            if step.ends_layer or not whole_layer:
+                return None
+
     # -- rank 0 ------------------------------------------------------------------------------------
 
     def forward(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
@@ -217,22 +247,27 @@ class TensorParallelExecutor:
         return command.run(self)
 
     def extend(
-        self,
-        sequence: OpenSequence,
-        tokens: Sequence[int],
-        cached: int,
-        reserve: Sequence[int],
-        progress: Progress | None = None,
-        is_cancelled: Callable[[], bool] = never,
-    ) -> Tensor:
-        """Extend a sequence on all ranks (`OpenSequence.extend`); return logits (1, V).
+        self, sequence: OpenSequence, tokens: Sequence[int], cached: int, reserve: Sequence[int]
+    ) -> None:
+        """Begin to extend a sequence on all ranks (`OpenSequence.extend_steps`).
 
         The sequence becomes `tokens`, whose first `cached` it already holds.
         """
         lengths = [level.cache.length for level in sequence.levels if level.is_sharded]
         index = self.sequences.index(sequence)
-        self.send(Extend(index, list(tokens), cached, list(reserve), lengths))
-        return sequence.extend(tokens, cached, reserve, progress, is_cancelled)
+        command = Extend(index, list(tokens), cached, list(reserve), lengths)
+        self.send(command)
+        command.run(self)
+
+    def prefill(
+        self, sequence: OpenSequence, whole_layer: bool, progress: Progress | None = None
+    ) -> Tensor | None:
+        """Run the next step of a sequence's prefill on all ranks, or all up to the end of a layer.
+
+        Returns the logits (1, V) after the last step. `progress` is called after each step.
+        """
+        self.send(Prefill(self.sequences.index(sequence), whole_layer))
+        return self.run_prefill(sequence, whole_layer, progress)
 
     def send(self, command: Command) -> None:
         """Send a command to the other ranks, but do not run it on this one."""

@@ -1,11 +1,14 @@
-"""The pipeline of layer-major prefill: chunks compute while older ones are all-reduced."""
+"""Layer-major prefill in steps, and its pipeline: chunks compute while older ones are all-reduced.
+
+Between two steps, other sequences may run.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +17,44 @@ from offload.layout import ceil_div, shares
 from parallel.ranks.process_group import AsyncSum
 
 T = TypeVar("T")
+Progress = Callable[[int, int], None]  # units of work done, and in total
+
+
+class PrefillStep(NamedTuple):
+    """The progress of a prefill after one of its steps."""
+
+    done: int  # units of work
+    total: int
+    ends_layer: bool  # whether it was the last step of a layer
+
+
+PrefillSteps = Generator[PrefillStep, None, Tensor]  # returns the logits (1, V)
+
+
+def run_steps(
+    steps: PrefillSteps, on_step: Callable[[PrefillStep], object] | None = None
+) -> Tensor:
+    """Run all steps of a prefill, and return the logits (1, V); `on_step` is called after each."""
+    while True:
+        try:
+            step = next(steps)
+            if on_step:
+                on_step(step)
+        except StopIteration as end:
+            logits: Tensor = end.value
+            return logits
+
+
+def part_of_prefill(steps: PrefillSteps, done: int, part: int, tokens: int) -> PrefillSteps:
+    """Prefill `part` of `tokens` tokens, after `done` of them; the progress is that of all."""
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            logits: Tensor = end.value
+            return logits
+        units = done * step.total + part * step.done
+        yield PrefillStep(units, tokens * step.total, step.ends_layer)
 
 
 class Chunk:

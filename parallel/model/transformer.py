@@ -5,7 +5,7 @@ Levels differ only in the cache that attention uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -28,11 +28,16 @@ from parallel.model.layers import (
     WidthNorms,
 )
 from parallel.model.moe import SparseMoE
-from parallel.model.pipeline import Chunk, in_chunks, pipelined
+from parallel.model.pipeline import (
+    Chunk,
+    PrefillStep,
+    PrefillSteps,
+    in_chunks,
+    pipelined,
+    run_steps,
+)
 from parallel.model.residual import Branch, Mlp
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
-
-Progress = Callable[[int, int], None]  # units done, units in total
 
 
 class Attends(Protocol):
@@ -233,30 +238,27 @@ class Transformer(Module):
         scaling = self.config.logits_scaling
         return logits if scaling == 1.0 else logits / scaling
 
+    def prefill(self, tokens: Tensor, cache: PrefillCacheLike, max_chunk: int) -> Tensor:
+        """Prefill a prompt at once (`prefill_steps`); return the logits (1, V)."""
+        return run_steps(self.prefill_steps(tokens, cache, max_chunk))
+
     @torch.inference_mode()
-    def prefill(
-        self,
-        tokens: Tensor,
-        cache: PrefillCacheLike,
-        max_chunk: int,
-        progress: Progress | None = None,
-        before_layer: Callable[[], object] | None = None,
-    ) -> Tensor:
+    def prefill_steps(
+        self, tokens: Tensor, cache: PrefillCacheLike, max_chunk: int
+    ) -> PrefillSteps:
         """Prefill a prompt, tokens (T,), layer by layer: all chunks in one before the next layer.
 
         Holds the hidden states of the whole prompt, while the cache holds one layer's KV at a time.
-        The last layer only computes the KV, and the output of the last few tokens. Called inside
-        the cache's `Prefill` context, with the object that it yields.
+        The last layer only computes the KV, and the output of the last few tokens. Run inside the
+        cache's `Prefill` context, with the object that it yields.
 
         Args:
             tokens: the prompt.
             cache: the prefill into a cache.
             max_chunk: largest number of tokens computed at once.
-            progress: called after each chunk of a layer with the units done, and in total.
-            before_layer: called before each layer; an exception that it raises ends the prefill.
 
         Returns:
-            Logits (1, V) that follow the last token.
+            Steps, each a chunk of a layer, with the logits (1, V) that follow the last token.
         """
         x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
         for chunk in in_chunks(tokens, max_chunk):
@@ -264,17 +266,12 @@ class Transformer(Module):
         *others, last = (cast(DecoderLayer, layer) for layer in self.layers)
         units = len(x) * len(self.layers)
         for index, layer in enumerate(others):
-            if before_layer:
-                before_layer()
             for chunk in layer.run_pipelined(in_chunks(x, max_chunk), cache):
                 x[chunk.start : chunk.end] = chunk.x
-                if progress:
-                    progress(index * len(x) + chunk.end, units)
-        if before_layer:
-            before_layer()
+                done = index * len(x) + chunk.end
+                yield PrefillStep(done, units, ends_layer=chunk.end == len(x))
         x = last.run_last(list(in_chunks(x, max_chunk)), cache)
-        if progress:
-            progress(units, units)
+        yield PrefillStep(units, units, ends_layer=True)
         return self.logits(x[-1:])
 
     def load(self, checkpoint: Checkpoint) -> None:

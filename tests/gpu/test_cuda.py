@@ -200,8 +200,8 @@ def test_conversation_with_tiers_and_captured_graphs(
         (session,) = engine.sessions.executor.sequences
         session.extend_chunk = 70
         longer = PROMPT + PROMPT[:150]
-        assert engine.scheduler.caches.kept is not None
-        engine.scheduler.caches.kept.token_s = 1e9  # reuse pays
+        (kept,) = engine.scheduler.caches.kept
+        kept.token_s = 1e9  # reuse pays
         turns.append((longer, list(engine.generate(longer, NEW, GREEDY))))
         assert engine.stats.reused_tokens == 250
         assert session.capacity > 400

@@ -34,6 +34,15 @@ class ServeOptions:
         "Maximum size of a request body, in MB.", value=16, unit="MB", minimum=1, maximum=1024
     )
 
+    concurrency: int | None = option(
+        "Requests that are answered together, sharing memory and forwards of the models, and "
+        "conversations whose caches are kept. By default as many of the longest as fit without "
+        "offloading another layer.",
+        value=None,
+        unit="requests",
+        minimum=1,
+    )
+
     def __post_init__(self) -> None:
         """Raise TierForceError for an invalid value."""
         check_options(self)

@@ -142,7 +142,9 @@ def test_a_request_keeps_its_state_from_its_arrival_to_its_end(models: Pair) -> 
         second = scheduler.add(batch[1])
         assert (first.status, second.status) == (Status.WAITING, Status.WAITING)
         assert scheduler.is_busy
-        assert scheduler.step() == [first]
+        for _ in range(models.target.config.layers + 1):
+            assert first.tokens == []
+            assert scheduler.step() == [first]
         assert set(seen) == {(Status.PREFILLING, Status.WAITING)}
         assert (first.status, second.status) == (Status.RUNNING, Status.WAITING)
         assert first.tokens == expected[0][:1]

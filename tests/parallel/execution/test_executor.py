@@ -27,6 +27,7 @@ from parallel.execution.executor import (
     TensorParallelExecutor,
 )
 from parallel.model.loading import load_model
+from parallel.model.pipeline import PrefillSteps
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 from support.links import CPU, make_test_link
@@ -62,11 +63,14 @@ class PrefilledSequence:
         ]
         self.is_closed = False
         self.evicted: list[int] = []
-        with Prefill(self.target, prompt) as prefill:
-            self.first = model.prefill(random_tokens(prompt, seed=seed), prefill, 25)
         self.seed = seed
         self.size = 4 + seed % 3  # query tokens of a verification
         self.turns = [4, 0, 1, 2, 3] if seed == 9 else [0, 1, 2, 3, 4]  # order of its rounds
+
+    def prefill_steps(self) -> PrefillSteps:
+        tokens = random_tokens(PROMPTS[self.seed], seed=self.seed)
+        with Prefill(self.target, len(tokens)) as prefill:
+            return (yield from self.levels[0].model.prefill_steps(tokens, prefill, 25))
 
     def run_forward(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
         return run_forward(requests)
@@ -121,12 +125,18 @@ def run_round(
     return logits
 
 
+def prefill_all(executor: TensorParallelExecutor, sequence: PrefilledSequence) -> Tensor:
+    while (logits := executor.prefill(sequence, whole_layer=bool(sequence.seed % 2))) is None:
+        pass
+    return logits
+
+
 def run_alone(folder: Path, seed: int) -> tuple[list[Tensor], int]:
     """Return a sequence's logits if it is the only one, and the bytes it moved over the link."""
     executor = TensorParallelExecutor(TensorParallelGroup())
     sequence = PrefilledSequence(load_model(folder, TensorParallelGroup()), seed)
     executor.add(sequence)
-    logits = [sequence.first]
+    logits = [prefill_all(executor, sequence)]
     for turn in sequence.turns:
         logits += run_round(executor, [sequence], turn)[seed]
     return logits, sequence.target.traffic.link_in
@@ -146,12 +156,18 @@ class Worker:
         sequence = PrefilledSequence(self.model, seed)
         self.opened.append(sequence)
         self.executor.add(sequence)
-        self.logits[seed] = [sequence.first]
         return sequence
 
-    def send_open(self, seed: int) -> PrefilledSequence:
+    def send_open(self, seed: int, beside: PrefilledSequence | None = None) -> PrefilledSequence:
+        """Open a sequence and prefill it; after two steps another one runs its first turn."""
         self.executor.send(Open([seed], NEW, 1, ""))
-        return self.open(seed)
+        sequence = self.open(seed)
+        if beside is not None:
+            for _ in range(2):
+                assert self.executor.prefill(sequence, whole_layer=False) is None
+            self.run([beside], 0)
+        self.logits[seed] = [prefill_all(self.executor, sequence)]
+        return sequence
 
     def close(self, sequence: PrefilledSequence) -> None:
         self.executor.send(Close(self.executor.sequences.index(sequence)))
@@ -178,8 +194,7 @@ def run_concurrently(folder: Path) -> tuple[dict[int, list[Tensor]], dict[int, i
     else:
         worker.executor.send(Idle())
         first = worker.send_open(7)
-        worker.run([first], 0)
-        second = worker.send_open(8)
+        second = worker.send_open(8, beside=first)
         worker.executor.send(Idle())
         worker.run([second], 0)
         for turn in range(1, 4):

@@ -19,6 +19,7 @@ from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
 from offload.tiered.shape import TieredCacheSpec
 from parallel.model.loading import load_model
+from parallel.model.pipeline import PrefillStep, run_steps
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 from support.links import CPU, make_test_link
@@ -171,21 +172,20 @@ def test_layer_major_prefill_matches_token_major(
     checkpoint: Checkpoints, name: str, chunk: int
 ) -> None:
     folder, tokens = checkpoint(**MODELS[name]), random_tokens(TOKENS)
-    model, steps = load_model(folder, TensorParallelGroup()), []
+    model, steps = load_model(folder, TensorParallelGroup()), list[PrefillStep]()
     cache, other = resident(model, TOKENS + 5), resident(model, TOKENS + 5)
     cache.rotary = other.rotary = model.config.rotary(TOKENS, TOKENS + 5, torch.float32, CPU)
     with Prefill(cache, TOKENS) as prefill:
-        last = model.prefill(
-            tokens, prefill, chunk, lambda done, total: steps.append((done, total))
-        )
+        last = run_steps(model.prefill_steps(tokens, prefill, chunk), steps.append)
     all_rows = run_in_parts(model, tokens, other, [7] * 12 + [6])
     assert_close(all_rows, reference_logits(folder, tokens))
     assert_close(last, all_rows[-1:])
     more = random_tokens(5, seed=1)
     # both caches hold the same keys and values
     assert_close(model(more, cache, 5), model(more, other, 5))
-    assert steps[-1] == (TOKENS * 3, TOKENS * 3)
+    assert steps[-1] == (TOKENS * 3, TOKENS * 3, True)
     assert steps == sorted(steps)
+    assert [step.done for step in steps if step.ends_layer] == [TOKENS, TOKENS * 2, TOKENS * 3]
 
 
 @pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)

@@ -1,11 +1,10 @@
-"""The engine's side of a server: one request after another, on the thread that owns the models."""
+"""The engine's side of a server: requests are answered on the thread that owns the models."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,8 +31,7 @@ from decoding.app.terminal.messages import summary_line
 from decoding.app.terminal.streams import say
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request
-from decoding.engine.stats import Stats
-from decoding.text.detokenizer import detokenize_stream
+from decoding.text.detokenizer import Detokenizer
 from offload.errors import (
     InsufficientMemoryError,
     InvalidRequestError,
@@ -47,55 +45,91 @@ _REPORT_INTERVAL_S = 0.1  # minimum time between two reports of progress
 
 
 class EngineWorker:
-    """Answers queued requests; each leaves its caches to the next, which may continue it."""
+    """Answers queued requests, several at once; each leaves its caches to those that follow."""
 
     def __init__(self, engine: Engine, queue: RequestQueue, metrics: Metrics):
         self.engine, self.queue, self.metrics = engine, queue, metrics
         self._token_bytes = TokenBytes(engine.tokenizer)
+        self._answers: list[_Answer] = []
 
     def run(self) -> None:
         """Answer requests until the queue is closed; called by rank 0.
 
         Raises errors after which the engine is unusable.
         """
-        with self.engine.conversation():
-            while True:
-                with self.engine.keep_workers_alive():
-                    request = self.queue.take()
-                if request is None:
-                    return
-                self._answer(request)
+        with self.engine.conversation(concurrency=self.queue.concurrency):
+            while (requests := self._take()) is not None:
+                for request in requests:
+                    self._begin(request)
+                self._step()
+            for answer in list(self._answers):
+                self._end(answer)
 
-    def _answer(self, request: QueuedRequest) -> None:
-        """Answer a request; errors of its own are sent to its client."""
-        started, before = time.perf_counter(), self.engine.stats
+    def _take(self) -> list[QueuedRequest] | None:
+        if self._answers:
+            return self.queue.take(wait=False)
+        with self.engine.keep_workers_alive():
+            return self.queue.take()
+
+    def _begin(self, request: QueuedRequest) -> None:
         try:
-            with closing(_Answer(self.engine, request, self._token_bytes)) as answer:
-                is_complete = answer.generate()
-            summary = summary_line(self.engine.stats)
-            say(summary if is_complete else f"aborted: {summary}")
-        except RequestCancelled:
-            say("aborted during prefill")
+            self._answers.append(_Answer(self.engine, request, self._token_bytes))
+        except Exception as error:  # a tokenizer's
+            request.fail(INTERNAL_ERROR)
+            self.queue.finish(request)
+            say(f"request failed: {type(error).__name__}: {one_line(error)}")
+
+    def _step(self) -> None:
+        """Drop requests whose clients are gone, run one step, and send what is new."""
+        for answer in list(self._answers):
+            if answer.is_over:
+                self._end(answer)
+        try:
+            self.engine.scheduler.step()
         except RankLost:
             raise
-        except TierForceError as error:
-            request.fail(_as_failure(error))
-            say(f"request failed: {as_flags(str(error))}")
         except Exception as error:
-            if self.engine.group.size > 1:  # the other ranks are in the middle of a forward
-                raise
-            request.fail(INTERNAL_ERROR)
+            self._fail(error, *self._answers)
+        for answer in list(self._answers):
+            try:
+                answer.send_new()
+            except Exception as error:  # a tokenizer's
+                self._fail(error, answer)
+            if answer.is_over:
+                self._end(answer)
+        self.metrics.show_memory(self.engine.sessions.plans())
+
+    def _fail(self, error: Exception, *answers: _Answer) -> None:
+        """Fail requests after an error of the program. Raises it if the engine is unusable."""
+        if self.engine.group.size > 1:  # the other ranks are in the middle of a forward
+            raise error
+        for answer in answers:
+            answer.queued.fail(INTERNAL_ERROR)
             say(f"request failed: {type(error).__name__}: {one_line(error)}")
-        if self.engine.stats is not before:
-            self.metrics.count(self.engine.stats, time.perf_counter() - started)
+
+    def _end(self, answer: _Answer) -> None:
+        """End an answer, log it, and make room for another one."""
+        self._answers.remove(answer)
+        answer.close()
+        self.queue.finish(answer.queued)
+        stats, error = answer.state.stats, answer.state.error
+        if error is not None and not isinstance(error, RequestCancelled):
+            say(f"request failed: {as_flags(str(error))}")
+        elif not stats.plan:
+            say("aborted during prefill")
+        else:
+            say(summary_line(stats) if answer.is_complete else f"aborted: {summary_line(stats)}")
+        self.metrics.count(stats, time.perf_counter() - answer.started)
 
 
-def _as_failure(error: TierForceError) -> Failed:
+def _as_failure(error: TierForceError, concurrency: int) -> Failed:
     """Return an error as its client sees it; most errors of this machine are only logged."""
     if isinstance(error, InvalidRequestError):
         return Failed(400, str(error))
     if isinstance(error, InsufficientMemoryError):
-        return Failed(503, as_flags(str(error)), "out_of_memory")
+        hint = f" Each of {concurrency} concurrent requests has a share of it: use fewer."
+        message = as_flags(str(error)) + (hint if concurrency > 1 else "")
+        return Failed(503, message, "out_of_memory")
     return INTERNAL_ERROR
 
 
@@ -105,81 +139,67 @@ class _Answer:
     def __init__(self, engine: Engine, queued: QueuedRequest, token_bytes: TokenBytes):
         params = queued.params
         self.engine, self.queued = engine, queued
+        self.started = time.perf_counter()
+        self.is_complete = False
         self._logprobs = None
         if params.top_logprobs is not None:
             self._logprobs = _LogprobRecorder(params, token_bytes)
-        self._stops = StopStrings(params.stops)
-        self._new: list[TokenLogprobs] = []  # tokens that have no text yet
-        self._unsent: deque[tuple[int, TokenLogprobs]] = deque()  # tokens by their text's offset
-        self._length = 0  # characters generated, including those held back
-        self._sent = 0  # characters sent
+        self._text = _AnswerText(engine.tokenizer, params.stops)
+        self._taken = 0  # tokens whose text has been sent, or is held back
         self._next_report = 0.0
+        has_names = engine.sessions.prefix_cache is not None
         request = Request(
-            params.prompt.tolist(),
+            params.prompt,
             params.max_new_tokens,
             params.sampling,
             progress=self._on_prefill,
-            name=(
-                prompt_name(engine.tokenizer, params.prompt) if engine.sessions.prefix_cache else ""
-            ),
-            on_stats=self._on_stats,
+            name=prompt_name(engine.tokenizer, params.prompt) if has_names else "",
             on_logits=self._logprobs.on_logits if self._logprobs is not None else None,
             is_cancelled=lambda: queued.is_over,
         )
-        self._tokens = engine.submit(request)
+        self.state = engine.scheduler.add(request)
 
-    def generate(self) -> bool:
-        """Generate the answer while its client waits for it; return whether it is complete."""
-        for piece in detokenize_stream(self.engine.tokenizer, self._recorded_tokens()):
-            self._unsent.extend((self._length, token) for token in self._new)
-            self._new.clear()
-            self._length += len(piece)
-            self._send(self._stops.feed(piece))
-            if self._stops.is_hit or self.queued.is_over:
-                break
-        if self.queued.is_over:
-            return False
-        if not self._stops.is_hit:
-            self._unsent.extend((self._length, token) for token in self._new)
-            self._send(self._stops.rest(), self._length + 1)
-        stats = self.engine.stats
-        reason = "stop" if self._stops.is_hit else stats.finish_reason
-        self.queued.send(Finished(reason or "stop", self._counts(stats)))
-        return True
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing more will be sent."""
+        return self.is_complete or self.queued.is_over
+
+    def send_new(self) -> None:
+        """Send the client what is new, and how the answer ends once it does."""
+        state, queued, text = self.state, self.queued, self._text
+        while self._taken < len(state.tokens) and not (text.is_stopped or queued.is_over):
+            token = state.tokens[self._taken]
+            self._taken += 1
+            logprobs = None if self._logprobs is None else self._logprobs.take(token)
+            self._send(text.feed(token, logprobs))
+        if queued.is_over:
+            return
+        if state.error is not None:
+            queued.fail(_as_failure(state.error, self.engine.scheduler.concurrency))
+        elif state.is_finished or text.is_stopped:
+            if not text.is_stopped:
+                self._send(text.rest())
+            self.is_complete = True
+            reason = "stop" if text.is_stopped else state.stats.finish_reason
+            queued.send(Finished(reason or "stop", self._counts()))
+        elif state.tokens and self._is_report_due():
+            queued.send(ProgressUpdate({"counts": self._counts()}))
 
     def close(self) -> None:
-        """Stop generating."""
-        self._tokens.close()
+        """Stop generating: the tokens taken by now are the answer."""
+        del self.state.tokens[self._taken :]
+        self.engine.scheduler.abort(self.state)
 
-    def _recorded_tokens(self) -> Iterator[int]:
-        """Yield the new tokens while the client waits, and record their log-probabilities."""
-        for token in self._tokens:
-            if self._logprobs is not None:
-                self._new.append(self._logprobs.take(token))
-            yield token
-            if self.queued.is_over:
-                return
-
-    def _send(self, text: str, end: int | None = None) -> None:
-        """Send text to the client, with the tokens that begin before its end."""
-        self._sent += len(text)
-        end = self._sent if end is None else end
-        tokens = []
-        while self._unsent and self._unsent[0][0] < end:
-            tokens.append(self._unsent.popleft())
-        if text or tokens:
-            self.queued.send(TextDelta(text, tokens))
+    def _send(self, delta: TextDelta | None) -> None:
+        if delta is not None:
+            self.queued.send(delta)
 
     def _on_prefill(self, done: int, total: int) -> None:
         if self._is_report_due() or done == total:
             self.queued.send(ProgressUpdate({"prefill": [done, total]}))
 
-    def _on_stats(self, stats: Stats) -> None:
-        if self._is_report_due():
-            self.queued.send(ProgressUpdate({"counts": self._counts(stats)}))
-
-    def _counts(self, stats: Stats) -> dict[str, Any]:
-        return request_counts(stats, self.engine, self.queued.params.sampling.seed)
+    def _counts(self) -> dict[str, Any]:
+        return request_counts(self.state.stats, self.engine, self.queued.params.sampling.seed)
 
     def _is_report_due(self) -> bool:
         now = time.monotonic()
@@ -187,6 +207,52 @@ class _Answer:
             return False
         self._next_report = now + _REPORT_INTERVAL_S
         return True
+
+
+class _AnswerText:
+    """The text of an answer, up to a stop string, and where its tokens begin."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]):
+        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
+        self._new: list[TokenLogprobs] = []  # tokens that have no text yet
+        self._unsent: deque[tuple[int, TokenLogprobs]] = deque()  # tokens by their text's offset
+        self._length = 0  # characters generated, including those held back
+        self._sent = 0  # characters sent
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether a stop string has ended the answer."""
+        return self._stops.is_hit
+
+    def feed(self, token: int, logprobs: TokenLogprobs | None) -> TextDelta | None:
+        """Return the text to send after a token, with the tokens that begin in it."""
+        if logprobs is not None:
+            self._new.append(logprobs)
+        piece = self._detokenizer.feed(token)
+        return self._delta(self._add(piece)) if piece else None
+
+    def rest(self) -> TextDelta | None:
+        """Return what is held back, after the last token."""
+        text = self._add(piece) if (piece := self._detokenizer.rest()) else ""
+        if self.is_stopped:
+            return self._delta(text)
+        self._unsent.extend((self._length, token) for token in self._new)
+        return self._delta(text + self._stops.rest(), self._length + 1)
+
+    def _add(self, piece: str) -> str:
+        self._unsent.extend((self._length, token) for token in self._new)
+        self._new.clear()
+        self._length += len(piece)
+        return self._stops.feed(piece)
+
+    def _delta(self, text: str, end: int | None = None) -> TextDelta | None:
+        """Return text to send with the tokens that begin before its end."""
+        self._sent += len(text)
+        end = self._sent if end is None else end
+        tokens = []
+        while self._unsent and self._unsent[0][0] < end:
+            tokens.append(self._unsent.popleft())
+        return TextDelta(text, tokens) if text or tokens else None
 
 
 class _LogprobRecorder:

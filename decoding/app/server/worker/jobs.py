@@ -41,7 +41,7 @@ class TokenLogprobs:
 class ProgressUpdate:
     """Progress of a request, sent as a comment in a stream.
 
-    `{"waiting": N}`: N requests come first, including the one being answered;
+    `{"waiting": N}`: N requests come first, including those being answered;
     `{"prefill": [done, total]}`: progress of the prefill; `{"counts": {...}}`: statistics so far.
     """
 
@@ -119,11 +119,11 @@ class QueueFull(TierForceError):
 class RequestQueue:
     """The queue of the one engine, first come, first served; for any thread."""
 
-    def __init__(self, limit: int):
-        """Queue at most `limit` requests."""
-        self.limit = limit
+    def __init__(self, limit: int, concurrency: int = 1):
+        """Queue at most `limit` requests, while `concurrency` others are answered."""
+        self.limit, self.concurrency = limit, concurrency
         self._waiting: deque[QueuedRequest] = deque()
-        self._current: QueuedRequest | None = None
+        self._running: list[QueuedRequest] = []
         self._changed = Condition()
         self._closed: Failed | None = None
 
@@ -133,7 +133,7 @@ class RequestQueue:
             if self._closed is not None:
                 request.fail(self._closed)
                 return
-            if len(self._waiting) + self.running > self.limit:
+            if len(self._waiting) + self.running >= self.limit + self.concurrency:
                 raise QueueFull(
                     f"the queue is full: {self.limit} requests are waiting. Try again later."
                 )
@@ -141,16 +141,27 @@ class RequestQueue:
             self._send_positions()
             self._changed.notify()
 
-    def take(self) -> QueuedRequest | None:
-        """Wait for the next request, make it the current one and return it; None once closed."""
+    def take(self, wait: bool = True) -> list[QueuedRequest] | None:
+        """Return the next requests that there is room for, and run them; None once closed.
+
+        `wait`: until there is at least one.
+        """
         with self._changed:
-            self._current = None
-            self._changed.wait_for(lambda: self._waiting or self._closed is not None)
+            if wait:
+                self._changed.wait_for(lambda: self._waiting or self._closed is not None)
             if self._closed is not None:
                 return None
-            self._current = self._waiting.popleft()
-            self._send_positions()
-            return self._current
+            room = self.concurrency - len(self._running)
+            taken = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+            self._running += taken
+            if taken:
+                self._send_positions()
+            return taken
+
+    def finish(self, request: QueuedRequest) -> None:
+        """Make room for another request."""
+        with self._changed:
+            self._running.remove(request)
 
     def cancel(self, request: QueuedRequest) -> None:
         """Stop work on a request whose client is gone or has all of its answer."""
@@ -166,7 +177,7 @@ class RequestQueue:
             if self._closed is not None:
                 return
             self._closed = failed
-            requests = [*self._waiting, *([self._current] if self._current else [])]
+            requests = [*self._waiting, *self._running]
             self._waiting.clear()
             for request in requests:
                 request.fail(failed)
@@ -183,8 +194,8 @@ class RequestQueue:
 
     @property
     def running(self) -> int:
-        """Return the number of requests being answered: 0 or 1."""
-        return int(self._current is not None)
+        """Return the number of requests being answered."""
+        return len(self._running)
 
     def _send_positions(self) -> None:
         for position, request in enumerate(self._waiting):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from decoding.app.server.worker.jobs import RequestQueue
 from decoding.engine.stats import Stats
+from decoding.planning.memory_plan import MemoryPlan
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -46,11 +49,21 @@ class Metrics:
             "Tokens per verification of the last answer.",
             registry=registry,
         )
+        self._hits = Counter(
+            "tierforce_prefix_hits",
+            "Requests whose prompt began in caches in memory, or on disk.",
+            ["where"],
+            registry=registry,
+        )
+        self._memory = Gauge(
+            "tierforce_sequence_bytes",
+            "Memory of all open sequences on one rank, by tier.",
+            ["tier"],
+            registry=registry,
+        )
         waiting = Gauge("tierforce_requests_waiting", "Requests in the queue.", registry=registry)
         waiting.set_function(lambda: queue.waiting)
-        running = Gauge(
-            "tierforce_requests_running", "Requests being answered: 0 or 1.", registry=registry
-        )
+        running = Gauge("tierforce_requests_running", "Requests being answered.", registry=registry)
         running.set_function(lambda: queue.running)
 
     def count(self, stats: Stats, seconds: float) -> None:
@@ -60,6 +73,8 @@ class Metrics:
         self._tokens.labels("reused").inc(stats.reused_tokens)
         self._tokens.labels("loaded").inc(stats.loaded_tokens)
         self._tokens.labels("generated").inc(stats.new_tokens)
+        self._hits.labels("memory").inc(stats.reused_tokens > 0)
+        self._hits.labels("disk").inc(stats.loaded_tokens > 0)
         if (traffic := stats.traffic.get("target")) is not None:
             self._link.inc(traffic.link_in + traffic.link_out)
         if stats.new_tokens:
@@ -67,6 +82,11 @@ class Metrics:
             self._whole.observe(seconds)
         if (tokens := stats.tokens_per_verification) is not None:
             self._per_verification.set(tokens)
+
+    def show_memory(self, plans: Sequence[MemoryPlan]) -> None:
+        """Show the memory that open sequences take."""
+        self._memory.labels("device").set(sum(plan.device_bytes for plan in plans))
+        self._memory.labels("host").set(sum(plan.host_bytes for plan in plans))
 
     def text(self) -> bytes:
         """Return all metrics in the Prometheus text format."""

@@ -186,9 +186,9 @@ def test_prompt_that_does_not_fit_is_an_error_with_sizes(tmp_path: Path) -> None
 
 
 def _limit_host_memory() -> None:
-    real = Transformer.prefill
+    real = Transformer.prefill_steps
 
-    def prefill(self: Transformer, tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def prefill_steps(self: Transformer, tokens: torch.Tensor, *arguments: Any) -> Any:
         if len(tokens) > 500:
             raise RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
@@ -196,7 +196,7 @@ def _limit_host_memory() -> None:
             )
         return real(self, tokens, *arguments)
 
-    Transformer.prefill = prefill
+    Transformer.prefill_steps = prefill_steps
 
 
 def test_host_memory_that_runs_out_fails_one_document(tmp_path: Path) -> None:

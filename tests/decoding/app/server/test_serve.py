@@ -319,7 +319,8 @@ def test_errors_have_the_types_of_the_official_client(server: Serving) -> None:
 def test_a_disconnect_aborts_the_request(model: tuple[str, ...], tmp_path: Path) -> None:
     """During the answer, and in the queue, whose limit holds."""
     long = {"model": "model", "prompt": STORY[:200], "max_tokens": 5000}
-    with serving(tmp_path, *model, *SLOW, "--queue", "1") as server:
+    one = ("--concurrency", "1")
+    with serving(tmp_path, *model, *SLOW, "--queue", "1", *one) as server:
         client = server.client()
         stream = client.completions.create(**long, stream=True)
         next(iter(stream))
@@ -340,6 +341,31 @@ def test_a_disconnect_aborts_the_request(model: tuple[str, ...], tmp_path: Path)
         wait_for(lambda: server.ask("/health")["running"] == 0)
         assert server.metric('tierforce_tokens_total{kind="generated"}') < generated + 500
         assert client.completions.create(**{**long, "max_tokens": 2}).choices[0].text
+
+
+def test_several_requests_at_once(model: tuple[str, ...], tmp_path: Path) -> None:
+    """Their answers are those of one after another; one of them disconnects."""
+    prompts = [STORY[:1500] + f" {name} answered:" for name in ("Ann", "Ben", "Cleo")]
+    slow = ("--concurrency", "4", "--dtype", "float32", "--max-new-tokens", "40", *SLOW)
+    with serving(tmp_path, *model, *slow) as server:
+        client = server.client()
+        ask = partial(client.completions.create, model="model", temperature=0)
+        aborted = ask(prompt="Once", max_tokens=5000, stream=True)
+        next(iter(aborted))
+        with ThreadPoolExecutor(3) as pool:
+            answers = [pool.submit(ask, prompt=prompt) for prompt in prompts]
+            wait_for(lambda: server.ask("/health")["running"] == 4)
+            aborted.close()
+            contents = [answer.result().choices[0].text for answer in answers]
+        wait_for(lambda: server.ask("/health") == {"status": "ok", "running": 0, "waiting": 0})
+        cached = [each.result().usage.prompt_tokens_details.cached_tokens for each in answers]
+        assert sum(each > 0 for each in cached) == 2
+        assert server.metric('tierforce_prefix_hits_total{where="memory"}') == 2
+        assert server.metric('tierforce_sequence_bytes{tier="device"}') > 0
+        assert server.log.count("aborted") == 1
+        alone = [ask(prompt=prompt).choices[0].text for prompt in prompts]
+    assert contents == alone
+    assert len(set(contents)) > 1
 
 
 def test_a_request_needs_a_key(model: tuple[str, ...], tmp_path: Path) -> None:

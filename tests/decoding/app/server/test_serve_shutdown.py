@@ -35,7 +35,8 @@ def test_the_prompt_is_stored_on_shutdown(
 ) -> None:
     """SIGTERM aborts the answer in progress but no write, and queued requests get an error."""
     cache = tmp_path / "cache"
-    command = (*model, *ranks, "--prompt-cache", str(cache), "--max-new-tokens", "5000")
+    command = (*model, *ranks, "--concurrency", "1", "--prompt-cache", str(cache))
+    command = (*command, "--max-new-tokens", "5000")
     errors: list[str] = []
 
     def wait_in_queue(server: Serving) -> None:

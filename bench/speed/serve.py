@@ -1,0 +1,232 @@
+"""`tierforce serve` under load: real clients over HTTP, in this process, and the server in another.
+
+- Several clients ask different questions about one document, one after another and together.
+- A short request arrives while a long prompt is being read.
+- Many requests, some malformed, some of whose clients leave: the server's memory must stay flat.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import psutil
+import typer
+
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark
+from bench.harness.tables import say
+from bench.harness.text import prompt_tokens, tokenizer_of
+from bench.speed.conversation import QUESTIONS
+from offload.errors import TierForceError
+
+_START_S = 120  # time limit of the server's start
+_SHORT = 40  # prompt tokens of a short request
+_SETTLED = 100  # requests after which memory must stay flat
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client received, and when."""
+
+    text: str
+    first_s: float  # from the request to the first text
+    whole_s: float
+    status: int = 200
+
+
+class Server:
+    """A server in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str):
+        self.process, self._address = process, urlsplit(url)
+
+    def complete(
+        self, prompt: Sequence[int], new_tokens: int, leave_after: int | None = None
+    ) -> Answer:
+        """Return the greedy continuation of a prompt, streamed; leave after so many events."""
+        body = {"model": "model", "prompt": list(prompt), "max_tokens": new_tokens, "stream": True}
+        return self.post({**body, "temperature": 0}, leave_after)
+
+    def post(self, body: object, leave_after: int | None = None) -> Answer:
+        """Send a completion request, and receive its answer."""
+        started = time.perf_counter()
+        connection = HTTPConnection(self._address.hostname or "", self._address.port)
+        text, first_s, events = list[str](), 0.0, 0
+        try:
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise TierForceError(f"the server failed: {event['error']}")
+                piece = event["choices"][0]["text"] if event["choices"] else ""
+                first_s = first_s or (time.perf_counter() - started if piece else 0.0)
+                text.append(piece)
+                events += 1
+                if events == leave_after:
+                    break
+        finally:
+            connection.close()
+        return Answer("".join(text), first_s, time.perf_counter() - started, response.status)
+
+    @property
+    def memory_mb(self) -> float:
+        """Return the server's resident memory."""
+        return psutil.Process(self.process.pid).memory_info().rss / 1e6
+
+
+@contextmanager
+def serving(target: str, dtype: str, concurrency: int) -> Iterator[Server]:
+    """Run a server that answers so many requests at once. Raises TierForceError."""
+    command = [sys.executable, "-m", "decoding", "serve", "--model", target, "--port", "0"]
+    command += ["--dtype", dtype, "--concurrency", str(concurrency), "--mode", "retrieval"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines, deadline = list[str](), threading.Timer(_START_S, process.kill)
+    deadline.start()
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if match := re.search(r"listening on (http://\S+)", line):
+                break
+        else:
+            raise TierForceError(f"the server did not start: {''.join(lines[-3:])}")
+        deadline.cancel()
+        # its log is read, so that it does not have to wait
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield Server(process, match[1])
+    finally:
+        deadline.cancel()
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def ask_all(
+    server: Server, prompts: Sequence[Sequence[int]], new_tokens: int, clients: int
+) -> tuple[list[Answer], float]:
+    """Send all requests from so many clients; return the answers, and the seconds of all."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        answers = list(pool.map(lambda prompt: server.complete(prompt, new_tokens), prompts))
+    return answers, time.perf_counter() - started
+
+
+def row(what: str, concurrency: int, answers: Sequence[Answer], seconds: float) -> Row:
+    """Return the row of requests that belong together."""
+    say(f"{what}: {seconds:.1f} s")
+    return {
+        "requests": what,
+        "concurrency": concurrency,
+        "all_s": seconds,
+        "first_text_s": statistics.median(answer.first_s for answer in answers),
+        "answer_s": statistics.median(answer.whole_s for answer in answers),
+    }
+
+
+def short_beside_long(
+    server: Server, long: Sequence[int], short: Sequence[int], new_tokens: int
+) -> tuple[Answer, Answer]:
+    """Send a short request 1 s after a long one; return the answers, the short one's first."""
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(server.complete, long, new_tokens)
+        time.sleep(1.0)
+        quick = pool.submit(server.complete, short, new_tokens)
+        return quick.result(), slow.result()
+
+
+def soak(server: Server, document: Sequence[int], count: int, clients: int) -> Row:
+    """Send many short requests, a tenth malformed, a tenth of whose clients leave."""
+    memory = dict[int, float]()
+
+    def send(number: int) -> int:
+        prompt = document[number % 400 : number % 400 + _SHORT + number % 60]
+        if number % 10 == 3:
+            status = server.post({"model": "model", "prompt": [number, "x"], "stream": True}).status
+        else:
+            leave_after = 1 if number % 10 == 7 else None
+            status = server.complete(prompt, 4 + number % 5, leave_after).status
+        memory[number] = server.memory_mb
+        return status
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        statuses = list(pool.map(send, range(count)))
+    settled, peak = memory[min(_SETTLED, count - 1)], max(memory.values())
+    return {
+        "requests": count,
+        "seconds": time.perf_counter() - started,
+        "refused": sum(status != 200 for status in statuses),
+        "settled_mb": settled,
+        "last_mb": memory[count - 1],
+        "most_mb": peak,
+        "growth": max(value for at, value in memory.items() if at >= _SETTLED) / settled - 1,
+    }
+
+
+@benchmark(
+    "{clients} clients, a document of {context:,} tokens, {new_tokens} new tokens, {dtype}, "
+    "greedy, {threads} threads"
+)
+def main(
+    target: opt.Target = opt.SMOLLM2,
+    text: opt.Text = None,
+    context: opt.Context = 2000,
+    long: Annotated[int, typer.Option(help="Tokens of the long prompt.")] = 7000,
+    clients: Annotated[int, typer.Option(min=2, max=6, help="Number of clients.")] = 4,
+    requests: Annotated[int, typer.Option(help="Requests of the soak; 0: none.")] = 1000,
+    new_tokens: opt.NewTokens = 64,
+    dtype: opt.Dtype = "float32",
+    threads: opt.Threads = 0,
+    output: opt.Output = Path("results/serve.json"),
+) -> Measurement:
+    """Measure a server: several clients at once, a short request beside a long one, a soak."""
+    tokenizer = tokenizer_of(target)
+    whole = prompt_tokens(tokenizer, long + context, text)
+    document, other = whole[:context], whole[context:]
+    prompts = [
+        [
+            *document,
+            *tokenizer(f"\n\nQuestion: {each}\n\nAnswer:", add_special_tokens=False).input_ids,
+        ]
+        for each in QUESTIONS[:clients]
+    ]
+    rows, soaks, ratios = list[Row](), list[Row](), dict[str, object]()
+    with serving(target, dtype, 1) as server:
+        server.complete(other[:_SHORT], 4)
+        alone, alone_s = ask_all(server, prompts, new_tokens, 1)
+        rows.append(row("one after another", 1, alone, alone_s))
+        yield {"rows": rows}
+    with serving(target, dtype, clients) as server:
+        server.complete(other[:_SHORT], 4)
+        together, together_s = ask_all(server, prompts, new_tokens, clients)
+        rows.append(row("together", clients, together, together_s))
+        ratios["time of all answers together, over one after another"] = together_s / alone_s
+        same = [one.text == two.text for one, two in zip(alone, together, strict=True)]
+        ratios["answers with the same text"] = f"{sum(same)} of {len(same)}"
+        yield {"rows": rows, "ratios": ratios}
+        quick, slow = short_beside_long(server, other, document[:_SHORT], 8)
+        rows.append(row("a short one, 1 s after a long one", clients, [quick], quick.whole_s))
+        rows.append(row("the long one", clients, [slow], slow.whole_s))
+        yield {"rows": rows, "ratios": ratios}
+        if requests:
+            soaks.append(soak(server, document, requests, clients))
+            yield {"rows": rows, "ratios": ratios, "soak": soaks}

@@ -1,0 +1,223 @@
+"""Several sequences in a conversation: prompts that share a beginning, and interleaved prefills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from decoding import GREEDY, Engine, Sampling
+from decoding.engine.request import Request, RequestState, Status
+from offload.errors import RequestCancelled, TierForceError
+from offload.tiered.prefill import OBSERVED_ROWS
+from parallel.ranks.process_group import TensorParallelGroup
+from support import batches
+from support.engines import MODES, PLACEMENTS, Folders, Pair
+from support.models import random_tokens
+from support.ranks import run_ranks
+from support.slow import slow_except
+
+SMALL: dict[str, Any] = {**batches.SMALL, "prompt_lookup_ngram": None, "prefill_chunk": 64}
+NEW = 12
+DOCUMENT = random_tokens(400, seed=1).tolist()
+QUESTIONS = [[*DOCUMENT, *random_tokens(20 + count, seed=count).tolist()] for count in range(2, 6)]
+# a few tokens are left for what observes the prompt
+REUSED = [0, *(min(len(DOCUMENT), len(each) - OBSERVED_ROWS) for each in QUESTIONS[1:])]
+OTHER = random_tokens(300, seed=9).tolist()
+
+
+def requests(prompts: Sequence[Sequence[int]], sampling: Sampling = GREEDY) -> list[Request]:
+    return [Request(prompt, NEW, sampling) for prompt in prompts]
+
+
+@contextmanager
+def serving(models: Pair, mode: str, concurrency: int, **options: Any) -> Iterator[Engine]:
+    with models.engine(mode, **{**SMALL, **options}) as engine:
+        if engine.group.rank:
+            engine.run_worker()
+            yield engine
+            return
+        with engine.conversation(room=100, concurrency=concurrency):
+            yield engine
+        assert not engine.sessions.executor.sequences
+
+
+def answer(engine: Engine, batch: Sequence[Request]) -> list[RequestState]:
+    """Return the finished states of requests that arrive together."""
+    states = [engine.scheduler.add(request) for request in batch]
+    while engine.scheduler.is_busy:
+        engine.scheduler.step()
+    for state in states:
+        if state.error is not None:
+            raise state.error
+    return states
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("link", "resident"), slow_except(PLACEMENTS, 2))
+def test_questions_to_one_document_prefill_it_once(
+    mode: str, link: str, resident: int, models: Pair
+) -> None:
+    with serving(models, mode, 4, link=link, gpu_kv_layers=resident) as engine:
+        states = answer(engine, requests([*QUESTIONS, OTHER]))
+        assert [state.stats.reused_tokens for state in states] == [*REUSED, 0]
+        again = answer(engine, requests(QUESTIONS))
+        assert min(state.stats.reused_tokens for state in again) >= len(DOCUMENT) - OBSERVED_ROWS
+    with models.engine("plain") as engine:
+        expected = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in [*QUESTIONS, OTHER]]
+    assert [state.tokens for state in states] == expected
+    assert [state.tokens for state in again] == expected[:4]
+
+
+def test_a_copied_prefix_in_split_layers(folders: Folders) -> None:
+    models = Pair(*folders, dtype="bfloat16")
+    options = {"link": "emulated:50", "gpu_kv_layers": 0, "split_kv_layers": 2}
+    with serving(models, "split-retrieval", 4, **options) as engine:
+        states = answer(engine, requests(QUESTIONS))
+        assert [state.stats.reused_tokens for state in states] == REUSED
+    with models.engine("plain") as engine:
+        expected = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in QUESTIONS]
+    matches = [state.tokens == alone for state, alone in zip(states, expected, strict=True)]
+    assert sum(matches) >= 3  # answers in 16 bits may diverge at near-ties
+
+
+def test_the_least_recently_used_conversation_makes_room(models: Pair) -> None:
+    prompts = [random_tokens(300, seed=seed).tolist() for seed in range(3)]
+    with serving(models, "retrieval", 2) as engine:
+        turns = [[*prompts[0]], [*prompts[1]]]
+        for turn in turns:
+            turn += answer(engine, requests([turn]))[0].tokens
+        # the first one is continued, so the second one has to go
+        (state,) = answer(engine, requests([[*turns[0], 5]]))
+        assert state.stats.reused_tokens == len(turns[0]) - 1
+        (state,) = answer(engine, requests([prompts[2]]))
+        assert state.stats.reused_tokens == 0
+        (state,) = answer(engine, requests([[*turns[0], 6]]))
+        assert state.stats.reused_tokens >= len(turns[0]) - 1
+        (state,) = answer(engine, requests([[*turns[1], 6]]))
+        assert state.stats.reused_tokens == 0
+
+
+def test_a_conversation_is_not_cut_down_to_a_short_common_prefix(models: Pair) -> None:
+    """Where there is room, the prefix is copied."""
+    long = random_tokens(900, seed=3).tolist()
+    with serving(models, "retrieval", 2) as engine:
+        (first,) = answer(engine, requests([long]))
+        (state,) = answer(engine, requests([[*long[:300], *OTHER]]))
+        assert state.stats.reused_tokens == 300
+        assert state.stats.discarded_tokens == 0
+        (state,) = answer(engine, requests([[*long, *first.tokens, 5]]))
+        assert state.stats.reused_tokens == len(long) + NEW - 1
+
+
+@pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
+def test_forwards_and_prefills_take_turns(mode: str, models: Pair) -> None:
+    """While a long prompt is prefilled, others get tokens, and a short prompt overtakes it."""
+    long, short = random_tokens(1600, seed=3).tolist(), random_tokens(40, seed=4).tolist()
+    batch = [Request(OTHER, 60, GREEDY), Request(long, NEW, GREEDY), Request(short, NEW, GREEDY)]
+    with serving(models, mode, 3) as engine:
+        scheduler = engine.scheduler
+        running = scheduler.add(batch[0])
+        while not running.tokens:
+            scheduler.step()
+        slow = scheduler.add(batch[1])
+        before = len(running.tokens)
+        while len(running.tokens) == before:
+            scheduler.step()
+        assert slow.status is Status.PREFILLING
+        quick, missing = scheduler.add(batch[2]), slow.missing
+        while not quick.tokens:
+            scheduler.step()
+        assert slow.status is Status.PREFILLING
+        assert 0 < slow.missing <= missing
+        while scheduler.is_busy:
+            scheduler.step()
+    with models.engine("plain") as engine:
+        expected = batches.run_alone(engine, batch)
+    assert [running.tokens, slow.tokens, quick.tokens] == expected
+
+
+def test_the_oldest_prefill_goes_on_while_shorter_ones_arrive(models: Pair) -> None:
+    long, arrivals = random_tokens(600, seed=3).tolist(), 0
+    with serving(models, "plain", 2) as engine:
+        slow = engine.scheduler.add(Request(long, NEW, GREEDY))
+        engine.scheduler.step()
+        while not slow.tokens:
+            if len(engine.scheduler.step()) and not any(engine.scheduler._waiting):
+                prompt = random_tokens(30, seed=arrivals).tolist()
+                engine.scheduler.add(Request(prompt, 2, GREEDY))
+                arrivals += 1
+            assert arrivals < 1000
+        for state in list(engine.scheduler._waiting):
+            engine.scheduler.abort(state)
+
+
+@pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
+def test_a_cancelled_request_does_not_affect_others(mode: str, models: Pair) -> None:
+    """Cancelled while it waits, is prefilled, and runs."""
+    batch = requests([OTHER, *QUESTIONS])
+    is_cancelled = False
+    with serving(models, mode, 3) as engine:
+        scheduler = engine.scheduler
+        cancelled = replace(batch[1], is_cancelled=lambda: is_cancelled)
+        states = [scheduler.add(request) for request in (batch[0], cancelled, *batch[2:])]
+        while states[1].status is not Status.PREFILLING:
+            scheduler.step()
+        scheduler.abort(states[4])  # waits
+        is_cancelled = True
+        while not states[1].is_finished:
+            scheduler.step()
+        assert isinstance(states[1].error, RequestCancelled)
+        while len(states[2].tokens) < 3:
+            scheduler.step()
+        scheduler.abort(states[2])
+        taken = list(states[2].tokens)
+        assert states[2].is_finished
+        while scheduler.is_busy:
+            scheduler.step()
+        assert states[4].tokens == []
+    with models.engine("plain") as engine:
+        expected = batches.run_alone(engine, batch)
+    assert states[0].tokens == expected[0]
+    assert taken == expected[2][: len(taken)]
+    assert states[3].tokens == expected[3]
+
+
+def test_a_failed_request_does_not_affect_others(models: Pair) -> None:
+    with serving(models, "hierarchical", 2) as engine:
+        states = [engine.scheduler.add(each) for each in requests([OTHER, [], [1] * 4090])]
+        while engine.scheduler.is_busy:
+            engine.scheduler.step()
+        assert [state.error is None for state in states] == [True, False, False]
+        assert len(states[0].tokens) == NEW
+
+
+def test_deterministic_requests_are_not_concurrent(models: Pair) -> None:
+    with (
+        pytest.raises(TierForceError, match="cannot be combined with `deterministic`"),
+        serving(models, "plain", 2, deterministic=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("mode", slow_except(["hierarchical", "plain"], 0))
+def test_two_ranks_equal_one(mode: str, folders: Folders, models: Pair) -> None:
+    tokens, reused = run_ranks(2, answer_on_rank, folders, mode)[0]
+    with models.engine("plain") as engine:
+        expected = batches.run_alone(engine, requests([*QUESTIONS, OTHER]))
+    assert tokens == expected
+    assert reused == [*REUSED, 0]
+
+
+def answer_on_rank(folders: Folders, mode: str) -> tuple[list[list[int]], list[int]]:
+    models = Pair(*folders, TensorParallelGroup.from_environment("cpu"))
+    options = {"link": "emulated:50", "gpu_kv_layers": 1}
+    with serving(models, mode, 4, **options) as engine:
+        if engine.group.rank:
+            return [], []
+        states = answer(engine, requests([*QUESTIONS, OTHER]))
+    engine.close()
+    return [each.tokens for each in states], [each.stats.reused_tokens for each in states]
