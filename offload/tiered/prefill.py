@@ -167,7 +167,12 @@ def copy_prefix(source: TieredCache, cache: TieredCache, tokens: int) -> None:
     Fewer than all tokens of the prompt, so that its observers see the last ones. Raises
     InsufficientMemoryError.
     """
+    layers = zip(cache.layers, source.layers, source.host_readers(), strict=True)
     with Prefill(cache, tokens) as prefill:
-        for layer, read in enumerate(source.host_readers()):
-            prefill.load_blocks(layer, head_blocks(read_layer(read, source.layout, tokens)))
+        for index, (layer, other, read) in enumerate(layers):
+            own, others = layer.buffer, other.buffer
+            if own is None or others is None or not (layer.is_on_device and other.is_on_device):
+                prefill.load_blocks(index, head_blocks(read_layer(read, source.layout, tokens)))
+            else:  # all of it is on the device
+                token_slice(own, 0, tokens).copy_(token_slice(others, 0, tokens))
     cache.truncate(tokens)

@@ -212,6 +212,24 @@ def test_conversation_with_tiers_and_captured_graphs(
     engine.close()
 
 
+@pytest.mark.parametrize(("mode", "resident"), [("hierarchical", 2), ("plain", 6)])
+def test_several_sequences_share_a_prefix(mode: str, resident: int) -> None:
+    """Copied from layers of all kinds, while other requests are prefilled and run."""
+    group = TensorParallelGroup(device=torch.device("cuda", 0))
+    engine = open_engine(group, mode, graphs=False, gpu_kv_layers=resident, prefill_chunk=64)
+    prompts = [PROMPT, PROMPT[:280] + PROMPT[:40], PROMPT[100:], PROMPT[:280] + PROMPT[40:90]]
+    requests = [Request(prompt, NEW, GREEDY) for prompt in prompts]
+    with engine.conversation(room=60, concurrency=4):
+        states = [engine.scheduler.add(request) for request in requests]
+        while engine.scheduler.is_busy:
+            engine.scheduler.step()
+    assert [state.stats.reused_tokens for state in states] == [0, 280, 0, 280]
+    assert [state.tokens for state in states] == [
+        list(engine.generate(prompt, NEW, GREEDY)) for prompt in prompts
+    ]
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("mode", "dtype", "resident"),
     slow_except(
