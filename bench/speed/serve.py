@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +37,7 @@ from offload.errors import TierForceError
 
 _START_S = 120  # time limit of the server's start
 _SHORT = 40  # prompt tokens of a short request
-_SETTLED = 100  # requests after which memory must stay flat
+_SETTLED = 100  # requests until memory must stay flat
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,18 @@ class Server:
     def complete(
         self, prompt: Sequence[int], new_tokens: int, leave_after: int | None = None
     ) -> Answer:
-        """Return the greedy continuation of a prompt, streamed; leave after so many events."""
-        body = {"model": "model", "prompt": list(prompt), "max_tokens": new_tokens, "stream": True}
-        return self.post({**body, "temperature": 0}, leave_after)
+        """Return the greedy continuation of a prompt; the client leaves after so many events.
 
-    def post(self, body: object, leave_after: int | None = None) -> Answer:
-        """Send a completion request, and receive its answer."""
+        Raises TierForceError if the server refuses or fails.
+        """
+        answer = self.post(leave_after, prompt=list(prompt), max_tokens=new_tokens, temperature=0)
+        if answer.status != 200:
+            raise TierForceError(f"the server refused a request with status {answer.status}")
+        return answer
+
+    def post(self, leave_after: int | None = None, **fields: object) -> Answer:
+        """Send a completion request, and receive its answer as a stream."""
+        body = {"model": self.model, "stream": True, **fields}
         started = time.perf_counter()
         connection = HTTPConnection(self._address.hostname or "", self._address.port)
         text, first_s, events = list[str](), 0.0, 0
@@ -88,6 +95,15 @@ class Server:
             connection.close()
         return Answer("".join(text), first_s, time.perf_counter() - started, response.status)
 
+    @cached_property
+    def model(self) -> str:
+        """Return the name of its model."""
+        connection = HTTPConnection(self._address.hostname or "", self._address.port)
+        connection.request("GET", "/v1/models")
+        name: str = json.load(connection.getresponse())["data"][0]["id"]
+        connection.close()
+        return name
+
     @property
     def memory_mb(self) -> float:
         """Return the server's resident memory."""
@@ -98,7 +114,7 @@ class Server:
 def serving(target: str, dtype: str, concurrency: int) -> Iterator[Server]:
     """Run a server that answers so many requests at once. Raises TierForceError."""
     command = [sys.executable, "-m", "decoding", "serve", "--model", target, "--port", "0"]
-    command += ["--dtype", dtype, "--concurrency", str(concurrency), "--mode", "retrieval"]
+    command += ["--dtype", dtype, "--concurrency", str(concurrency)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     lines, deadline = list[str](), threading.Timer(_START_S, process.kill)
@@ -160,7 +176,7 @@ def soak(server: Server, document: Sequence[int], count: int, clients: int) -> R
     def send(number: int) -> int:
         prompt = document[number % 400 : number % 400 + _SHORT + number % 60]
         if number % 10 == 3:
-            status = server.post({"model": "model", "prompt": [number, "x"], "stream": True}).status
+            status = server.post(prompt=[number, "x"]).status
         else:
             leave_after = 1 if number % 10 == 7 else None
             status = server.complete(prompt, 4 + number % 5, leave_after).status
@@ -170,15 +186,18 @@ def soak(server: Server, document: Sequence[int], count: int, clients: int) -> R
     started = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         statuses = list(pool.map(send, range(count)))
-    settled, peak = memory[min(_SETTLED, count - 1)], max(memory.values())
+    by_number = [memory[number] for number in range(count)]
+    # medians of so many requests: what is open varies from one to the next
+    settled = statistics.median(by_number[_SETTLED : 2 * _SETTLED] or by_number)
+    last = statistics.median(by_number[-_SETTLED:])
     return {
         "requests": count,
         "seconds": time.perf_counter() - started,
         "refused": sum(status != 200 for status in statuses),
         "settled_mb": settled,
-        "last_mb": memory[count - 1],
-        "most_mb": peak,
-        "growth": max(value for at, value in memory.items() if at >= _SETTLED) / settled - 1,
+        "last_mb": last,
+        "most_mb": max(by_number),
+        "growth": last / settled - 1,
     }
 
 

@@ -60,6 +60,7 @@ class CachePool:
         assert state.sequence is not None
         state.sequence.tokens = np.asarray(request.prompt)
         state.sequence.missing = len(request.prompt) - stats.reused_tokens
+        state.sequence.stepped_at = time.perf_counter()
 
     def is_worth_waiting(self, request: Request) -> bool:
         """Return whether far more of a prompt is being prefilled than caches hold by now."""
@@ -92,7 +93,8 @@ class CachePool:
         if logits is not None:
             sequence.missing = 0
             logits[0, 0].item()  # waits for the device
-        sequence.prefill_s += time.perf_counter() - started
+        sequence.stepped_at = time.perf_counter()
+        sequence.prefill_s += sequence.stepped_at - started
         if logits is not None and not state.stats.reused_tokens:
             sequence.token_s = sequence.prefill_s / tokens
         return logits

@@ -26,17 +26,16 @@ class CachedSequence:
     tokens: Tokens = ()
     missing: int = 0  # tokens of its prompt that are still to be prefilled
     prefill_s: float = 0.0  # seconds of prefill so far
+    stepped_at: float = 0.0  # when it was last prefilled, by `time.perf_counter`
     token_s: float = 0.0  # prefill seconds per token, when the whole prompt was last prefilled
     forward_s: float = 0.0  # seconds per forward of the target, in the last turn that made one
 
     def common_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
         """Return the length of the prefix that a prompt shares, whose KV is that of its own."""
-        caches = self.caches
+        caches, common = self.caches, common_prefix(self.tokens, prompt)
         if caches.runtime.settings.deterministic:
             return 0  # KV of decoding, or of a shorter prefill, differs bitwise from one prefill
-        if not caches.same_rope_as(len(prompt), max_new_tokens):
-            return 0
-        return common_prefix(self.tokens, prompt)
+        return common if common and caches.same_rope_as(len(prompt), max_new_tokens) else 0
 
     def reusable_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
         """Return how many tokens of a prompt stay in the caches; 0 to prefill all of it."""

@@ -111,6 +111,12 @@ class RequestState:
         assert self.sequence is not None
         return self.sequence.missing
 
+    @property
+    def idle_s(self) -> float:
+        """Return the seconds since the last step of its prefill."""
+        assert self.sequence is not None
+        return time.perf_counter() - self.sequence.stepped_at
+
     def admit(self) -> None:
         """Begin: prefill is next."""
         self.status, self._started = Status.PREFILLING, time.perf_counter()

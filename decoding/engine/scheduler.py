@@ -7,6 +7,7 @@ its own caches, generator and counts.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from decoding.speculation.draft_length import Lengths
 from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
 from parallel.ranks.environment import RankLost
 
-_OLDEST_FIRST = 16  # in one of so many steps the oldest request is prefilled
+_MAX_WAIT_S = 1.0  # for the next step of the oldest prefill, while shorter ones come first
 
 
 class Scheduler:
@@ -40,7 +41,7 @@ class Scheduler:
         self._clock = Clock()
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []  # and those being prefilled
-        self._turn = 0
+        self._lead_s = 0.0  # by how many seconds prefills are ahead of forwards
 
     @property
     def is_busy(self) -> bool:
@@ -60,18 +61,24 @@ class Scheduler:
         errors that end all requests; all caches are freed then.
 
         Args:
-            is_interleaved: whether prefill takes turns with the forwards of running requests;
-                otherwise these wait.
+            is_interleaved: whether prefill shares the time with the forwards of running requests,
+                half and half; otherwise these wait.
         """
         try:
             if failed := self._admit():
                 return failed
-            prefilling = self._prefilling
-            self._turn += 1
-            may_run = is_interleaved and len(prefilling) < len(self._running)
-            if prefilling and not (may_run and self._turn % 2):
-                return self._prefill(prefilling, is_interleaved and self.concurrency > 1)
-            return self._forward()
+            started, prefilling = time.perf_counter(), self._prefilling
+            have_turns = is_interleaved and 0 < len(prefilling) < len(self._running)
+            is_forward = not prefilling or (have_turns and self._lead_s > 0)
+            if is_forward:
+                stepped = self._forward()
+            else:
+                stepped = self._prefill(prefilling, is_interleaved and self.concurrency > 1)
+            seconds = time.perf_counter() - started
+            self._lead_s += -seconds if is_forward else seconds
+            if not have_turns:
+                self._lead_s = 0.0
+            return stepped
         except BaseException:
             self.close()  # an interrupted forward cannot be resumed
             raise
@@ -152,11 +159,11 @@ class Scheduler:
     def _prefill(self, prefilling: list[RequestState], in_chunks: bool) -> list[RequestState]:
         """Run the next step of a prefill, a chunk of a layer or all of it; return its request.
 
-        The one that misses least comes first, but every so often the oldest one does.
+        The one that misses least comes first, unless the oldest has waited for too long.
         """
-        state = min(prefilling, key=lambda each: each.missing)
-        if self._turn % _OLDEST_FIRST == 0:
-            state = prefilling[0]
+        state, oldest = min(prefilling, key=lambda each: each.missing), prefilling[0]
+        if oldest.idle_s > _MAX_WAIT_S:
+            state = oldest
         with self._clock.paused(), self._own_errors([state]):
             logits = self.caches.prefill(state, whole_layer=not in_chunks)
             if logits is not None:
