@@ -36,6 +36,7 @@ def _run(module: str, name: str, context: Context) -> None:
 
 _kernels = partial(partial, _run, "bench.gpu.kernels")
 _forwards = partial(partial, _run, "bench.gpu.forwards")
+_together = partial(_run, "bench.gpu.together", "together")
 PARTS: dict[str, tuple[Callable[[Context], None], int]] = {  # function, and time limit in seconds
     "machine": (_kernels("machine"), 60),
     "pin": (_kernels("pin"), 60),
@@ -48,6 +49,7 @@ PARTS: dict[str, tuple[Callable[[Context], None], int]] = {  # function, and tim
     "split": (_forwards("split"), 100),
     "deterministic": (_forwards("deterministic"), 90),
     "plan": (_forwards("plan"), 130),
+    "together": (_together, 120),
 }
 
 

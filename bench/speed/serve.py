@@ -37,7 +37,7 @@ from offload.errors import TierForceError
 
 _START_S = 120  # time limit of the server's start
 _SHORT = 40  # prompt tokens of a short request
-_SETTLED = 100  # requests until memory must stay flat
+_WARM = 100  # requests until memory must stay flat
 
 
 @dataclass(frozen=True)
@@ -188,16 +188,16 @@ def soak(server: Server, document: Sequence[int], count: int, clients: int) -> R
         statuses = list(pool.map(send, range(count)))
     by_number = [memory[number] for number in range(count)]
     # medians of so many requests: what is open varies from one to the next
-    settled = statistics.median(by_number[_SETTLED : 2 * _SETTLED] or by_number)
-    last = statistics.median(by_number[-_SETTLED:])
+    early = statistics.median(by_number[_WARM : 2 * _WARM] or by_number)
+    last = statistics.median(by_number[-_WARM:])
     return {
         "requests": count,
         "seconds": time.perf_counter() - started,
         "refused": sum(status != 200 for status in statuses),
-        "settled_mb": settled,
+        "early_mb": early,
         "last_mb": last,
         "most_mb": max(by_number),
-        "growth": last / settled - 1,
+        "growth": last / early - 1,
     }
 
 

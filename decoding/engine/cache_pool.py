@@ -63,13 +63,18 @@ class CachePool:
         state.sequence.stepped_at = time.perf_counter()
 
     def is_worth_waiting(self, request: Request) -> bool:
-        """Return whether far more of a prompt is being prefilled than caches hold by now."""
-        held, soon = 0, 0
-        for each in [*self.kept, *self._in_use]:
-            common = each.common_tokens(*_size(request))
-            held = max(held, min(common, each.caches.target.length))
-            soon = max(soon, common if each.missing else 0)
-        return soon >= held + MIN_TOKENS
+        """Return whether a prefix of a prompt is being prefilled for another request.
+
+        It is worth waiting for if that saves more work than half of what is left to do there.
+        """
+        sequences = [*self.kept, *self._in_use]
+        common = [each.common_tokens(*_size(request)) for each in sequences]
+        pairs = list(zip(sequences, common, strict=True))
+        held = max((min(count, each.caches.target.length) for each, count in pairs), default=0)
+        return any(
+            count >= held + MIN_TOKENS and 0 < each.missing <= 2 * (count - held)
+            for each, count in pairs
+        )
 
     def prefill(self, state: RequestState, whole_layer: bool) -> Tensor | None:
         """Run the next step of a request's prefill; return the logits (1, V) after the last one.

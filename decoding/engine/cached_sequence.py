@@ -26,7 +26,7 @@ class CachedSequence:
     tokens: Tokens = ()
     missing: int = 0  # tokens of its prompt that are still to be prefilled
     prefill_s: float = 0.0  # seconds of prefill so far
-    stepped_at: float = 0.0  # when it was last prefilled, by `time.perf_counter`
+    stepped_at: float = 0.0  # end of the last step of its prefill, by `time.perf_counter`
     token_s: float = 0.0  # prefill seconds per token, when the whole prompt was last prefilled
     forward_s: float = 0.0  # seconds per forward of the target, in the last turn that made one
 

@@ -22,7 +22,7 @@ from decoding.speculation.draft_length import Lengths
 from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
 from parallel.ranks.environment import RankLost
 
-_MAX_WAIT_S = 1.0  # for the next step of the oldest prefill, while shorter ones come first
+_MAX_WAIT_S = 1.0  # longest wait of the oldest prefill while shorter ones come first
 
 
 class Scheduler:
@@ -41,7 +41,7 @@ class Scheduler:
         self._clock = Clock()
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []  # and those being prefilled
-        self._lead_s = 0.0  # by how many seconds prefills are ahead of forwards
+        self._lead_s = 0.0  # seconds of prefill less those of forwards, while both are due
 
     @property
     def is_busy(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import decoding.engine.scheduler
 from decoding import GREEDY, Engine, Sampling
 from decoding.engine.request import Request, RequestState, Status
 from offload.errors import RequestCancelled, TierForceError
@@ -61,7 +62,7 @@ def answer(engine: Engine, batch: Sequence[Request]) -> list[RequestState]:
 def test_questions_to_one_document_prefill_it_once(
     mode: str, link: str, resident: int, models: Pair
 ) -> None:
-    with serving(models, mode, 4, link=link, gpu_kv_layers=resident) as engine:
+    with serving(models, mode, 5, link=link, gpu_kv_layers=resident) as engine:
         states = answer(engine, requests([*QUESTIONS, OTHER]))
         assert [state.stats.reused_tokens for state in states] == [*REUSED, 0]
         again = answer(engine, requests(QUESTIONS))
@@ -84,7 +85,7 @@ def test_a_copied_prefix_in_split_layers(folders: Folders) -> None:
     assert sum(matches) >= 3  # answers in 16 bits may diverge at near-ties
 
 
-def test_the_least_recently_used_conversation_makes_room(models: Pair) -> None:
+def test_the_conversation_used_longest_ago_makes_room(models: Pair) -> None:
     prompts = [random_tokens(300, seed=seed).tolist() for seed in range(3)]
     with serving(models, "retrieval", 2) as engine:
         turns = [[*prompts[0]], [*prompts[1]]]
@@ -140,7 +141,25 @@ def test_forwards_and_prefills_take_turns(mode: str, models: Pair) -> None:
     assert [running.tokens, slow.tokens, quick.tokens] == expected
 
 
-def test_the_oldest_prefill_goes_on_while_shorter_ones_arrive(models: Pair) -> None:
+def test_a_short_request_does_not_wait_for_a_long_prompt_with_the_same_beginning(
+    models: Pair,
+) -> None:
+    long = random_tokens(1600, seed=3).tolist()
+    with serving(models, "plain", 2) as engine:
+        slow = engine.scheduler.add(Request(long, NEW, GREEDY))
+        engine.scheduler.step()
+        quick = engine.scheduler.add(Request([*long[:300], 5], NEW, GREEDY))
+        while not quick.tokens:
+            engine.scheduler.step()
+        assert slow.status is Status.PREFILLING
+        while engine.scheduler.is_busy:
+            engine.scheduler.step()
+
+
+def test_the_oldest_prefill_goes_on_while_shorter_ones_arrive(
+    models: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding.engine.scheduler, "_MAX_WAIT_S", 0.01)
     long, arrivals = random_tokens(600, seed=3).tolist(), 0
     with serving(models, "plain", 2) as engine:
         slow = engine.scheduler.add(Request(long, NEW, GREEDY))
@@ -215,7 +234,7 @@ def test_two_ranks_equal_one(mode: str, folders: Folders, models: Pair) -> None:
 def answer_on_rank(folders: Folders, mode: str) -> tuple[list[list[int]], list[int]]:
     models = Pair(*folders, TensorParallelGroup.from_environment("cpu"))
     options = {"link": "emulated:50", "gpu_kv_layers": 1}
-    with serving(models, mode, 4, **options) as engine:
+    with serving(models, mode, 5, **options) as engine:
         if engine.group.rank:
             return [], []
         states = answer(engine, requests([*QUESTIONS, OTHER]))
