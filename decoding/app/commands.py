@@ -265,6 +265,8 @@ def serve(
     Temperature, top-p, top-k and --max-new-tokens are defaults for requests that do not set them.
     Needs 'tierforce\[server]'.
     """
+    if common.settings.deterministic:
+        check_concurrency(concurrency)
     options = ServeOptions(host, port, queue, max_body, concurrency)
     interrupts = _start(common, "interrupted ({name})")
     try:

@@ -49,18 +49,22 @@ class CachePool:
             self.kept.remove(previous)
             self._use(state, previous)
             cached = previous.caches.target.length
+            is_shared = concurrency == 1 or previous.common_tokens(*_size(request)) > 0
             is_best = previous.reusable_tokens(*_size(request)) >= self._source(request)[1]
             is_extended = is_best and self._extend(state, previous)
-            stats.discarded_tokens = max(0, cached - stats.reused_tokens)
+            if is_shared:  # otherwise it is another conversation, which makes room
+                stats.discarded_tokens = max(0, cached - stats.reused_tokens)
             if not is_extended:
                 state.sequence = None
                 self.release(previous, keep=False)
         if state.sequence is None:
             self._use(state, CachedSequence(self._open(state, concurrency)))
-        assert state.sequence is not None
-        state.sequence.tokens = np.asarray(request.prompt)
-        state.sequence.missing = len(request.prompt) - stats.reused_tokens
-        state.sequence.stepped_at = time.perf_counter()
+            stats.discarded_tokens = max(0, stats.discarded_tokens - stats.reused_tokens)
+        sequence = state.sequence
+        assert sequence is not None
+        sequence.tokens = np.asarray(request.prompt)
+        sequence.missing = len(request.prompt) - stats.reused_tokens
+        sequence.stepped_at = time.perf_counter()
 
     def is_worth_waiting(self, request: Request) -> bool:
         """Return whether a prefix of a prompt is being prefilled for another request.
@@ -70,26 +74,32 @@ class CachePool:
         sequences = [*self.kept, *self._in_use]
         common = [each.common_tokens(*_size(request)) for each in sequences]
         pairs = list(zip(sequences, common, strict=True))
-        held = max((min(count, each.caches.target.length) for each, count in pairs), default=0)
+        held = max((min(count, each.copyable) for each, count in pairs), default=0)
         return any(
             count >= held + MIN_TOKENS and 0 < each.missing <= 2 * (count - held)
             for each, count in pairs
         )
 
-    def prefill(self, state: RequestState, whole_layer: bool) -> Tensor | None:
+    def prefill(self, state: RequestState, whole_layer: bool, waits: bool = False) -> Tensor | None:
         """Run the next step of a request's prefill; return the logits (1, V) after the last one.
 
         A step is a chunk of a layer, or with `whole_layer` all of it. Raises
         InsufficientMemoryError, and RequestCancelled if the request is cancelled.
+
+        Args:
+            state: the request.
+            whole_layer: whether to run all chunks up to the end of a layer.
+            waits: whether to wait for the device, so that the step's time is known.
         """
         sequence, request = state.sequence, state.request
         assert sequence is not None
         if request.is_cancelled():
             raise RequestCancelled("the request was cancelled during prefill.")
-        tokens = len(request.prompt) - state.stats.reused_tokens
+        rest = len(request.prompt) - state.stats.reused_tokens
+        whole = rest if sequence.token_s else len(request.prompt)  # the progress is in these tokens
 
         def report(done: int, total: int) -> None:
-            sequence.missing = max(1, tokens * (total - done) // total)  # until there are logits
+            sequence.missing = max(1, whole * (total - done) // total)  # until there are logits
             if request.progress:
                 request.progress(done, total)
 
@@ -98,10 +108,12 @@ class CachePool:
         if logits is not None:
             sequence.missing = 0
             logits[0, 0].item()  # waits for the device
+        elif waits:
+            sequence.caches.runtime.link.finish_compute()
         sequence.stepped_at = time.perf_counter()
         sequence.prefill_s += sequence.stepped_at - started
-        if logits is not None and not state.stats.reused_tokens:
-            sequence.token_s = sequence.prefill_s / tokens
+        if logits is not None and not sequence.token_s:
+            sequence.token_s = sequence.prefill_s / rest
         return logits
 
     def release(self, sequence: CachedSequence, keep: bool) -> None:
@@ -128,7 +140,8 @@ class CachePool:
             return None
         is_full = len(self.kept) + len(self._in_use) >= concurrency
         best = max(self.kept, key=lambda each: each.reusable_tokens(*_size(request)))
-        if 2 * best.reusable_tokens(*_size(request)) >= len(best.tokens):
+        reusable = best.reusable_tokens(*_size(request))
+        if 2 * reusable >= len(best.tokens) and reusable >= self._source(request)[1]:
             return best
         return self.kept[0] if is_full else None
 
@@ -161,7 +174,17 @@ class CachePool:
         """Open a sequence with room for later turns if memory allows, else for this one alone.
 
         It begins with the longest prefix that another sequence shares, if that is worth copying.
+        Kept sequences make room for it.
         """
+        while True:
+            try:
+                return self._open_in_share(state, concurrency)
+            except InsufficientMemoryError:
+                if not self.kept:
+                    raise
+                self.sessions.close(self.kept.pop(0).caches)
+
+    def _open_in_share(self, state: RequestState, concurrency: int) -> SequenceState:
         request = state.request
         prompt, new = _size(request)
         source, shared = self._source(request)
@@ -178,7 +201,7 @@ class CachePool:
         """Return the sequence with the longest prefix of a prompt to copy, and its length."""
         source, shared = None, MIN_TOKENS - 1
         for each in [*self.kept, *self._in_use]:
-            common = min(each.common_tokens(*_size(request)), each.caches.target.length)
+            common = min(each.common_tokens(*_size(request)), each.copyable)
             if (common := min(common, len(request.prompt) - OBSERVED_ROWS)) > shared:
                 source, shared = each.caches, common
         return (source, shared) if source is not None else (None, 0)

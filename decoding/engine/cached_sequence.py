@@ -30,6 +30,11 @@ class CachedSequence:
     token_s: float = 0.0  # prefill seconds per token, when the whole prompt was last prefilled
     forward_s: float = 0.0  # seconds per forward of the target, in the last turn that made one
 
+    @property
+    def copyable(self) -> int:
+        """Return how many of its first tokens may be copied: none during a prefill."""
+        return 0 if self.missing else self.caches.target.length
+
     def common_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
         """Return the length of the prefix that a prompt shares, whose KV is that of its own."""
         caches, common = self.caches, common_prefix(self.tokens, prompt)

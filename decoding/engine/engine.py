@@ -181,7 +181,7 @@ class Engine:
             if state.error is not None:
                 raise state.error
         finally:
-            del state.tokens[taken:]
+            state.cut(taken)
             self.scheduler.abort(state)
 
     @contextmanager

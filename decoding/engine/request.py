@@ -38,7 +38,7 @@ class Request:
     on_stats: Callable[[Stats], None] | None = None  # called after every round
     # called with the target's logits (n, V) of a round's n tokens, before any of them is yielded
     on_logits: Callable[[Tensor], None] | None = None
-    # polled before each layer of prefill
+    # polled before each step of prefill
     is_cancelled: Callable[[], bool] = lambda: False
 
     def validate(self, context: int, vocab: int) -> None:
@@ -80,7 +80,7 @@ class RequestState:
         self._decoder: Decoder | None = None
         self._steps: Steps[list[int]] | None = None  # the current round
         self._forward: ForwardRequest | None = None
-        self._started = 0.0  # admission, by `time.perf_counter`
+        self._started = time.perf_counter()
         self._elapsed: Callable[[], float] = lambda: 0.0  # seconds of decoding
 
     @property
@@ -119,7 +119,7 @@ class RequestState:
 
     def admit(self) -> None:
         """Begin: prefill is next."""
-        self.status, self._started = Status.PREFILLING, time.perf_counter()
+        self.status = Status.PREFILLING
 
     def begin(
         self, logits: Tensor, lengths: dict[str, Lengths], clock: Callable[[], float]
@@ -183,6 +183,12 @@ class RequestState:
         self._steps = self._decoder.round(limit - stats.new_tokens)
         self._forward = next(self._steps)
         return True
+
+    def cut(self, count: int) -> None:
+        """Drop all new tokens but the first `count`, those that were taken."""
+        if count < len(self.tokens):
+            del self.tokens[count:]
+            self.stats.finish_reason = None
 
     def finish(self, keep: bool = False) -> CachedSequence | None:
         """End the request, and return its caches; `keep`: for a later request to continue."""

@@ -73,7 +73,8 @@ class Scheduler:
             if is_forward:
                 stepped = self._forward()
             else:
-                stepped = self._prefill(prefilling, is_interleaved and self.concurrency > 1)
+                in_chunks = is_interleaved and self.concurrency > 1
+                stepped = self._prefill(prefilling, in_chunks, have_turns)
             seconds = time.perf_counter() - started
             self._lead_s += -seconds if is_forward else seconds
             if not have_turns:
@@ -92,11 +93,12 @@ class Scheduler:
 
     def close(self) -> None:
         """End all requests, and free all caches."""
+        waiting = list(self._waiting)
+        self._waiting.clear()
         with ExitStack() as closing:  # ends all of them, even if one raises
             closing.callback(self.caches.close)
-            for state in [*self._waiting, *self._running]:
+            for state in [*waiting, *self._running]:
                 closing.callback(self._finish, state)
-        self._waiting.clear()
 
     def run(
         self, requests: Iterable[Request], concurrency: int
@@ -156,7 +158,9 @@ class Scheduler:
                 self.caches.begin(state, self.concurrency)
         return [state for state in admitted if state.is_finished]
 
-    def _prefill(self, prefilling: list[RequestState], in_chunks: bool) -> list[RequestState]:
+    def _prefill(
+        self, prefilling: list[RequestState], in_chunks: bool, waits: bool
+    ) -> list[RequestState]:
         """Run the next step of a prefill, a chunk of a layer or all of it; return its request.
 
         The one that misses least comes first, unless the oldest has waited for too long.
@@ -165,7 +169,7 @@ class Scheduler:
         if oldest.idle_s > _MAX_WAIT_S:
             state = oldest
         with self._clock.paused(), self._own_errors([state]):
-            logits = self.caches.prefill(state, whole_layer=not in_chunks)
+            logits = self.caches.prefill(state, not in_chunks, waits)
             if logits is not None:
                 self._advance(state, state.begin(logits, self.lengths, self._clock))
         return [state]

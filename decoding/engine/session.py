@@ -11,7 +11,7 @@ from torch import Tensor
 from decoding.engine.draft_prefill import prefill_draft
 from decoding.engine.levels import DecodingLevels
 from decoding.models.runtime import Runtime
-from decoding.planning.fit import extend_chunk
+from decoding.planning.fit import Memory, extend_chunk
 from decoding.planning.memory_plan import MemoryPlan
 from decoding.planning.strategy_selector import StrategyChoice
 from decoding.prefix_cache.manager import PrefixCacheManager
@@ -66,6 +66,7 @@ class SequenceState:
         self._prefix_cache, self._name = prefix_cache, name
         self.saving: BackgroundWriter | None = None  # saves the last prefilled prompt
         self.loaded_tokens = 0  # prompt tokens loaded from disk
+        self.share: Memory | None = None  # memory it may use; None: all that is free
 
     def prefill(self) -> Tensor:
         """Prefill the prompt at once (`prefill_steps`); return the logits (1, V)."""
@@ -244,7 +245,7 @@ class SequenceState:
             self.max_new_tokens = max_new_tokens
             try:
                 with self.runtime.target.group.sync_errors():
-                    return self.runtime.plan(len(self.prompt), max_new_tokens)
+                    return self.runtime.plan(len(self.prompt), max_new_tokens, self.share)
             except InsufficientMemoryError:
                 if max_new_tokens == reserve[-1]:
                     raise

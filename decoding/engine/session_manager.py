@@ -110,8 +110,11 @@ class SequenceManager:
         its display name in the prompt cache. The KV of the first `shared` tokens is copied from
         `source`, an open sequence. Raises InsufficientMemoryError on all ranks.
         """
-        index = 0 if source is None else self.executor.sequences.index(source)
-        command = Open(list(prompt), max_new_tokens, concurrency, name, index, shared)
+        index, lengths = 0, list[int]()
+        if source is not None:
+            index = self.executor.sequences.index(source)
+            lengths = self.executor.lengths_of(source)
+        command = Open(list(prompt), max_new_tokens, concurrency, name, index, shared, lengths)
         self.executor.send(command)
         return self._open(command)
 
@@ -184,6 +187,7 @@ class SequenceManager:
             session = SequenceState(
                 runtime, prompt, max_new_tokens, choice, plan, self.prefix_cache, command.name
             )
+            session.share = memory if command.concurrency > 1 else None
             if command.shared:
                 source = self.executor.sequences[command.source]
                 assert isinstance(source, SequenceState)

@@ -30,8 +30,8 @@ class Stats:
 
     prompt_tokens: int = 0
     truncated_tokens: int = 0  # tokens dropped from the input to fit the context
-    reused_tokens: int = 0  # prompt tokens still in the caches from the previous turn
-    discarded_tokens: int = 0  # cached tokens of the previous turn that this prompt does not share
+    reused_tokens: int = 0  # prompt tokens whose KV was in the caches of an earlier request
+    discarded_tokens: int = 0  # tokens in the caches it was given that it does not share
     loaded_tokens: int = 0  # prompt tokens loaded from the prompt cache on disk
     concurrency: int = 1  # maximum number of requests, this one included, that ran concurrently
     token_ids: list[int] = field(default_factory=list, repr=False)  # new tokens, in order

@@ -102,9 +102,12 @@ class Open:
     name: str  # display name in the prompt cache
     source: int = 0  # an open sequence with the same beginning
     shared: int = 0  # length of the beginning that is copied from it
+    lengths: Sequence[int] = ()  # lengths of its sharded levels' caches
 
     def run(self, executor: TensorParallelExecutor) -> None:
         assert executor.open_sequence is not None
+        if self.shared:
+            executor.set_lengths(self.source, self.lengths)
         with suppress(TierForceError):  # rank 0 raises the same error, and reports it
             executor.open_sequence(self)
 
@@ -130,9 +133,11 @@ class Extend:
     lengths: list[int]  # lengths of the sharded levels' caches
 
     def run(self, executor: TensorParallelExecutor) -> None:
+        executor.set_lengths(self.index, self.lengths)
         sequence = executor.sequences[self.index]
-        for index, length in enumerate(self.lengths):
-            sequence.levels[index].cache.set_length(length)
+        if self.reserve:  # no other graph may keep the caches that are replaced
+            for other in executor.sequences:
+                other.evict_shared_graphs(sequence)
         steps = sequence.extend_steps(self.tokens, self.cached, self.reserve)
         executor.prefills[sequence] = steps
 
@@ -211,6 +216,15 @@ class TensorParallelExecutor:
         sequence.close()
         trim_heap()
 
+    def lengths_of(self, sequence: OpenSequence) -> list[int]:
+        """Return the lengths of a sequence's sharded caches: commands carry them to other ranks."""
+        return [level.cache.length for level in sequence.levels if level.is_sharded]
+
+    def set_lengths(self, index: int, lengths: Sequence[int]) -> None:
+        """Set the lengths of a sequence's sharded caches, as on rank 0."""
+        for level, length in zip(self.sequences[index].levels, lengths, strict=False):
+            level.cache.set_length(length)
+
     def locate(self, cache: Cache) -> tuple[int, int]:
         """Return the indices of a cache's sequence, and of its level there. Raises ValueError."""
         for index, sequence in enumerate(self.sequences):
@@ -253,8 +267,7 @@ class TensorParallelExecutor:
 
         The sequence becomes `tokens`, whose first `cached` it already holds.
         """
-        lengths = [level.cache.length for level in sequence.levels if level.is_sharded]
-        index = self.sequences.index(sequence)
+        index, lengths = self.sequences.index(sequence), self.lengths_of(sequence)
         command = Extend(index, list(tokens), cached, list(reserve), lengths)
         self.send(command)
         command.run(self)

@@ -37,7 +37,8 @@ class ServeOptions:
     concurrency: int | None = option(
         "Requests that are answered together, sharing memory and forwards of the models, and "
         "conversations whose caches are kept. By default as many of the longest as fit without "
-        "offloading another layer.",
+        "offloading another layer; 1 where short forwards are CUDA graphs and a layer takes longer "
+        "to launch than to read.",
         value=None,
         unit="requests",
         minimum=1,

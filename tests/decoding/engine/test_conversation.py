@@ -225,7 +225,7 @@ def test_old_caches_are_freed_before_larger_ones_are_planned(models: Pair) -> No
     with models.engine("hierarchical", link="emulated:50", gpu_kv_layers=1, **SMALL) as engine:
         plan, requested = type(engine.runtime).plan, list[int]()
 
-        def plan_second(runtime: Any, prompt: int, new: int) -> Any:
+        def plan_second(runtime: Any, prompt: int, new: int, _: object) -> Any:
             requested.append(new)
             assert [each() for each in old] == [None] * len(old)
             if len(requested) == 1:  # then room for this turn alone is planned

@@ -75,9 +75,8 @@ class EngineWorker:
         try:
             self._answers.append(_Answer(self.engine, request, self._token_bytes))
         except Exception as error:  # a tokenizer's
-            request.fail(INTERNAL_ERROR)
+            _fail(request, error)
             self.queue.finish(request)
-            say(f"request failed: {type(error).__name__}: {one_line(error)}")
 
     def _step(self) -> None:
         """Drop requests whose clients are gone, run one step, and send what is new."""
@@ -89,37 +88,34 @@ class EngineWorker:
         except RankLost:
             raise
         except Exception as error:
-            self._fail(error, *self._answers)
+            if self.engine.group.size > 1:  # the other ranks are in the middle of a forward
+                raise
+            for answer in self._answers:
+                answer.fail(error)
         for answer in list(self._answers):
             try:
                 answer.send_new()
             except Exception as error:  # a tokenizer's
-                self._fail(error, answer)
+                answer.fail(error)
             if answer.is_over:
                 self._end(answer)
         self.metrics.show_memory(self.engine.sessions.plans())
-
-    def _fail(self, error: Exception, *answers: _Answer) -> None:
-        """Fail requests after an error of the program. Raises it if the engine is unusable."""
-        if self.engine.group.size > 1:  # the other ranks are in the middle of a forward
-            raise error
-        for answer in answers:
-            answer.queued.fail(INTERNAL_ERROR)
-            say(f"request failed: {type(error).__name__}: {one_line(error)}")
 
     def _end(self, answer: _Answer) -> None:
         """End an answer, log it, and make room for another one."""
         self._answers.remove(answer)
         answer.close()
         self.queue.finish(answer.queued)
-        stats, error = answer.state.stats, answer.state.error
-        if error is not None and not isinstance(error, RequestCancelled):
-            say(f"request failed: {as_flags(str(error))}")
-        elif not stats.plan:
-            say("aborted during prefill")
-        else:
-            say(summary_line(stats) if answer.is_complete else f"aborted: {summary_line(stats)}")
+        stats, line = answer.state.stats, answer.log_line()
+        if line is not None:
+            say(line)
         self.metrics.count(stats, time.perf_counter() - answer.started)
+
+
+def _fail(request: QueuedRequest, error: Exception) -> None:
+    """Fail a request after an error of the program, and log it."""
+    request.fail(INTERNAL_ERROR)
+    say(f"request failed: {type(error).__name__}: {one_line(error)}")
 
 
 def _as_failure(error: TierForceError, concurrency: int) -> Failed:
@@ -140,7 +136,7 @@ class _Answer:
         params = queued.params
         self.engine, self.queued = engine, queued
         self.started = time.perf_counter()
-        self.is_complete = False
+        self.is_complete = self.has_failed = False  # has_failed: by an error of the program
         self._logprobs = None
         if params.top_logprobs is not None:
             self._logprobs = _LogprobRecorder(params, token_bytes)
@@ -179,15 +175,32 @@ class _Answer:
         elif state.is_finished or text.is_stopped:
             if not text.is_stopped:
                 self._send(text.rest())
+            state.cut(self._taken)
             self.is_complete = True
             reason = "stop" if text.is_stopped else state.stats.finish_reason
             queued.send(Finished(reason or "stop", self._counts()))
         elif state.tokens and self._is_report_due():
             queued.send(ProgressUpdate({"counts": self._counts()}))
 
+    def log_line(self) -> str | None:
+        """Return how the answer ended; None if that is logged already."""
+        stats, error = self.state.stats, self.state.error
+        if self.has_failed:
+            return None
+        if error is not None and not isinstance(error, RequestCancelled):
+            return f"request failed: {as_flags(str(error))}"
+        if not stats.plan:
+            return "aborted before its first token"
+        return summary_line(stats) if self.is_complete else f"aborted: {summary_line(stats)}"
+
+    def fail(self, error: Exception) -> None:
+        """Fail after an error of the program."""
+        self.has_failed = True
+        _fail(self.queued, error)
+
     def close(self) -> None:
         """Stop generating: the tokens taken by now are the answer."""
-        del self.state.tokens[self._taken :]
+        self.state.cut(self._taken)
         self.engine.scheduler.abort(self.state)
 
     def _send(self, delta: TextDelta | None) -> None:

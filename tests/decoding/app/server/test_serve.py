@@ -93,6 +93,8 @@ def test_a_prompt_is_continued(server: Serving, tokenizer: AutoTokenizer) -> Non
     stop = whole.text[middle - 3 : middle + 3]
     cut = ask(prompt=prompt, stop=["never generated", stop]).choices[0]
     assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
+    usage = ask(prompt=prompt, stop=stop).usage
+    assert 0 < usage.completion_tokens < 20  # those after the stop string do not count
     chunks = [chunk.choices[0].text for chunk in ask(prompt=prompt, stop=stop, stream=True)]
     assert "".join(chunks) == cut.text
     # the seed of a sampled answer is reported, and can be chosen
