@@ -57,7 +57,7 @@ def answer(engine: Engine, batch: Sequence[Request]) -> list[RequestState]:
     return states
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
 @pytest.mark.parametrize(("link", "resident"), slow_except(PLACEMENTS, 2))
 def test_questions_to_one_document_prefill_it_once(
     mode: str, link: str, resident: int, models: Pair

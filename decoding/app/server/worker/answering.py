@@ -190,7 +190,7 @@ class _Answer:
         if error is not None and not isinstance(error, RequestCancelled):
             return f"request failed: {as_flags(str(error))}"
         if not stats.plan:
-            return "aborted before its first token"
+            return "aborted during prefill, or before"
         return summary_line(stats) if self.is_complete else f"aborted: {summary_line(stats)}"
 
     def fail(self, error: Exception) -> None:

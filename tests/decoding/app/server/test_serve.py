@@ -348,8 +348,9 @@ def test_a_disconnect_aborts_the_request(model: tuple[str, ...], tmp_path: Path)
 def test_several_requests_at_once(model: tuple[str, ...], tmp_path: Path) -> None:
     """Their answers are those of one after another; one of them disconnects."""
     prompts = [STORY[:1500] + f" {name} answered:" for name in ("Ann", "Ben", "Cleo")]
-    slow = ("--concurrency", "4", "--dtype", "float32", "--max-new-tokens", "40", *SLOW)
-    with serving(tmp_path, *model, *slow) as server:
+    slow = ("--link", "emulated:0.1", "--gpu-kv-layers", "0", "--mode", "plain")
+    options = ("--concurrency", "4", "--dtype", "float32", "--max-new-tokens", "12", *slow)
+    with serving(tmp_path, *model, *options) as server:
         client = server.client()
         ask = partial(client.completions.create, model="model", temperature=0)
         aborted = ask(prompt="Once", max_tokens=5000, stream=True)
