@@ -7,15 +7,16 @@ while a long prompt is being read.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import mean
 
 from bench.gpu.choices import Context
 from bench.gpu.models import fit_context, load_models, mode_of, prompt_of
+from bench.harness.decode_loop import run_together
 from decoding import GREEDY, Engine, Settings
 from decoding.config.settings import LEVELS
-from decoding.engine.request import Request, RequestState, Status
+from decoding.engine.request import Request, Status
 from decoding.models.runtime import Runtime
 
 _DOCUMENT, _QUESTION, _LONG = 16_384, 40, 65_536  # prompt tokens
@@ -37,7 +38,7 @@ def together(context: Context) -> None:
             with _engine(context, mode, concurrency) as engine:
                 list(engine.submit(Request(prompt[-300:], 8, GREEDY)))  # warms up
                 started = time.perf_counter()
-                states = _answer(engine, batch)
+                states = run_together(engine, batch)
                 what = f"{mode}, {_CLIENTS} questions to {document:,} tokens, {concurrency} at once"
                 context.add(f"{what}: all answers", time.perf_counter() - started, "s")
                 rate = mean(state.stats.ms_per_token or 0.0 for state in states)
@@ -95,14 +96,3 @@ def _engine(context: Context, mode: str, concurrency: int) -> Iterator[Engine]:
     finally:
         engine.close()
         runtime.arena.free()
-
-
-def _answer(engine: Engine, batch: Sequence[Request]) -> list[RequestState]:
-    """Return the finished states of requests that arrive together; raise their errors."""
-    states = [engine.scheduler.add(request) for request in batch]
-    while engine.scheduler.is_busy:
-        engine.scheduler.step()
-    for state in states:
-        if state.error is not None:
-            raise state.error
-    return states

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decoding import Engine, Sampling, Settings
 from decoding.engine.hierarchy import build_decoder
+from decoding.engine.request import Request, RequestState
 from decoding.engine.session import SequenceState
 from decoding.speculation.coroutines import run
 from decoding.speculation.decoders import Decoder
@@ -102,3 +103,14 @@ def decode_loop(
         if time.perf_counter() - started > limit:
             break
     return decoder, time.perf_counter() - started
+
+
+def run_together(engine: Engine, batch: Sequence[Request]) -> list[RequestState]:
+    """Return the finished states of requests that arrive together; raise their errors."""
+    states = [engine.scheduler.add(request) for request in batch]
+    while engine.scheduler.is_busy:
+        engine.scheduler.step()
+    for state in states:
+        if state.error is not None:
+            raise state.error
+    return states

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
-import numpy as np
 from torch import Tensor
 
 from decoding.engine.cached_sequence import CachedSequence, room_for_turns
@@ -14,6 +12,7 @@ from decoding.engine.request import Request, RequestState
 from decoding.engine.session import SequenceState
 from decoding.engine.session_manager import SequenceManager
 from decoding.prefix_cache.store import MIN_TOKENS
+from decoding.speculation.sequence import Tokens
 from offload.errors import InsufficientMemoryError, RequestCancelled
 from offload.tiered.prefill import OBSERVED_ROWS
 
@@ -62,7 +61,7 @@ class CachePool:
             stats.discarded_tokens = max(0, stats.discarded_tokens - stats.reused_tokens)
         sequence = state.sequence
         assert sequence is not None
-        sequence.tokens = np.asarray(request.prompt)
+        sequence.tokens = request.tokens
         sequence.missing = len(request.prompt) - stats.reused_tokens
         sequence.stepped_at = time.perf_counter()
 
@@ -152,7 +151,7 @@ class CachePool:
         """
         request, caches = state.request, kept.caches
         tokens, new = len(request.prompt), request.max_new_tokens
-        if not (cached := kept.reusable_tokens(request.prompt, new)):
+        if not (cached := kept.reusable_tokens(*_size(request))):
             return False
         is_long = tokens - cached > MIN_TOKENS  # more of it may be on disk
         if is_long and self.sessions.cached_prefix(request.prompt, new) > cached + MIN_TOKENS:
@@ -186,7 +185,7 @@ class CachePool:
 
     def _open_in_share(self, state: RequestState, concurrency: int) -> SequenceState:
         request = state.request
-        prompt, new = _size(request)
+        prompt, new = request.prompt, request.max_new_tokens
         source, shared = self._source(request)
         if source is not None and self.sessions.cached_prefix(prompt, new) > shared + MIN_TOKENS:
             source, shared = None, 0
@@ -213,5 +212,5 @@ class CachePool:
         return room_for_turns(self.sessions.runtime, tokens, new, room)
 
 
-def _size(request: Request) -> tuple[Sequence[int], int]:
-    return request.prompt, request.max_new_tokens
+def _size(request: Request) -> tuple[Tokens, int]:
+    return request.tokens, request.max_new_tokens

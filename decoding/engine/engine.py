@@ -1,4 +1,4 @@
-"""The engine: models in memory on all ranks, and the requests they serve one after another."""
+"""The engine: models in memory on all ranks, and the requests they serve."""
 
 from __future__ import annotations
 

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from numbers import Integral
 
+import numpy as np
 from torch import Tensor
 
 from decoding.engine.cached_sequence import CachedSequence
@@ -40,6 +42,11 @@ class Request:
     on_logits: Callable[[Tensor], None] | None = None
     # polled before each step of prefill
     is_cancelled: Callable[[], bool] = lambda: False
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Return the prompt as an array, which is fast to compare with others."""
+        return np.asarray(self.prompt)
 
     def validate(self, context: int, vocab: int) -> None:
         """Raise InvalidRequestError if a model with this context cannot process the request."""
@@ -116,10 +123,6 @@ class RequestState:
         """Return the seconds since the last step of its prefill."""
         assert self.sequence is not None
         return time.perf_counter() - self.sequence.stepped_at
-
-    def admit(self) -> None:
-        """Begin: prefill is next."""
-        self.status = Status.PREFILLING
 
     def begin(
         self, logits: Tensor, lengths: dict[str, Lengths], clock: Callable[[], float]

@@ -151,7 +151,7 @@ class Scheduler:
             with self._clock.paused(), self._own_errors([state]):
                 vocab = self.sessions.runtime.target.config.vocab
                 state.request.validate(self.caches.context, vocab)
-                state.admit()
+                state.status = Status.PREFILLING
                 self._running.append(state)
                 for each in self._running:
                     each.stats.concurrency = max(each.stats.concurrency, len(self._running))

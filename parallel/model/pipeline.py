@@ -31,15 +31,11 @@ class PrefillStep(NamedTuple):
 PrefillSteps = Generator[PrefillStep, None, Tensor]  # returns the logits (1, V)
 
 
-def run_steps(
-    steps: PrefillSteps, on_step: Callable[[PrefillStep], object] | None = None
-) -> Tensor:
-    """Run all steps of a prefill, and return the logits (1, V); `on_step` is called after each."""
+def run_steps(steps: PrefillSteps) -> Tensor:
+    """Run all steps of a prefill, and return the logits (1, V)."""
     while True:
         try:
-            step = next(steps)
-            if on_step:
-                on_step(step)
+            next(steps)
         except StopIteration as end:
             logits: Tensor = end.value
             return logits

@@ -17,16 +17,20 @@ from decoding.app.batch.job import BatchJob, model_digest, model_name
 from decoding.app.batch.records import Records
 from decoding.app.environment import installed_version
 from decoding.app.options import Common, as_flags
-from decoding.app.terminal.messages import LongestDocument, say_what_fits, summary_line
+from decoding.app.terminal.messages import (
+    LongestDocument,
+    fitting_concurrency,
+    say_what_fits,
+    summary_line,
+)
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts, signal_source
 from decoding.app.terminal.streams import say, silence_transformers, warn
-from decoding.config.defaults import MAX_CONCURRENCY
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request, RequestState
 from decoding.text.prompt import Template
 from offload.dtypes import dtype_name
-from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
+from offload.errors import InvalidRequestError, TierForceError
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
 
@@ -68,7 +72,9 @@ def run(
         longest = longest_document(engine, due, template, common.max_new_tokens)
         longest, count = group.broadcast((longest, len(due)))
         concurrency = min(
-            count, concurrency or choose_concurrency(engine, longest, common.max_new_tokens)
+            count,
+            concurrency
+            or fitting_concurrency(engine, longest.tokens if longest else 0, common.max_new_tokens),
         )
         say_what_fits(engine, longest, common, concurrency)
         if records is None:
@@ -191,16 +197,6 @@ def due_documents(documents: Sequence[Document], records: Records, job: BatchJob
             "model or sampling: their documents are summarised again, and the old records stay."
         )
     return due
-
-
-def choose_concurrency(engine: Engine, longest: LongestDocument | None, max_new_tokens: int) -> int:
-    """Return how many documents fit together at no cost to each; all ranks call it."""
-    if longest is None:
-        return 1
-    try:
-        return engine.max_concurrency(longest.tokens, max_new_tokens, MAX_CONCURRENCY)
-    except InsufficientMemoryError:
-        return 1
 
 
 class Summaries:

@@ -28,12 +28,11 @@ from decoding.app.server.worker.answering import EngineWorker
 from decoding.app.server.worker.jobs import Failed, RequestQueue
 from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.prompts import Prompts
-from decoding.app.terminal.messages import say_what_fits
+from decoding.app.terminal.messages import fitting_concurrency, say_what_fits
 from decoding.app.terminal.signals import DOUBLE_INTERRUPT_S, Interrupts
 from decoding.app.terminal.streams import say, silence_transformers, warn
-from decoding.config.defaults import MAX_CONCURRENCY
 from decoding.engine.engine import Engine
-from offload.errors import InsufficientMemoryError, TierForceError, one_line
+from offload.errors import TierForceError, one_line
 from parallel.ranks.launch import answer_signals, require_open_files
 from parallel.ranks.process_group import TensorParallelGroup
 
@@ -62,7 +61,9 @@ def run(
             require_open_files(connections.open_files, f"`queue` {options.queue}")
             listener = _bind(options)
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
-    concurrency = options.concurrency or _choose_concurrency(engine, common.max_new_tokens)
+    concurrency = options.concurrency or fitting_concurrency(
+        engine, engine.context - common.max_new_tokens, common.max_new_tokens
+    )
     say_what_fits(engine, None, common, concurrency)
     if listener is None:
         engine.run_worker()  # returns after rank 0 has shut down
@@ -80,7 +81,10 @@ def run(
         common.sampling,
         common.max_new_tokens,
     )
-    metrics, prompts = Metrics(queue), Prompts(engine.tokenizer, engine.context)
+    metrics, prompts = (
+        Metrics(queue, engine.sessions.plans),
+        Prompts(engine.tokenizer, engine.context),
+    )
     server = Server(queue, prompts, metrics, served, options.max_body * 10**6)
     hosts = None if keys else [*_LOCAL_NAMES, _url_host(options.host)]
     app = RequestGuard(server.app(), hosts, keys, metrics)
@@ -159,17 +163,6 @@ def _http_thread(
     finally:
         server.should_exit = True
         thread.join(_LAST_RESPONSES_S + 1)
-
-
-def _choose_concurrency(engine: Engine, max_new_tokens: int) -> int:
-    """Return how many requests of any length fit together at no cost to each; on all ranks."""
-    prompt = engine.context - max_new_tokens
-    if prompt < 1:
-        return 1
-    try:
-        return engine.max_concurrency(prompt, max_new_tokens, MAX_CONCURRENCY)
-    except InsufficientMemoryError:
-        return 1
 
 
 def _load_keys(options: ServeOptions, path: Path | None) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.streams import say, warn
+from decoding.config.defaults import MAX_CONCURRENCY
 from decoding.config.settings import LEVELS
 from decoding.engine.engine import Engine
 from decoding.engine.stats import Stats
@@ -23,6 +24,16 @@ class LongestDocument:
 
     name: str
     tokens: int  # in its prompt, after truncation to the context
+
+
+def fitting_concurrency(engine: Engine, prompt_tokens: int, max_new_tokens: int) -> int:
+    """Return how many requests of this size fit together at no cost to each; all ranks call it."""
+    if prompt_tokens < 1:
+        return 1
+    try:
+        return engine.max_concurrency(prompt_tokens, max_new_tokens, MAX_CONCURRENCY)
+    except InsufficientMemoryError:
+        return 1
 
 
 def say_what_fits(

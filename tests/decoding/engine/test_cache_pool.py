@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import decoding.engine.scheduler
+from bench.harness.decode_loop import run_together
 from decoding import GREEDY, Engine, Sampling
-from decoding.engine.request import Request, RequestState, Status
+from decoding.engine.request import Request, Status
 from offload.errors import RequestCancelled, TierForceError
 from offload.tiered.prefill import OBSERVED_ROWS
 from parallel.ranks.process_group import TensorParallelGroup
@@ -46,26 +47,15 @@ def serving(models: Pair, mode: str, concurrency: int, **options: Any) -> Iterat
         assert not engine.sessions.executor.sequences
 
 
-def answer(engine: Engine, batch: Sequence[Request]) -> list[RequestState]:
-    """Return the finished states of requests that arrive together."""
-    states = [engine.scheduler.add(request) for request in batch]
-    while engine.scheduler.is_busy:
-        engine.scheduler.step()
-    for state in states:
-        if state.error is not None:
-            raise state.error
-    return states
-
-
 @pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
 @pytest.mark.parametrize(("link", "resident"), slow_except(PLACEMENTS, 2))
 def test_questions_to_one_document_prefill_it_once(
     mode: str, link: str, resident: int, models: Pair
 ) -> None:
     with serving(models, mode, 5, link=link, gpu_kv_layers=resident) as engine:
-        states = answer(engine, requests([*QUESTIONS, OTHER]))
+        states = run_together(engine, requests([*QUESTIONS, OTHER]))
         assert [state.stats.reused_tokens for state in states] == [*REUSED, 0]
-        again = answer(engine, requests(QUESTIONS))
+        again = run_together(engine, requests(QUESTIONS))
         assert min(state.stats.reused_tokens for state in again) >= len(DOCUMENT) - OBSERVED_ROWS
     with models.engine("plain") as engine:
         expected = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in [*QUESTIONS, OTHER]]
@@ -77,7 +67,7 @@ def test_a_copied_prefix_in_split_layers(folders: Folders) -> None:
     models = Pair(*folders, dtype="bfloat16")
     options = {"link": "emulated:50", "gpu_kv_layers": 0, "split_kv_layers": 2}
     with serving(models, "split-retrieval", 4, **options) as engine:
-        states = answer(engine, requests(QUESTIONS))
+        states = run_together(engine, requests(QUESTIONS))
         assert [state.stats.reused_tokens for state in states] == REUSED
     with models.engine("plain") as engine:
         expected = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in QUESTIONS]
@@ -90,7 +80,7 @@ def test_a_prefix_is_not_copied_during_a_prefill(mode: str, models: Pair) -> Non
     """The layers that it has not reached yet hold their KV elsewhere than the others."""
     with serving(models, mode, 3, link="emulated:50", gpu_kv_layers=1) as engine:
         scheduler = engine.scheduler
-        (first,) = answer(engine, requests([DOCUMENT]))
+        (first,) = run_together(engine, requests([DOCUMENT]))
         turn = [*DOCUMENT, *first.tokens, *random_tokens(500, seed=7).tolist()]
         engine.scheduler.caches.kept[0].token_s = 1e9  # reuse pays
         slow = scheduler.add(Request(turn, NEW, GREEDY))
@@ -111,15 +101,15 @@ def test_the_conversation_used_longest_ago_makes_room(models: Pair) -> None:
     with serving(models, "retrieval", 2) as engine:
         turns = [[*prompts[0]], [*prompts[1]]]
         for turn in turns:
-            turn += answer(engine, requests([turn]))[0].tokens
+            turn += run_together(engine, requests([turn]))[0].tokens
         # the first one is continued, so the second one has to go
-        (state,) = answer(engine, requests([[*turns[0], 5]]))
+        (state,) = run_together(engine, requests([[*turns[0], 5]]))
         assert state.stats.reused_tokens == len(turns[0]) - 1
-        (state,) = answer(engine, requests([prompts[2]]))
+        (state,) = run_together(engine, requests([prompts[2]]))
         assert state.stats.reused_tokens == 0
-        (state,) = answer(engine, requests([[*turns[0], 6]]))
+        (state,) = run_together(engine, requests([[*turns[0], 6]]))
         assert state.stats.reused_tokens >= len(turns[0]) - 1
-        (state,) = answer(engine, requests([[*turns[1], 6]]))
+        (state,) = run_together(engine, requests([[*turns[1], 6]]))
         assert state.stats.reused_tokens == 0
 
 
@@ -127,11 +117,11 @@ def test_a_conversation_is_not_cut_down_to_a_short_common_prefix(models: Pair) -
     """Where there is room, the prefix is copied."""
     long = random_tokens(900, seed=3).tolist()
     with serving(models, "retrieval", 2) as engine:
-        (first,) = answer(engine, requests([long]))
-        (state,) = answer(engine, requests([[*long[:300], *OTHER]]))
+        (first,) = run_together(engine, requests([long]))
+        (state,) = run_together(engine, requests([[*long[:300], *OTHER]]))
         assert state.stats.reused_tokens == 300
         assert state.stats.discarded_tokens == 0
-        (state,) = answer(engine, requests([[*long, *first.tokens, 5]]))
+        (state,) = run_together(engine, requests([[*long, *first.tokens, 5]]))
         assert state.stats.reused_tokens == len(long) + NEW - 1
 
 
@@ -260,10 +250,10 @@ def answer_on_rank(folders: Folders, mode: str) -> tuple[list[list[int]], list[i
     with serving(models, mode, 5, **options) as engine:
         if engine.group.rank:
             return [], []
-        states = answer(engine, requests([*QUESTIONS, OTHER]))
+        states = run_together(engine, requests([*QUESTIONS, OTHER]))
         # two that go on from the same answer: one in its caches, one in a copy
         more = [*states[4].request.prompt, *states[4].tokens]
-        again = answer(engine, requests([[*more, 5], [*more, *OTHER[:50]]]))
+        again = run_together(engine, requests([[*more, 5], [*more, *OTHER[:50]]]))
         assert min(each.stats.reused_tokens for each in again) >= len(more) - OBSERVED_ROWS
         states += again
     engine.close()

@@ -99,7 +99,6 @@ class EngineWorker:
                 answer.fail(error)
             if answer.is_over:
                 self._end(answer)
-        self.metrics.show_memory(self.engine.sessions.plans())
 
     def _end(self, answer: _Answer) -> None:
         """End an answer, log it, and make room for another one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -16,7 +16,8 @@ _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class Metrics:
     """The metrics of a server since its start."""
 
-    def __init__(self, queue: RequestQueue):
+    def __init__(self, queue: RequestQueue, plans: Callable[[], Sequence[MemoryPlan]] = list):
+        """Count from now on; `plans` returns those of all open sequences, on any thread."""
         self._registry = registry = CollectorRegistry()
         self.replies = Counter(
             "tierforce_replies", "Replies by their HTTP status.", ["status"], registry=registry
@@ -55,12 +56,14 @@ class Metrics:
             ["where"],
             registry=registry,
         )
-        self._memory = Gauge(
+        memory = Gauge(
             "tierforce_sequence_bytes",
             "Memory of all open sequences on one rank, by tier.",
             ["tier"],
             registry=registry,
         )
+        memory.labels("device").set_function(lambda: sum(plan.device_bytes for plan in plans()))
+        memory.labels("host").set_function(lambda: sum(plan.host_bytes for plan in plans()))
         waiting = Gauge("tierforce_requests_waiting", "Requests in the queue.", registry=registry)
         waiting.set_function(lambda: queue.waiting)
         running = Gauge("tierforce_requests_running", "Requests being answered.", registry=registry)
@@ -82,11 +85,6 @@ class Metrics:
             self._whole.observe(seconds)
         if (tokens := stats.tokens_per_verification) is not None:
             self._per_verification.set(tokens)
-
-    def show_memory(self, plans: Sequence[MemoryPlan]) -> None:
-        """Show the memory that open sequences take."""
-        self._memory.labels("device").set(sum(plan.device_bytes for plan in plans))
-        self._memory.labels("host").set(sum(plan.host_bytes for plan in plans))
 
     def text(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
