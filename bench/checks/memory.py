@@ -22,6 +22,7 @@ from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.config.defaults import USABLE_SHARE
 from decoding.planning.memory_plan import MemoryPlan, device_breakdown
+from decoding.planning.request_spec import RequestSpec
 from offload.errors import TierForceError
 from parallel.config.model_config import ModelConfig
 from parallel.model.loading import parameter_bytes
@@ -107,7 +108,7 @@ def engine_for(setting: Setting, job: Job) -> Engine:
         return engine
     runtime = engine.runtime
     prompt_length = int(setting.part * job.context)
-    requirements = runtime.requirements.memory(prompt_length, job.max_new_tokens)
+    requirements = RequestSpec(runtime.requirements, prompt_length, job.max_new_tokens).memory
     phases = device_breakdown(requirements, layers, setting.deferred_layers)
     models = [model for model in (runtime.target, runtime.draft) if model is not None]
     memory = parameter_bytes(*models) + max(sum(phase.values()) for phase in phases)
@@ -124,7 +125,7 @@ def run_limited(setting: Setting, share: float, job: Job) -> Row:
     engine, new_tokens = engine_for(setting, job), job.max_new_tokens
     list(engine.generate([1] * 300, 20))  # starts threads and allocates their memory
     prompt = prompt_tokens(engine.tokenizer, int(setting.part * job.context))
-    plan = engine.runtime.plan(len(prompt), new_tokens)
+    plan = engine.runtime.plan(len(prompt), new_tokens).memory
     tokens = 0
     try:
         with limit_memory(plan, share):

@@ -24,9 +24,9 @@ from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.engine.session import SequenceState
-from decoding.planning.cost import Acceptance
-from decoding.planning.forecast import forecast
+from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.round_cost import Acceptance
 from decoding.probe.kernels import kernel_rates
 from decoding.speculation.decoders import Decoder, Speculative
 from decoding.speculation.draft_length import draft_lengths, expected_tokens
@@ -106,28 +106,25 @@ def acceptance_of(tokens: float, length: int) -> float:
 
 def compare(setting: Setting, session: SequenceState, machine: HardwareProfile) -> Row:
     """Return the row of a setting: measured, and predicted with the measured acceptance."""
-    mode = session.runtime.mode
+    plan, needs = session.plan, session.plan.requirements
     started = time.perf_counter()
     first = int(session.prefill().argmax())
     first_s = time.perf_counter() - started
-    lengths = draft_lengths(session.runtime.settings)
+    lengths = draft_lengths(needs.settings)
     decoder, seconds = decode_loop(session, first, SAMPLING, lengths)
     token_s = seconds / decoder.stats.produced
     outer, inner = acceptance_rates(setting, decoder)
-    requirements, context = session.runtime.requirements, len(session.prompt)
-    acceptance = Acceptance(outer, inner, requirements.budget)
-    predicted = forecast(
-        requirements, session.plan, machine, context, session.max_new_tokens, acceptance
-    )
+    acceptance = Acceptance(outer, inner, needs.strategy.budget)
+    predicted = CostModel(machine, acceptance).forecast(plan)
     return {
-        "context": context,
-        "mode": mode,
+        "context": plan.spec.prompt,
+        "mode": needs.mode,
         "link_gbps": setting.rate or None,
-        "gpu_kv_layers": session.plan.resident_layers,
+        "gpu_kv_layers": plan.memory.resident_layers,
         "retrieval_budget": setting.budget,
         "num_draft_tokens": setting.draft,
         "num_inner_draft_tokens": setting.inner,
-        "acceptance": outer if mode != "plain" else None,
+        "acceptance": outer if needs.mode != "plain" else None,
         "first_s": first_s,
         "predicted_first_s": predicted.prefill_s,
         "first_error": predicted.prefill_s / first_s - 1,  # relative to the measured time

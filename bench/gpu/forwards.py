@@ -140,7 +140,8 @@ def _planned(context: Context) -> None:
     }
     before = _device_bytes(context)
     with prefilled_session(context, context.tokens(_LONG), mode, **chosen) as session:
-        context.add("slots of heads", f"{session.plan.slots} x {session.plan.slot_heads}")
+        plan = session.plan.memory
+        context.add("slots of heads", f"{plan.slots} x {plan.slot_heads}")
         report_prefill(context, session)
         session.runtime.link.peak_bytes()  # resets the peak, which includes the matrix product
         times, moved = _timed(context, session)
@@ -149,7 +150,7 @@ def _planned(context: Context) -> None:
         session.runtime.link.peak_bytes()
         _report_rounds(context, session)
         peaks["rounds"] = session.runtime.link.peak_bytes()
-        context.add("planned, without weights", session.plan.device_bytes / 1e9, "GB")
+        context.add("planned, without weights", plan.device_bytes / 1e9, "GB")
         after = _device_bytes(context)
         if before is None or after is None:  # a CPU, on which a peak is the whole process's
             return

@@ -125,7 +125,7 @@ def prefilled_session(
         seconds = time.perf_counter() - started
         context.add(f"prefill of {tokens:,} tokens", seconds, "s")
         context.add("prefill", tokens / seconds, "tokens/s")
-        context.add("resident layers", session.plan.resident_layers)
+        context.add("resident layers", session.plan.memory.resident_layers)
         yield session
         session.close()
     finally:

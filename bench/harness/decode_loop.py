@@ -92,13 +92,13 @@ def decode_loop(
     `on_logits` receives the logits of each round's tokens, as `Request.on_logits` does. Returns the
     decoder, with its counts, and the seconds it took.
     """
-    is_coupled = session.runtime.settings.deterministic
+    is_coupled = session.plan.requirements.settings.deterministic
     randomness = make_randomness(sampling, session.prompt.device, is_coupled)
     sequence = TokenSequence([*session.prompt.tolist(), first])
     decoder = build_decoder(session, sequence, sampling, randomness, lengths)
     decoder.on_logits = on_logits
     started = time.perf_counter()
-    while (missing := session.max_new_tokens - 1 - decoder.stats.produced) > 0:
+    while (missing := session.plan.spec.max_new_tokens - 1 - decoder.stats.produced) > 0:
         run(decoder.round(missing), lambda request: session.run_forward([request])[0])
         if time.perf_counter() - started > limit:
             break

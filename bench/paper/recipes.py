@@ -32,10 +32,11 @@ from bench.harness.tables import say
 from bench.harness.text import documents
 from bench.paper.published import DRAFT, RECIPES, THIRTEEN, Experiment, Options
 from decoding import Settings
-from decoding.planning.cost import Acceptance
+from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.memory_requirements import Requirements
-from decoding.planning.what_if import plan_request
+from decoding.planning.planner import Planner
+from decoding.planning.requirements import Requirements
+from decoding.planning.round_cost import Acceptance
 from offload.errors import TierForceError
 
 FEW = 12  # new tokens of plain decoding over an emulated link, which is slow
@@ -192,14 +193,9 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
         copies=True,
     )
     max_new_tokens = options["max_new_tokens"]
-    report = plan_request(
-        requirements,
-        machine,
-        options["context"] - max_new_tokens,
-        max_new_tokens,
-        concurrency=options["concurrency"],
-    )
-    return 1e3 * report.forecast.token_s, Acceptance().rate(report.requirements, report.plan)
+    costs, prompt = CostModel(machine), options["context"] - max_new_tokens
+    plan = Planner(requirements, costs).plan(prompt, max_new_tokens, options["concurrency"])
+    return 1e3 * costs.token_s(plan), Acceptance().rate(plan)
 
 
 @benchmark("Recipe {name}, times in ms/token", hidden=["settings"])

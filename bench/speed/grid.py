@@ -37,11 +37,11 @@ from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import select_prompts, text_tokens
 from decoding import Engine, Sampling, Settings
+from decoding.config.defaults import MAX_DRAFT
 from decoding.config.option import options_of
 from decoding.config.settings import LEVELS
 from decoding.engine.session_manager import SequenceManager
 from decoding.models.runtime import Runtime
-from decoding.planning.memory_requirements import MAX_DRAFT
 from decoding.speculation.draft_length import Adaptive, Lengths, RoundStats, draft_lengths
 from offload.errors import TierForceError
 
@@ -261,15 +261,15 @@ def time_prompt(
         opened.callback(sessions.close, session)
         prefilled = PrefilledPrompt(session)
         for point in rotated(group.points, sampling.seed):
-            requirements, plan = session.runtime.requirements, session.plan
+            requirements, plan = session.plan.requirements, session.plan
             lengths = point.lengths.setdefault(requirements.mode, draft_lengths(point.settings))
             run = prefilled.run(sampling, lengths, limit)
             settings = replace(
                 requirements.settings,
                 # the interval determines how recent the retrieval cache of a draft is
-                selection_interval=requirements.selection_interval(plan),
-                gpu_kv_layers=plan.resident_layers,
-                split_kv_layers=plan.split_layers,
+                selection_interval=plan.selection_interval,
+                gpu_kv_layers=plan.memory.resident_layers,
+                split_kv_layers=plan.memory.split_layers,
             )
             point.runs.append((settings, run))
             sessions.record(session, run.rounds)

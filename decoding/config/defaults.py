@@ -114,8 +114,7 @@ RECONSTRUCTION_TRAFFIC = 1.75
 
 # -- strategy selection by past requests -----------------------------------------------------------
 
-# Prior rejection ratio with DEFAULT_RETRIEVAL_BUDGET, and its weight in tokens.
-PRIOR_REJECTION = 0.07
+# Weight of the assumed acceptance rate against measured ones, in tokens.
 PRIOR_TOKENS = 24.0
 # Tokens with one strategy from which its own rejections outweigh those of other strategies.
 OWN_HISTORY_TOKENS = 200.0

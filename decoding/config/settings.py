@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET
+from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET, MAX_DRAFT, MAX_INNER_DRAFT
 from decoding.config.option import (
     MEMORY,
     PYTHON,
@@ -73,8 +73,8 @@ class Settings:
         value=None,
         group=MEMORY,
         unit="tokens",
-        default="chosen for the first request by the hardware profile "
-        f"({DEFAULT_RETRIEVAL_BUDGET} without one), then by measurements of past requests",
+        default="chosen by the hardware profile and measurements of past requests; "
+        f"{DEFAULT_RETRIEVAL_BUDGET} without either",
         minimum=1,
     )
     chunk_size: int = option(
@@ -189,8 +189,8 @@ class Settings:
         minimum=1,
     )
     hardware: str | None = option(
-        "Hardware profile that the first request's mode and retrieval budget are chosen by: a file "
-        "that `tierforce probe` wrote on this machine. Measurements of past requests take over.",
+        "Hardware profile that mode and retrieval budget are chosen by: a file that `tierforce "
+        "probe` wrote on this machine. Measurements of past requests correct it.",
         value=None,
         group=MEMORY,
         default="the built-in profile for GPUs of this name, if there is one",
@@ -273,6 +273,16 @@ class Settings:
                 f"or another split mode, in place of {self.mode}."
             )
 
+    @property
+    def draft_lengths(self) -> range:
+        """Return the allowed draft lengths for the target."""
+        return _lengths(self.num_draft_tokens, MAX_DRAFT)
+
+    @property
+    def inner_draft_lengths(self) -> range:
+        """Return the allowed draft lengths for a level below the target."""
+        return _lengths(self.num_inner_draft_tokens, MAX_INNER_DRAFT)
+
     def check_layers(self, layers: int) -> None:
         """Raise TierForceError if more layers are requested than the model has."""
         resident, split = self.gpu_kv_layers or 0, self.split_kv_layers or 0
@@ -316,3 +326,7 @@ class Settings:
                 "`prompt_lookup_ngram` 3."
             )
         return self.mode
+
+
+def _lengths(length: int | None, longest: int) -> range:
+    return range(1, longest + 1) if length is None else range(length, length + 1)

@@ -157,7 +157,7 @@ class CachePool:
         if is_long and self.sessions.cached_prefix(request.prompt, new) > cached + MIN_TOKENS:
             return False
         reserve: list[int] = []
-        if tokens + new > caches.capacity or new > caches.max_new_tokens:
+        if tokens + new > caches.capacity or new > caches.plan.spec.max_new_tokens:
             reserve = [new + self._room(request), new]
         self.sessions.executor.extend(caches, request.prompt, cached, reserve)
         try:

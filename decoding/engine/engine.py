@@ -17,8 +17,7 @@ from decoding.engine.session_manager import SequenceManager
 from decoding.engine.stats import Stats
 from decoding.models.loading import load
 from decoding.models.runtime import Runtime
-from decoding.planning.fit import concurrency_pays
-from decoding.planning.memory_plan import MemoryPlan
+from decoding.planning.plan import Plan
 from decoding.speculation.sampling import Sampling
 from decoding.text.detokenizer import detokenize_stream
 from decoding.text.prompt import Template
@@ -75,8 +74,8 @@ class Engine:
         group = group or TensorParallelGroup.from_environment(device)
         return cls(*load(model, draft, settings or Settings(), group))
 
-    def plan(self, prompt_tokens: int, max_new_tokens: int, concurrency: int = 1) -> MemoryPlan:
-        """Return this rank's memory plan for a request of this size, if it started now.
+    def plan(self, prompt_tokens: int, max_new_tokens: int, concurrency: int = 1) -> Plan:
+        """Return this rank's plan for a request of this size, if it started now.
 
         It is one of `concurrency` requests that share the memory. All ranks call it. Raises
         InsufficientMemoryError on all ranks if the request would not fit.
@@ -90,9 +89,7 @@ class Engine:
         are not shared, or sharing them would not pay. All ranks call it. Raises
         InsufficientMemoryError on all ranks if one alone would not fit.
         """
-        pays = concurrency_pays(self.runtime.requirements, bool(self.runtime.settings.graphs))
-        is_shared = pays and not self.runtime.settings.deterministic
-        return self.sessions.max_fitting(prompt_tokens, max_new_tokens, limit if is_shared else 1)
+        return self.sessions.max_concurrency(prompt_tokens, max_new_tokens, limit)
 
     def stream(
         self,

@@ -9,8 +9,10 @@ from decoding.config.defaults import (
     FIRST_DRAFT_ON_DEVICE,
     FIRST_DRAFT_OVER_LINK,
     FIRST_INNER_DRAFT,
+    LOOKUP_NGRAM,
 )
 from decoding.engine.session import SequenceState
+from decoding.planning.requirements import Requirements
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import Lengths, draft_lengths
 from decoding.speculation.draft_vocabulary import PaddedVocabDraft
@@ -36,14 +38,14 @@ def build_decoder(
     """
     runtime = caches.runtime
     lengths = lengths or draft_lengths(runtime.settings)
-    first = FIRST_DRAFT_OVER_LINK if caches.uses_link else FIRST_DRAFT_ON_DEVICE
+    first = FIRST_DRAFT_OVER_LINK if caches.plan.uses_link else FIRST_DRAFT_ON_DEVICE
     for length in lengths:
         length.reset(first if length is lengths[0] else FIRST_INNER_DRAFT)
     verifying = [level for level in caches.levels if level.model is runtime.target]
     inner: Proposer | None = None
     for level in caches.levels[len(verifying) :]:
         inner = _draft_decoder(level, runtime.target.config.vocab, sequence, sampling, randomness)
-    if ngram := runtime.requirements.ngram:
+    if ngram := _lookup_ngram(caches.plan.requirements):
         inner = PromptLookup(
             sequence, ngram, runtime.target.config.vocab, caches.prompt.device, inner
         )
@@ -58,6 +60,15 @@ def build_decoder(
     assert isinstance(inner, Decoder)
     inner.sync([])
     return inner
+
+
+def _lookup_ngram(requirements: Requirements) -> int:
+    """Return the n-gram length of prompt lookup; 0 without prompt lookup."""
+    if requirements.mode == "plain":
+        return 0
+    if (ngram := requirements.settings.prompt_lookup_ngram) is not None:
+        return ngram
+    return 0 if requirements.has_draft else LOOKUP_NGRAM
 
 
 def _draft_decoder(

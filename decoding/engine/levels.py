@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from decoding.config.settings import LEVELS
 from decoding.models.runtime import Runtime
-from decoding.planning.memory_plan import MemoryPlan
+from decoding.planning.plan import Plan
 from offload.cache.streaming import StreamingCache
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
@@ -22,17 +22,9 @@ class DecodingLevels:
     that observes it, and the draft model if this rank runs one. An inner level may be missing.
     """
 
-    def __init__(self, runtime: Runtime, plan: MemoryPlan, prompt_tokens: int, max_new_tokens: int):
-        """Allocate the caches. Raises InsufficientMemoryError.
-
-        Args:
-            runtime: models and settings.
-            plan: where the sequence's KV is placed on this rank.
-            prompt_tokens: number of tokens to prefill.
-            max_new_tokens: maximum number of tokens to generate.
-        """
+    def __init__(self, runtime: Runtime, plan: Plan):
+        """Allocate the caches as planned. Raises InsufficientMemoryError."""
         self._runtime, self._plan = runtime, plan
-        self._prompt_tokens, self._max_new_tokens = prompt_tokens, max_new_tokens
         self.target = self._target_cache()
         self.levels = [Level("target", runtime.target, self.target)]
         self.retrieval = self._retrieval_cache()
@@ -42,29 +34,30 @@ class DecodingLevels:
             "retrieval": self._retrieval_level,
             "draft": self._draft_level,
         }
-        for name in LEVELS[runtime.mode]:
+        for name in LEVELS[plan.requirements.mode]:
             if (level := make[name]()) is not None:
                 self.levels.append(level)
 
     def _target_cache(self) -> TieredCache:
-        runtime, prompt, new = self._runtime, self._prompt_tokens, self._max_new_tokens
-        spec = runtime.requirements.planned_spec(self._plan, prompt, new)
+        runtime, spec = self._runtime, self._plan.spec
         config, device = runtime.target.config, runtime.target.group.device
-        rotary = config.rotary(prompt, prompt + new, runtime.dtype, device)
-        return TieredCache(spec, runtime.link, rotary, runtime.arena)
+        rotary = config.rotary(spec.prompt, spec.tokens, runtime.dtype, device)
+        return TieredCache(self._plan.target_spec, runtime.link, rotary, runtime.arena)
 
     def _retrieval_cache(self) -> RetrievalCache | None:
         """Return a cache that observes the target's in some layers; None if there are none."""
-        runtime, needs = self._runtime, self._runtime.requirements
-        layers = needs.retrieval_layers(self.target.shape)
-        if not layers:
+        plan = self._plan
+        if not plan.retrieval_layers:
             return None
-        spec = needs.retrieval_spec(self._prompt_tokens, self._max_new_tokens)
-        policy = POLICIES[runtime.settings.policy]()
-        interval = needs.selection_interval(self._plan)
-        rotary, layout = self.target.rotary, self.target.layout
-        device = runtime.target.group.device
-        retrieval = RetrievalCache(layout, spec, policy, rotary, device, interval, layers)
+        retrieval = RetrievalCache(
+            self.target.layout,
+            plan.spec.retrieval,
+            POLICIES[plan.requirements.settings.policy](),
+            self.target.rotary,
+            self._runtime.target.group.device,
+            plan.selection_interval,
+            plan.retrieval_layers,
+        )
         self.target.observers.append(retrieval)
         return retrieval
 
@@ -82,7 +75,7 @@ class DecodingLevels:
         model = self._runtime.draft
         if model is None:
             return None
-        spec = self._runtime.requirements.draft_spec
+        spec = self._plan.spec.draft
         dtype, device = model.embed.weight.dtype, model.group.device
         rotary = model.config.rotary(spec.slots, spec.slots, dtype, device)
         layout = model.config.kv_layout(model.group.size, dtype, model.group.rank)

@@ -138,16 +138,16 @@ class RequestState:
         """
         assert self.sequence is not None
         caches, stats, request = self.sequence.caches, self.stats, self.request
-        sampling, runtime = request.sampling, caches.runtime
+        sampling, needs = request.sampling, caches.plan.requirements
         stats.prompt_tokens = len(request.prompt)
-        stats.plan, stats.mode, stats.strategy = caches.plan, runtime.mode, caches.choice
-        randomness = make_randomness(sampling, caches.prompt.device, runtime.settings.deterministic)
+        stats.plan = caches.plan
+        randomness = make_randomness(sampling, caches.prompt.device, needs.settings.deterministic)
         probs = randomness.probs(sampling, logits)[0]
         tokens = to_host(randomness.draw(probs, len(request.prompt)), probs)
         if request.on_logits:
             request.on_logits(logits)
         sequence = TokenSequence([*caches.prompt.tolist(), *tokens])
-        own_lengths = lengths.setdefault(runtime.mode, draft_lengths(runtime.settings))
+        own_lengths = lengths.setdefault(needs.mode, draft_lengths(needs.settings))
         decoder = build_decoder(caches, sequence, sampling, randomness, own_lengths, clock)
         decoder.on_logits = request.on_logits
         stats.rounds = decoder.rounds

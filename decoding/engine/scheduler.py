@@ -204,7 +204,7 @@ class Scheduler:
         assert state.sequence is not None
         caches = state.sequence.caches
         # timings of shared offloaded rounds do not show what one request alone would cost
-        if stats.concurrency == 1 or not caches.uses_link:
+        if stats.concurrency == 1 or not caches.plan.uses_link:
             self.sessions.record(caches, stats.rounds)
         self._finish(state, keep=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from decoding.engine.draft_prefill import prefill_draft
 from decoding.engine.levels import DecodingLevels
 from decoding.models.runtime import Runtime
-from decoding.planning.fit import Memory, extend_chunk
-from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.strategy_selector import StrategyChoice
+from decoding.planning.activations import prefill_chunk
+from decoding.planning.plan import Memory, Plan
+from decoding.planning.request_spec import RequestSpec
 from decoding.prefix_cache.manager import PrefixCacheManager
 from decoding.prefix_cache.store import is_worth_saving
 from decoding.prefix_cache.writer import BackgroundWriter
@@ -41,8 +42,7 @@ class SequenceState:
         runtime: Runtime,
         prompt: list[int],
         max_new_tokens: int,
-        choice: StrategyChoice | None = None,
-        plan: MemoryPlan | None = None,
+        plan: Plan | None = None,
         prefix_cache: PrefixCacheManager | None = None,
         name: str = "",
     ):
@@ -52,12 +52,12 @@ class SequenceState:
             runtime: models and settings.
             prompt: token ids.
             max_new_tokens: maximum number of new tokens.
-            choice: the runtime's strategy, and why it was chosen.
-            plan: where the KV is placed on this rank; by default planned for all free memory.
+            plan: its mode and budget, and where the KV is placed on this rank; by default the
+                runtime's, placed in all free memory.
             prefix_cache: prompts cached on disk.
             name: display name in the prompt cache.
         """
-        self.runtime, self.max_new_tokens, self.choice = runtime, max_new_tokens, choice
+        self.runtime = runtime
         runtime.link.peak_bytes()
         self.peaks: dict[str, int | None] = {}  # peak memory by phase (`Link.peak_bytes`)
         self.prompt = torch.tensor(prompt, device=runtime.target.group.device)
@@ -133,7 +133,7 @@ class SequenceState:
     def same_rope_as(self, prompt_tokens: int, max_new_tokens: int) -> bool:
         """Return whether a sequence of this size would have the same rotary angles."""
         rope_key = self.runtime.target.config.rope_key
-        own = rope_key(self._planned, self.capacity)
+        own = rope_key(self.plan.spec.prompt, self.capacity)
         return own == rope_key(prompt_tokens, prompt_tokens + max_new_tokens)
 
     @cached_property
@@ -199,18 +199,16 @@ class SequenceState:
         """Return a digest of all that the KV depends on, except for the tokens."""
         assert self._prefix_cache is not None
         config = self.runtime.target.config
-        return self._prefix_cache.fingerprint.kv_identity(config, self._planned, self.capacity)
+        return self._prefix_cache.fingerprint.kv_identity(
+            config, self.plan.spec.prompt, self.capacity
+        )
 
-    def _make_caches(self, plan: MemoryPlan) -> None:
+    def _make_caches(self, plan: Plan) -> None:
         """Allocate the caches as planned. Raises InsufficientMemoryError."""
-        runtime, needs = self.runtime, self.runtime.requirements
-        prompt = len(self.prompt)
         self.plan = plan
-        self._planned = prompt
         # maximum tokens that `extend` prefills at once; `SequenceManager` takes the ranks' minimum
-        self.extend_chunk = extend_chunk(needs, plan, prompt, self.max_new_tokens)
-        self.uses_link = needs.uses_link(plan)
-        levels = DecodingLevels(runtime, plan, prompt, self.max_new_tokens)
+        self.extend_chunk = plan.extend_chunk
+        levels = DecodingLevels(self.runtime, plan)
         self.target, self.levels = levels.target, levels.levels
         self.retrieval, self.draft = levels.retrieval, levels.draft
 
@@ -239,13 +237,15 @@ class SequenceState:
         self.target.traffic.add(traffic)
         self.extend_chunk = min(group.gather(self.extend_chunk))
 
-    def _plan_first(self, reserve: Sequence[int]) -> MemoryPlan:
+    def _plan_first(self, reserve: Sequence[int]) -> Plan:
         """Return the plan for the first of these numbers of new tokens that fits."""
+        plan, prompt = self.plan, len(self.prompt)
         for max_new_tokens in reserve:
-            self.max_new_tokens = max_new_tokens
             try:
                 with self.runtime.target.group.sync_errors():
-                    return self.runtime.plan(len(self.prompt), max_new_tokens, self.share)
+                    spec = RequestSpec(plan.requirements, prompt, max_new_tokens)
+                    memory = self.share or self.runtime.memory()
+                    return replace(Plan.place(spec, memory), reason=plan.reason)
             except InsufficientMemoryError:
                 if max_new_tokens == reserve[-1]:
                     raise
@@ -266,7 +266,7 @@ class SequenceState:
         """Prefill tokens (T,) into the target's cache layer by layer, in steps."""
         runtime = self.runtime
         with Prefill(self.target, len(tokens)) as prefill:
-            chunk = runtime.requirements.prefill_chunk
+            chunk = prefill_chunk(self.plan.requirements)
             return (yield from runtime.target.prefill_steps(tokens, prefill, chunk))
 
     def _prefill_draft(self, cached: int = 0) -> None:

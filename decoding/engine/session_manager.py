@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from decoding.engine.session import SequenceState
 from decoding.models.runtime import Runtime
-from decoding.planning.fit import Memory, closest_infeasible, feasible_plans, fit, min_budget
-from decoding.planning.measured_cost import MeasuredCosts
 from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.memory_requirements import Strategy
-from decoding.planning.strategy_selector import StrategyChoice, StrategySelector
+from decoding.planning.plan import Memory, Plan
+from decoding.planning.planner import Planner, concurrency_pays, max_concurrent
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import InsufficientMemoryError, TierForceError
 from offload.memory.host_arena import HostArena
@@ -27,73 +25,36 @@ class SequenceManager:
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self.group: TensorParallelGroup = runtime.target.group
-        rate, prior = None, None
-        if runtime.requirements.has_choice:
-            rate = runtime.link_rate()
-            with self.group.sync_errors():
-                prior = runtime.prior(rate)
-        self.selector = StrategySelector(MeasuredCosts(rate), prior)
+        rate = runtime.link_rate() if runtime.requirements.has_choice else None
+        with self.group.sync_errors():
+            self.planner = Planner(runtime.requirements, runtime.costs(rate))
         self.executor = TensorParallelExecutor(self.group)
         self._arenas = _Arenas(runtime)
         self._free = Memory(0, 0)  # the free memory when no sequence was open
         self.prefix_cache = runtime.prefix_cache()
 
-    def plan(self, prompt_tokens: int, max_new_tokens: int, concurrency: int = 1) -> MemoryPlan:
+    def plan(self, prompt_tokens: int, max_new_tokens: int, concurrency: int = 1) -> Plan:
         """Return this rank's plan for a sequence of this size, as `open` would make it now.
 
         All ranks call it. Raises InsufficientMemoryError on all ranks if it would not fit.
         """
-        size = prompt_tokens, max_new_tokens
-        memory = self._memory().divided(concurrency)
-        with self.group.sync_errors():
-            plans = feasible_plans(self.runtime.requirements, memory, *size)
-        if self.runtime.requirements.has_choice and not _common(self.group, plans):
-            raise InsufficientMemoryError(
-                "no mode and retrieval budget fit all ranks: set `mode` and `retrieval_budget`, or "
-                "free memory on the fullest GPU."
-            )
-        choice = self.select_strategy(*size, memory)
-        with self.group.sync_errors():
-            return fit(self.runtime.with_strategy(choice.strategy).requirements, memory, *size)
+        return self._plan(prompt_tokens, max_new_tokens, self._memory().divided(concurrency))
 
-    def max_fitting(self, prompt_tokens: int, max_new_tokens: int, limit: int) -> int:
-        """Return how many such sequences, at most `limit`, each get the plan that one alone gets.
+    def max_concurrency(self, prompt_tokens: int, max_new_tokens: int, limit: int) -> int:
+        """Return how many such sequences, at most `limit`, run concurrently at no cost to each.
 
-        All ranks call it. Raises InsufficientMemoryError on all ranks if one alone would not fit.
+        Each gets the plan that one alone gets. The result is 1 if forwards are not shared, or
+        sharing them would not pay. All ranks call it. Raises InsufficientMemoryError on all ranks
+        if one alone would not fit.
         """
-        alone = self.plan(prompt_tokens, max_new_tokens)
-        for count in range(2, limit + 1):
-            try:
-                shared = self.plan(prompt_tokens, max_new_tokens, count)
-            except InsufficientMemoryError:
-                return count - 1
-            if any(self.group.gather(shared != alone)):
-                return count - 1
-        return max(1, limit)
-
-    def select_strategy(
-        self, prompt_tokens: int, max_new_tokens: int, memory: Memory | None = None
-    ) -> StrategyChoice:
-        """Choose a sequence's mode and retrieval budget, the same on all ranks.
-
-        `memory` is this rank's, by default all that is free. If nothing fits, `open` will raise.
-        """
-        needs = self.runtime.requirements
-        if not needs.has_choice:
-            return StrategyChoice(needs.strategy, "set")
-        memory = memory or self._memory()
-        infeasible = Strategy(needs.mode, min_budget(needs))
-        try:
-            plans = feasible_plans(needs, memory, prompt_tokens, max_new_tokens)
-        except InsufficientMemoryError:
-            plans = {}
-            closest = closest_infeasible(needs, memory, prompt_tokens, max_new_tokens)
-            infeasible = closest or infeasible
-        if not (common := _common(self.group, plans)):
-            return self.group.broadcast(StrategyChoice(infeasible, "nothing fits"))
-        return self.group.broadcast(
-            self.selector.select(needs, common, prompt_tokens, memory.concurrency)
+        settings = self.runtime.settings
+        pays = concurrency_pays(self.runtime.requirements, bool(settings.graphs))
+        best = max_concurrent(
+            lambda count: self.plan(prompt_tokens, max_new_tokens, count),
+            limit if pays and not settings.deterministic else 1,
+            any_rank=lambda holds: any(self.group.gather(holds)),
         )
+        return best.concurrency
 
     def open(
         self,
@@ -147,14 +108,13 @@ class SequenceManager:
             executor.remove(session)
 
     def plans(self) -> list[MemoryPlan]:
-        """Return the plans of all open sequences on this rank."""
-        return [session.plan for session in _states(self.executor)]
+        """Return the memory plans of all open sequences on this rank."""
+        return [session.plan.memory for session in _states(self.executor)]
 
-    def record(self, session: SequenceState, rounds: list[RoundStats]) -> None:
+    def record(self, session: SequenceState, rounds: Sequence[RoundStats]) -> None:
         """Record a finished sequence's rounds, on which later choices of strategy are based."""
-        self.selector.record(
-            session.runtime.requirements, session.plan, len(session.prompt), rounds
-        )
+        spec = replace(session.plan.spec, prompt=len(session.prompt))
+        self.planner.record(replace(session.plan, spec=spec), rounds)
 
     def run_worker(self) -> bool:
         """Take part in the next sequence that rank 0 opens, and in those opened before it closes.
@@ -177,16 +137,12 @@ class SequenceManager:
             self._arenas.trim(command.concurrency)
         self._update_free()
         memory = self._free.divided(command.concurrency)
-        choice = self.select_strategy(len(prompt), max_new_tokens, memory)
-        runtime = self.runtime.with_strategy(choice.strategy)
-        with self.group.sync_errors():
-            plan = runtime.plan(len(prompt), max_new_tokens, memory)
+        plan = self._plan(len(prompt), max_new_tokens, memory)
         with self.group.sync_errors():
             in_use = [session.runtime.arena for session in _states(self.executor)]
-            runtime = replace(runtime, arena=self._arenas.unused(in_use))
-            session = SequenceState(
-                runtime, prompt, max_new_tokens, choice, plan, self.prefix_cache, command.name
-            )
+            runtime = replace(self.runtime, arena=self._arenas.unused(in_use))
+            cache = self.prefix_cache
+            session = SequenceState(runtime, prompt, max_new_tokens, plan, cache, command.name)
             session.share = memory if command.concurrency > 1 else None
             if command.shared:
                 source = self.executor.sequences[command.source]
@@ -195,6 +151,25 @@ class SequenceManager:
         session.extend_chunk = min(self.group.gather(session.extend_chunk))
         self.executor.add(session)
         return session
+
+    def _plan(self, prompt_tokens: int, max_new_tokens: int, memory: Memory) -> Plan:
+        """Plan a sequence on all ranks, in a mode and budget that fit every rank's memory.
+
+        Rank 0, which measures rounds, chooses them. Raises InsufficientMemoryError on all ranks.
+        """
+        with self.group.sync_errors():
+            candidates = self.planner.candidates(prompt_tokens, max_new_tokens, memory)
+        if not self.runtime.requirements.has_choice:
+            return self.planner.choose(candidates)
+        common = set.intersection(*self.group.gather(set(candidates)))
+        if not common:
+            raise InsufficientMemoryError(
+                "no mode and retrieval budget fit all ranks: set `mode` and `retrieval_budget`, or "
+                "free memory on the fullest GPU."
+            )
+        plan = self.planner.choose({key: candidates[key] for key in candidates if key in common})
+        strategy, reason = self.group.broadcast((plan.requirements.strategy, plan.reason))
+        return replace(candidates[strategy], reason=reason)
 
     def _update_free(self) -> None:
         """Update the memory that would be free without open sequences.
@@ -244,14 +219,6 @@ class _Arenas:
 def _states(executor: TensorParallelExecutor) -> list[SequenceState]:
     """Return the open sequences."""
     return [each for each in executor.sequences if isinstance(each, SequenceState)]
-
-
-def _common(
-    group: TensorParallelGroup, plans: Mapping[Strategy, MemoryPlan]
-) -> dict[Strategy, MemoryPlan]:
-    """Return this rank's plans for the strategies that fit all ranks; all ranks call it."""
-    common = set.intersection(*group.gather(set(plans)))
-    return {strategy: plan for strategy, plan in plans.items() if strategy in common}
 
 
 def _cancel(session: SequenceState) -> None:

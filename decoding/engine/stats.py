@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decoding.engine.session import SequenceState
-from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.strategy_selector import StrategyChoice
+from decoding.planning.plan import Plan
 from decoding.speculation.decoders import Decoder, LevelStats, Proposer, Speculative
 from decoding.speculation.draft_length import RoundStats
 from offload.retrieval.cache import RetrievalCache
@@ -39,9 +38,7 @@ class Stats:
     finish_reason: str | None = None
     first_token_s: float = 0.0  # from the start of the request to its first token: prefill
     decode_s: float = 0.0  # from the first token on
-    plan: MemoryPlan | None = None
-    mode: str = ""
-    strategy: StrategyChoice | None = None  # mode and retrieval budget
+    plan: Plan | None = None
     levels: Sequence[Proposer | LevelSnapshot] = field(default_factory=list, repr=False)
     traffic: dict[str, ByteCounters] = field(default_factory=dict)  # per level
     prefill_link_in: int = 0
@@ -63,6 +60,11 @@ class Stats:
         self.cuda_graphs = session.runner.report
         self.prefill_link_in = session.target.traffic.link_in
         self.prefill_link_out = session.target.traffic.link_out
+
+    @property
+    def mode(self) -> str:
+        """Return the mode; empty before the first token."""
+        return self.plan.requirements.mode if self.plan else ""
 
     @property
     def new_tokens(self) -> int:
@@ -116,8 +118,9 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of a record."""
+        memory = self.plan.memory if self.plan else None
         # a retrieval budget was chosen only if there is a retrieval cache
-        choice = self.strategy if self.selections is not None else None
+        chosen = self.plan if self.selections is not None else None
         return {
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
@@ -138,14 +141,14 @@ class Stats:
             "mode": self.mode,
             "num_draft_tokens": self.num_draft_tokens,
             "retrieval_selections": self.selections,
-            "gpu_kv_layers": self.plan.resident_layers if self.plan else None,
-            "deferred_layers": self.plan.deferred_layers if self.plan else None,
-            "split_kv_layers": self.plan.split_layers if self.plan else None,
+            "gpu_kv_layers": memory.resident_layers if memory else None,
+            "deferred_layers": memory.deferred_layers if memory else None,
+            "split_kv_layers": memory.split_layers if memory else None,
             # a value of the process, hence of all concurrent requests
             "peak_memory_bytes": dict(self.peak_bytes) if self.concurrency == 1 else None,
             "cuda_graphs": self.cuda_graphs and dict(self.cuda_graphs),
-            "retrieval_budget": choice.strategy.budget if choice else None,
-            "strategy_reason": choice.why if choice else None,
+            "retrieval_budget": chosen.requirements.strategy.budget if chosen else None,
+            "strategy_reason": chosen.reason if chosen else None,
         }
 
     def _verifying(self) -> list[Proposer | LevelSnapshot]:

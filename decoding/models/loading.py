@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from decoding.config.settings import LEVELS, Settings
 from decoding.models.runtime import Runtime
-from decoding.planning.memory_requirements import draft_ranks
-from decoding.planning.prior import find_prior
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.requirements import draft_ranks
 from decoding.prefix_cache.fingerprint import WeightDigests, digest_of
 from decoding.prefix_cache.manager import ModelFingerprint
 from decoding.prefix_cache.store import PromptCache
@@ -57,7 +57,7 @@ def load(
     with group.sync_errors():
         mode = settings.resolved_mode(draft is not None)
         check_device(settings.link, group.device.type)  # fails before weights are read
-        find_prior(settings.hardware, "", group.size)  # fails before weights are read
+        HardwareProfile.find(settings.hardware, "", group.size)  # fails before weights are read
     folder = resolve(str(model), group)
     draft_folder = None
     if draft is not None and "draft" in LEVELS[mode]:

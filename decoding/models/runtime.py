@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from decoding.config.defaults import LINK_PROBE_BYTES, LINK_PROBE_SECONDS, USABLE_SHARE
 from decoding.config.settings import Settings
-from decoding.planning.fit import Memory, fit
-from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.memory_requirements import Requirements, Strategy
-from decoding.planning.prior import HardwarePrior, find_prior
+from decoding.planning.cost_model import CostModel
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.plan import Memory, Plan
+from decoding.planning.request_spec import RequestSpec
+from decoding.planning.requirements import Requirements
+from decoding.planning.round_cost import Acceptance
 from decoding.prefix_cache.manager import ModelFingerprint, PrefixCacheManager
 from offload.errors import TierForceError
 from offload.kernels.selection import (
@@ -73,18 +76,17 @@ class Runtime:
         mode = settings.resolved_mode(self.draft is not None)
         return Runtime.create(self.target, self.draft, mode, settings, self.identity)
 
-    def with_strategy(self, strategy: Strategy) -> Runtime:
-        """Return this runtime with another mode or budget, on the same link and arena."""
-        requirements = self.requirements
-        if not requirements.has_choice:
-            return self
-        selected = requirements.with_strategy(strategy)
-        return replace(self, mode=selected.mode, settings=selected.settings)
+    def costs(self, link_rate: float | None) -> CostModel:
+        """Return the cost model of this machine; `link_rate` in bytes/s replaces its profile's.
 
-    def prior(self, link_rate: float | None) -> HardwarePrior | None:
-        """Return the hardware prior of this machine, with this link rate. Raises TierForceError."""
-        prior = find_prior(self.settings.hardware, self.link.device_name, self.target.group.size)
-        return None if prior is None else prior.with_link(link_rate)
+        Raises TierForceError for a hardware file that does not belong to this run.
+        """
+        profile, trust = HardwareProfile.find(
+            self.settings.hardware, self.link.device_name, self.target.group.size
+        )
+        if link_rate is not None:
+            profile = replace(profile, link_in=link_rate)
+        return CostModel(profile, Acceptance(is_coupled=self.settings.deterministic), trust)
 
     def prefix_cache(self) -> PrefixCacheManager | None:
         """Return the manager of cached prompts; None without a prompt cache. All ranks call it.
@@ -125,7 +127,7 @@ class Runtime:
         layout, device = self.requirements.layout, self.target.group.device
         return retrieval_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
 
-    @property
+    @cached_property
     def requirements(self) -> Requirements:
         """Return the requirements of requests on this rank."""
         return Requirements(
@@ -163,12 +165,12 @@ class Runtime:
             host = max(0, host - max(0, device))
         return Memory(device, host)
 
-    def plan(self, prompt: int, max_new_tokens: int, memory: Memory | None = None) -> MemoryPlan:
-        """Return the plan of the KV of `prompt` + `max_new_tokens` tokens on this rank.
+    def plan(self, prompt: int, max_new_tokens: int) -> Plan:
+        """Return the plan of a request in this mode and budget, in all memory that is available.
 
-        `memory` None: all that is available. Raises InsufficientMemoryError.
+        Raises InsufficientMemoryError.
         """
-        return fit(self.requirements, memory or self.memory(), prompt, max_new_tokens)
+        return Plan.place(RequestSpec(self.requirements, prompt, max_new_tokens), self.memory())
 
     def link_rate(self) -> float | None:
         """Measure the link: bytes/s of the slowest rank while all ranks copy; GPUs may share lanes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.memory_requirements import Requirements, weight_bytes
+from decoding.planning.requirements import weight_bytes
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
@@ -219,8 +219,3 @@ class ForwardCost:
 def selection_s(hardware: HardwareProfile, kv: float) -> float:
     """Return the seconds of one selection over `kv` bytes of one rank, which reads the keys."""
     return kv / (hardware.score_rate or 2 * hardware.memory_rate)
-
-
-def target_cost(hardware: HardwareProfile, requirements: Requirements) -> ForwardCost:
-    """Return the cost model of the target's forwards."""
-    return ForwardCost(hardware, requirements.target, requirements.ranks, requirements.dtype)

@@ -6,7 +6,8 @@ Some profiles are shipped in `profiles.json`; files of the same format can be lo
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
+from enum import Enum
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,17 @@ from typing import Any
 from offload.errors import TierForceError
 from offload.regular_files import read_json
 from parallel.config_checks import Number, quote
+
+
+class Trust(Enum):
+    """Between which strategies a profile may choose before a request has been measured.
+
+    Split modes require measured rates of reconstruction and of attention to high bytes.
+    """
+
+    NONE = "no profile of this machine"
+    UNSPLIT = "the shipped profile of the same GPUs"
+    ALL = "measured on this machine, or a description of it"
 
 
 def _bounds(name: str) -> Number:
@@ -149,6 +161,41 @@ class HardwareProfile:
                 return profile
         return None
 
+    @classmethod
+    def find(cls, name: str | None, gpu: str, ranks: int) -> tuple[HardwareProfile, Trust]:
+        """Return the profile of this machine, and what it may decide.
+
+        Args:
+            name: a file of `tierforce probe` or a shipped profile's name; None: by GPU name.
+            gpu: the driver's name of a rank's device; empty on a CPU.
+            ranks: of this run, one per GPU.
+
+        Raises TierForceError for an unreadable file, or one for another number of GPUs.
+        """
+        if name is None:
+            shipped = cls.of_gpus(gpu, ranks)
+            if shipped is not None:
+                return shipped, Trust.UNSPLIT
+            return cls._assumed(gpu, ranks), Trust.NONE
+        profile = cls.from_name(name)
+        if profile.gpus != ranks:
+            raise TierForceError(
+                f"`hardware` {name} is for {profile.gpus} GPUs, and this run has {ranks}: measure "
+                f"with `tierforce probe --gpus {ranks}`, or leave it out."
+            )
+        return profile, profile.trust_in(name)
+
+    def trust_in(self, name: str) -> Trust:
+        """Return what this profile, which `name` gave, may decide."""
+        is_measured = None not in (self.reconstruct_rate, self.high_bits_rate)
+        return Trust.ALL if is_measured and not self.is_shipped(name) else Trust.UNSPLIT
+
+    @classmethod
+    def _assumed(cls, gpu: str, ranks: int) -> HardwareProfile:
+        """Return the profile of an unknown machine, which measured rounds correct."""
+        profile = ASSUMED_CPU if not gpu else cls.from_name("1x4090" if ranks == 1 else "2x4090")
+        return replace(profile, gpus=ranks)
+
     @staticmethod
     def is_shipped(name: str) -> bool:
         """Return whether `from_name` resolves a name to a shipped profile."""
@@ -183,6 +230,32 @@ class HardwareProfile:
         }
         return cls(name, **values)
 
+
+# Rounded from those of a cloud machine with two cores (docs/results/model-smollm2-cpu.json). Memory
+# is measured by each engine.
+ASSUMED_CPU = HardwareProfile(
+    name="an unknown CPU",
+    gpus=1,
+    device_memory=1e12,
+    host_memory=1e12,
+    link_in=1e10,
+    link_out=1e10,
+    memory_rate=2e10,
+    matmul=7e10,
+    all_reduce_s=1e-4,
+    all_reduce_rate=1e9,
+    layer_s=9e-4,
+    kv_rate=5e9,
+    attention=8e10,
+    prefill_attention=1e11,
+    score_rate=2e9,
+    reconstruct_rate=1e9,
+    high_bits_rate=1e9,
+    forward_s=2e-3,
+    sample_s=2e-3,
+    draw_s=4e-3,
+    runs_ahead=False,
+)
 
 _OLD_FIELDS = {"join_rate", "near_rate", "pass_s", "piece_s"}  # renamed in version 0.2
 

@@ -40,9 +40,12 @@ class MemoryPlan:
     split_layers: int = 0  # host layers with their high bytes on the device
 
 
+Phases = tuple[dict[str, int], dict[str, int]]  # bytes by tier, in prefill and in decoding
+
+
 def device_breakdown(
     requirements: MemoryRequirements, resident: int, deferred: int = 0, split: int = 0
-) -> tuple[dict[str, int], dict[str, int]]:
+) -> Phases:
     """Return the device bytes by tier, during prefill and during decoding.
 
     Hidden states are live only in prefill, and `deferred` of the `resident` and `split` layers only

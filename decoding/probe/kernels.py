@@ -19,6 +19,7 @@ from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET
 from decoding.config.settings import Settings
 from decoding.engine.session import SequenceState
 from decoding.models.runtime import Runtime
+from decoding.planning.activations import prefill_chunk
 from decoding.planning.forward_cost import attention_flops, head_flops, matmul_flops, prefill_flops
 from decoding.probe.rates import RUNS, median_seconds, random_tensor, time_once
 from decoding.probe.split_rates import split_rates
@@ -238,7 +239,7 @@ class _Kernels:
         settings = Settings(mode="plain", gpu_kv_layers=layers, link=link)
         model = random_model(config, TensorParallelGroup(device=self.device), self.dtype)
         runtime = Runtime.create(model, None, "plain", settings)
-        chunk = runtime.requirements.prefill_chunk
+        chunk = prefill_chunk(runtime.requirements)
         count = tokens or 256
 
         def prefill() -> Tensor:

@@ -555,7 +555,7 @@ def test_plans_use_only_free_device_memory() -> None:
     free = engine.runtime.link.device_available()
     next(engine.generate(PROMPT, NEW, GREEDY))
     assert engine.stats.plan is not None
-    assert engine.stats.plan.device_bytes <= 0.9 * free
+    assert engine.stats.plan.memory.device_bytes <= 0.9 * free
     engine.close()
 
 

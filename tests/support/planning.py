@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 
 from transformers import LlamaConfig
 
-import decoding.planning.memory_requirements
+import decoding.planning.requirements
 from decoding import Settings
 from decoding.config.settings import LEVELS
-from decoding.planning.cost import Acceptance
+from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.memory_requirements import Requirements, Strategy
+from decoding.planning.plan import Plan
+from decoding.planning.planner import Planner
+from decoding.planning.requirements import Requirements, Strategy
+from decoding.planning.round_cost import Acceptance
 from offload.dtypes import dtype_spec
 from offload.retrieval.policy_specs import POLICY_NAMES
 from parallel.config.model_config import ModelConfig
@@ -84,7 +87,7 @@ def case_of(seed: int, tiny: bool = False) -> Case:
     settings = random_settings(draw, target.layers, context)
     item = dtype_spec(settings.dtype)
     kv = target.kv_layout(1, item).bytes(context)
-    weights = decoding.planning.memory_requirements.weight_bytes(target, 1, item)
+    weights = decoding.planning.requirements.weight_bytes(target, 1, item)
     hardware = HardwareProfile(
         name=f"machine {seed}",
         gpus=1,
@@ -103,6 +106,17 @@ def case_of(seed: int, tiny: bool = False) -> Case:
     return Case(
         target, draft, hardware, settings, context - max_new_tokens, max_new_tokens, acceptance
     )
+
+
+def plan_on(
+    machine: HardwareProfile,
+    requirements: Requirements,
+    prompt: int,
+    max_new_tokens: int,
+    concurrency: int = 1,
+) -> Plan:
+    """Return the plan of `tierforce plan` for a request on a machine."""
+    return Planner(requirements, CostModel(machine)).plan(prompt, max_new_tokens, concurrency)
 
 
 def with_budget(requirements: Requirements, budget: int | None) -> Requirements:

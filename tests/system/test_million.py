@@ -126,7 +126,7 @@ def generate_and_compare(dtype: str, job: Job) -> tuple[list[dict[str, Any]], di
     list(engine.generate([1] * 300, 20))  # allocates threads and their memory
     prompt = prompt_tokens(engine.tokenizer, job.tokens, job.text)
     gc.collect()
-    plan = engine.runtime.plan(len(prompt), job.max_new_tokens)
+    plan = engine.runtime.plan(len(prompt), job.max_new_tokens).memory
     with limit_memory(plan, 1.0):
         session = SequenceState(engine.runtime, prompt, job.max_new_tokens)
         started = time.perf_counter()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from decoding.app.hardware.plan_view import memory_table, plan_picture, times_table
+from decoding.app.hardware.plan_view import Plans, memory_table, plan_picture, times_table
 from decoding.app.options import Concurrency, JobOptions, check_concurrency, option_parameter
 from decoding.app.terminal.files import check_writable
 from decoding.app.terminal.streams import printable
@@ -25,20 +25,11 @@ from decoding.config.defaults import (
     NEW_TOKENS,
 )
 from decoding.config.settings import Settings
-from decoding.planning.cost import Acceptance
+from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.measured_cost import MeasuredCosts
-from decoding.planning.memory_requirements import Requirements, draft_ranks
-from decoding.planning.prior import HardwarePrior
-from decoding.planning.strategy_selector import StrategySelector
-from decoding.planning.what_if import (
-    PlanReport,
-    plan_alternative,
-    plan_concurrent,
-    plan_plain,
-    plan_request,
-    with_concurrency,
-)
+from decoding.planning.planner import Planner
+from decoding.planning.requirements import Requirements, draft_ranks
+from decoding.planning.round_cost import Acceptance
 from decoding.text.vocabulary import check_same_vocabulary, names_in
 from offload.dtypes import DTYPES, dtype_spec
 from offload.errors import InsufficientMemoryError, TierForceError
@@ -146,24 +137,22 @@ def plan(
     if deterministic:
         check_concurrency(concurrency)
         concurrency = 1
+    costs = CostModel(machine, acceptance_rates)
+    planner, size = Planner(requirements, costs), (prompt, max_new_tokens)
+    # an engine without measured requests
+    first_costs = CostModel(machine, acceptance_rates, machine.trust_in(hardware))
     try:
-        report = plan_request(requirements, machine, prompt, max_new_tokens, acceptance_rates)
-        # selection by an engine without measured requests
-        prior = HardwarePrior(machine, is_measured=not HardwareProfile.is_shipped(hardware))
-        first_selector = StrategySelector(MeasuredCosts(None), prior)
-        first = plan_request(
-            requirements, machine, prompt, max_new_tokens, acceptance_rates, first_selector
-        )
-        shared = _plan_shared(requirements, report, concurrency)
+        best = planner.plan(*size)
+        first = Planner(requirements, first_costs).plan(*size)
+        if concurrency is None:
+            shared = planner.max_concurrent(best, MAX_CONCURRENCY)
+        else:
+            shared = planner.plan(*size, concurrency)
     except InsufficientMemoryError as error:
         raise InsufficientMemoryError(f"it does not fit {machine.name}: {error}") from error
-    others = [
-        other
-        for other in (plan_plain(report), plan_alternative(requirements, report))
-        if other is not None
-    ]
+    plans = Plans(costs, best, planner.alternatives(best), shared, first)
     if plot is not None:
-        plan_picture(plot, model, report)
+        plan_picture(plot, model, plans)
     if as_json:
         job = {
             "model": model,
@@ -172,12 +161,12 @@ def plan(
             "rope": rope,
             "deterministic": deterministic,
         }
-        document = _document(job, report, others, shared, first) | {"notes": notes}
+        document = _document(job, plans) | {"notes": notes}
         typer.echo(json.dumps(document, indent=2))
         return
     console = Console()
-    console.print(times_table(report, others, shared, first))
-    console.print(memory_table(report))
+    console.print(times_table(plans))
+    console.print(memory_table(plans))
     for note in notes:
         console.print(f"Note: {printable(note)}", markup=False, soft_wrap=True)
 
@@ -236,18 +225,6 @@ def _check_draft_vocabulary(model: str, draft: str | None, requirements: Require
         )
 
 
-def _plan_shared(
-    requirements: Requirements, report: PlanReport, concurrency: int | None
-) -> PlanReport:
-    """Return the plan with `concurrency` requests, or with as many as pay if it is None.
-
-    Raises InsufficientMemoryError.
-    """
-    if concurrency is None:
-        return plan_concurrent(requirements, report, MAX_CONCURRENCY)
-    return with_concurrency(requirements, report, concurrency)
-
-
 def _prompt_tokens(target: ModelConfig, context: int | None, max_new_tokens: int) -> int:
     """Return the maximum prompt tokens in this context.
 
@@ -262,37 +239,33 @@ def _prompt_tokens(target: ModelConfig, context: int | None, max_new_tokens: int
     return tokens - max_new_tokens
 
 
-def _document(
-    job: dict[str, Any],
-    report: PlanReport,
-    others: list[PlanReport],
-    shared: PlanReport,
-    first: PlanReport,
-) -> dict[str, Any]:
-    """Return the JSON document of the report, with the forecasts of other modes by name."""
-    requirements = report.requirements
+def _document(job: dict[str, Any], plans: Plans) -> dict[str, Any]:
+    """Return the JSON document of the plans, with the forecasts of other modes by name."""
+    costs, best, shared = plans.costs, plans.best, plans.shared
+    requirements = best.requirements
+    prefill, decode = plans.memory_phases
     return {
         "job": {
             **job,
-            "hardware": report.hardware.name,
+            "hardware": costs.hardware.name,
             "ranks": requirements.ranks,
             "mode": requirements.mode,
-            "prompt": report.prompt,
-            "new": report.max_new_tokens,
-            "retrieval_budget": requirements.budget,
-            "strategy_reason": report.choice.why,
-            "acceptance": report.acceptance.rate(requirements, report.plan),
-            "inner_acceptance": report.acceptance.inner,
+            "prompt": best.spec.prompt,
+            "new": best.spec.max_new_tokens,
+            "retrieval_budget": requirements.strategy.budget,
+            "strategy_reason": best.reason,
+            "acceptance": costs.acceptance.rate(best),
+            "inner_acceptance": costs.acceptance.inner,
         },
         "memory": {
-            "device in prefill": report.prefill_memory,
-            "device when decoding": report.decode_memory,
-            "host": report.plan.host_bytes,
+            "device in prefill": prefill,
+            "device when decoding": decode,
+            "host": best.memory.host_bytes,
         },
-        "plan": vars(report.plan),
-        "forecast": report.forecast.as_dict(),
-        "first document": first.forecast.as_dict(),
-        "concurrent": {"plan": vars(shared.plan), "forecast": shared.forecast.as_dict()},
+        "plan": vars(best.memory),
+        "forecast": costs.forecast(best).as_dict(),
+        "first document": costs.forecast(plans.first).as_dict(),
+        "concurrent": {"plan": vars(shared.memory), "forecast": costs.forecast(shared).as_dict()},
         "plain": None,
-        **{other.requirements.mode: other.forecast.as_dict() for other in others},
+        **{other.requirements.mode: costs.forecast(other).as_dict() for other in plans.others},
     }

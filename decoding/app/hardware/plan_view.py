@@ -1,8 +1,9 @@
-"""A plan report as tables and as an image: predicted times and memory by tier."""
+"""The plans of a request as tables and as an image: predicted times and memory by tier."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from decoding.app.terminal.streams import printable
-from decoding.planning.what_if import PlanReport
+from decoding.planning.cost_model import CostModel
+from decoding.planning.forecast import Forecast
+from decoding.planning.memory_plan import Phases
+from decoding.planning.plan import Plan
 from offload.errors import TierForceError
 
 # labels of memory tiers
@@ -37,66 +41,86 @@ _BOUNDS = {
 }
 
 
-def times_table(
-    report: PlanReport, others: Sequence[PlanReport], shared: PlanReport, first: PlanReport
-) -> Table:
-    """Return the predicted times of a request, compared with other modes in plans of their own.
+@dataclass(frozen=True)
+class Plans:
+    """The plans of one request, and the cost model that forecasts them."""
 
-    `shared` is the plan with concurrent requests, `first` that of the first request of a run.
-    """
-    forecast, mode = report.forecast, report.requirements.mode
-    title = f"Fits {escape(printable(report.hardware.name))}. Predicted, not measured:"
+    costs: CostModel
+    best: Plan
+    others: Sequence[Plan]  # with other modes
+    shared: Plan  # as one of several concurrent requests
+    first: Plan  # as the first request of a run
+
+    @property
+    def forecast(self) -> Forecast:
+        """Return the forecast of the best plan."""
+        return self.costs.forecast(self.best)
+
+    @property
+    def memory_phases(self) -> Phases:
+        """Return a rank's device memory by tier, weights included, in prefill and in decoding."""
+        weights = {"weights": self.best.requirements.weight_bytes}
+        prefill, decode = self.best.breakdown
+        return weights | prefill, weights | decode
+
+
+def times_table(plans: Plans) -> Table:
+    """Return the predicted times of a request, compared with other modes in plans of their own."""
+    best, costs, forecast = plans.best, plans.costs, plans.forecast
+    mode = best.requirements.mode
+    title = f"Fits {escape(printable(costs.hardware.name))}. Predicted, not measured:"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("")
     table.add_column("", justify="right")
     table.add_column("bound by")
-    table.add_row(f"document of {report.prompt:,} tokens", duration(forecast.document_s))
+    table.add_row(f"document of {best.spec.prompt:,} tokens", duration(forecast.document_s))
     table.add_row("  prefill", duration(forecast.prefill_s), _BOUNDS[forecast.prefill_bound])
     table.add_row(
-        f"  decoding {report.max_new_tokens:,} tokens",
+        f"  decoding {best.spec.max_new_tokens:,} tokens",
         duration(forecast.decode_s),
         _BOUNDS[forecast.verification_bound],
     )
-    if first.choice.strategy != report.choice.strategy:
-        table.add_row("first document of a run", duration(first.forecast.document_s))
-    concurrency = shared.forecast.concurrency
+    if plans.first.requirements.strategy != best.requirements.strategy:
+        first_s = costs.forecast(plans.first).document_s
+        table.add_row("first document of a run", duration(first_s))
+    concurrency = plans.shared.concurrency
     suffix = f", {concurrency} concurrent" if concurrency > 1 else ""
-    per_hour = float(f"{shared.forecast.documents_per_hour:.3g}")
+    per_hour = float(f"{costs.forecast(plans.shared).documents_per_hour:.3g}")
     table.add_row(f"documents per hour{suffix}", f"{per_hour:,.10g}")
-    table.add_row(f"decoding, {mode}", _per_token(report))
+    table.add_row(f"decoding, {mode}", _per_token(forecast))
     if mode != "plain":
-        times = {other.requirements.mode: _per_token(other) for other in others}
+        times = {each.requirements.mode: _per_token(costs.forecast(each)) for each in plans.others}
         for name, time in {"plain": "does not fit", **times}.items():
             table.add_row(f"decoding, {name}", time)
         table.add_row("draft tokens per round", f"{forecast.num_draft_tokens}")
         table.add_row("generated tokens per round", f"{forecast.tokens_per_verification:.1f}")
-    plan = report.plan
-    if report.requirements.retrieval_layers(report.requirements.planned_spec(plan, report.prompt)):
-        table.add_row("retrieval budget", f"{report.requirements.budget:,} tokens per head")
-    table.add_row("on-device layers", f"{plan.resident_layers}")
-    table.add_row("offloaded layers", f"{report.layers_on_host}")
-    if plan.split_layers:
-        table.add_row("  with high bytes on the GPU", f"{plan.split_layers}")
+    if best.retrieval_layers:
+        budget = best.requirements.strategy.budget
+        table.add_row("retrieval budget", f"{budget:,} tokens per head")
+    table.add_row("on-device layers", f"{best.memory.resident_layers}")
+    table.add_row("offloaded layers", f"{best.layers_on_host}")
+    if split := best.memory.split_layers:
+        table.add_row("  with high bytes on the GPU", f"{split}")
     return table
 
 
-def memory_table(report: PlanReport) -> Table:
+def memory_table(plans: Plans) -> Table:
     """Return the memory by tier in GB, during prefill and during decoding."""
-    machine, ranks = report.hardware, report.requirements.ranks
+    machine, ranks = plans.costs.hardware, plans.best.requirements.ranks
     title = "GPU memory in GB, per GPU:" if ranks > 1 else "GPU memory in GB:"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("")
     table.add_column("prefill", justify="right")
     table.add_column("decoding", justify="right")
-    phases = (report.prefill_memory, report.decode_memory)
-    for name in report.prefill_memory:
+    phases = plans.memory_phases
+    for name in phases[0]:
         if any(phase[name] for phase in phases):
             table.add_row(_TIERS.get(name, name), *(_gb(phase[name]) for phase in phases))
     table.add_section()
     table.add_row(
         f"total, of {_gb(machine.device_memory)}", *(_gb(sum(phase.values())) for phase in phases)
     )
-    host = _gb(report.plan.host_bytes * ranks)
+    host = _gb(plans.best.memory.host_bytes * ranks)
     table.add_row(f"host memory, of {_gb(machine.host_memory)}", host, host)
     return table
 
@@ -113,7 +137,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def plan_picture(path: Path, model: str, report: PlanReport) -> None:
+def plan_picture(path: Path, model: str, plans: Plans) -> None:
     """Draw memory by tier, and one decoding round on the link and on the device.
 
     Raises TierForceError if the image cannot be drawn or written.
@@ -126,11 +150,12 @@ def plan_picture(path: Path, model: str, report: PlanReport) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 6), width_ratios=(2, 3))
-    _draw_memory(left, report)
-    _draw_round(right, report)
+    _draw_memory(left, plans)
+    _draw_round(right, plans.forecast)
+    spec, machine = plans.best.spec, plans.costs.hardware
     figure.suptitle(
-        f"{model}, {report.prompt:,} + {report.max_new_tokens} tokens on {report.hardware.name}, "
-        f"{report.requirements.mode}"
+        f"{model}, {spec.prompt:,} + {spec.max_new_tokens} tokens on {machine.name}, "
+        f"{spec.requirements.mode}"
     )
     figure.tight_layout()
     try:
@@ -140,11 +165,11 @@ def plan_picture(path: Path, model: str, report: PlanReport) -> None:
     pyplot.close(figure)
 
 
-def _draw_memory(axes: Any, report: PlanReport) -> None:
+def _draw_memory(axes: Any, plans: Plans) -> None:
     """Draw bars of a GPU's memory in both phases, and of a rank's share of host memory."""
-    phases = (report.prefill_memory, report.decode_memory)
+    phases = plans.memory_phases
     bottoms = [0.0, 0.0]
-    shown = [name for name in report.prefill_memory if any(phase[name] for phase in phases)]
+    shown = [name for name in phases[0] if any(phase[name] for phase in phases)]
     for number, name in enumerate(shown):
         heights = [phase[name] / 1e9 for phase in phases]
         axes.bar(
@@ -156,10 +181,10 @@ def _draw_memory(axes: Any, report: PlanReport) -> None:
             width=0.6,
         )
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    host = report.plan.host_bytes / 1e9
+    machine, host = plans.costs.hardware, plans.best.memory.host_bytes / 1e9
     axes.bar(["host"], [host], color="0.6", label="offloaded KV", width=0.6)
-    _draw_limit(axes, (-0.4, 1.4), report.hardware.device_memory)
-    _draw_limit(axes, (1.6, 2.4), report.hardware.host_memory / report.requirements.ranks)
+    _draw_limit(axes, (-0.4, 1.4), machine.device_memory)
+    _draw_limit(axes, (1.6, 2.4), machine.host_memory / plans.best.requirements.ranks)
     axes.set(ylabel="GB per rank", title="memory")
     axes.legend(fontsize=8, frameon=False)
 
@@ -177,9 +202,8 @@ def _draw_limit(axes: Any, span: tuple[float, float], nbytes: float) -> None:
     )
 
 
-def _draw_round(axes: Any, report: PlanReport) -> None:
+def _draw_round(axes: Any, forecast: Forecast) -> None:
     """Draw the milliseconds of one decoding round, on the link and on the GPU."""
-    forecast = report.forecast
     drafting = 1e3 * forecast.drafting_s
     spans = [
         ("GPU", 0.0, drafting, "C2", f"drafting {forecast.num_draft_tokens} tokens"),
@@ -199,8 +223,8 @@ def _draw_round(axes: Any, report: PlanReport) -> None:
     axes.set_ylim(-0.6, 2.2)
 
 
-def _per_token(report: PlanReport) -> str:
-    return f"{1e3 * report.forecast.token_s:,.0f} ms/token"
+def _per_token(forecast: Forecast) -> str:
+    return f"{1e3 * forecast.token_s:,.0f} ms/token"
 
 
 def _gb(nbytes: float) -> str:

@@ -12,7 +12,7 @@ from decoding.config.defaults import MAX_CONCURRENCY
 from decoding.config.settings import LEVELS
 from decoding.engine.engine import Engine
 from decoding.engine.stats import Stats
-from decoding.planning.memory_plan import MemoryPlan
+from decoding.planning.plan import Plan
 from offload.dtypes import dtype_name
 from offload.errors import InsufficientMemoryError
 from offload.kernels.selection import Kernels
@@ -61,7 +61,7 @@ def say_what_fits(
     requirements = engine.runtime.requirements
     # The self-test of kernels takes seconds; it is skipped if all layers stay on the device.
     may_split = requirements.has_split or (
-        len(requirements.candidate_modes) > 1 and plan is not None and requirements.uses_link(plan)
+        len(requirements.candidate_modes) > 1 and plan is not None and plan.uses_link
     )
     if engine.group.device.type == "cuda":
         if may_split:
@@ -110,7 +110,7 @@ def sanity_warnings(engine: Engine, common: Common) -> list[str]:
     return lines
 
 
-def startup_line(engine: Engine, prompt: int, plan: MemoryPlan | None) -> str:
+def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
     """Return the devices, dtype, mode and context, and how many layers a prompt of `prompt` tokens
     offloads.
     """
@@ -122,14 +122,14 @@ def startup_line(engine: Engine, prompt: int, plan: MemoryPlan | None) -> str:
         where = f"{group.size} x CPU with {threads} thread{'s' if threads > 1 else ''}"
     dtype = dtype_name(models.dtype)
     layers = models.target.config.layers
-    offloaded = layers - plan.resident_layers if plan is not None else 0
+    offloaded = plan.layers_on_host if plan is not None else 0
     modes = models.requirements.candidate_modes if offloaded else [models.mode]
     line = f"{where}; {dtype}, {' or '.join(modes)}, context {engine.context:,}"
     if plan is None:
         return line
     line += f"; at {prompt:,} prompt tokens, KV of {offloaded} of {layers} layers in host memory"
-    if plan.split_layers:
-        line += f", {plan.split_layers} of them split, with high bytes on the device"
+    if split := plan.memory.split_layers:
+        line += f", {split} of them split, with high bytes on the device"
     return line
 
 

@@ -47,7 +47,7 @@ def test_help_and_a_mistyped_option_import_nothing_heavy(arguments: str) -> None
 @pytest.mark.parametrize("more", [(), ("--draft", str(DRAFT), "--json")], ids=["alone", "pair"])
 def test_a_plan_imports_neither_torch_nor_transformers(more: tuple[str, ...]) -> None:
     modules = imported_modules("plan", "--model", str(TARGET), "--hardware", "1x4090", *more)
-    assert "decoding.planning.memory_requirements" in modules
+    assert "decoding.planning.requirements" in modules
     assert not modules & HEAVY
 
 

@@ -11,10 +11,11 @@ from unittest.mock import patch
 
 import pytest
 
-import decoding.engine.session
 import offload.tiered.kv_file
 from decoding import GREEDY, Engine, Sampling
 from decoding.engine.request import Request, RequestState
+from decoding.planning.plan import Memory, Plan
+from decoding.planning.request_spec import RequestSpec
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
 from offload.layout import ceil_div
 from parallel.ranks.process_group import TensorParallelGroup
@@ -223,14 +224,14 @@ def test_a_sequence_that_outgrows_its_caches_gets_larger_ones(
 
 def test_old_caches_are_freed_before_larger_ones_are_planned(models: Pair) -> None:
     with models.engine("hierarchical", link="emulated:50", gpu_kv_layers=1, **SMALL) as engine:
-        plan, requested = type(engine.runtime).plan, list[int]()
+        place, requested = Plan.place, list[int]()
 
-        def plan_second(runtime: Any, prompt: int, new: int, _: object) -> Any:
-            requested.append(new)
+        def place_second(spec: RequestSpec, memory: Memory) -> Plan:
+            requested.append(spec.max_new_tokens)
             assert [each() for each in old] == [None] * len(old)
             if len(requested) == 1:  # then room for this turn alone is planned
                 raise InsufficientMemoryError("no room")
-            return plan(runtime, prompt, new)
+            return place(spec, memory)
 
         with engine.conversation(room=40):
             answer = list(engine.generate(PROMPT, NEW, GREEDY))
@@ -239,7 +240,7 @@ def test_old_caches_are_freed_before_larger_ones_are_planned(models: Pair) -> No
             old = [weakref.ref(each) for each in (old_cache, resident, resident._kv)]
             del old_cache, resident
             prompt = [*PROMPT, *answer, *TURNS[2]]
-            with patch.object(decoding.engine.session.Runtime, "plan", plan_second):
+            with patch.object(Plan, "place", place_second):
                 result = list(engine.generate(prompt, NEW, GREEDY))
             assert engine.stats.reused_tokens > len(PROMPT)
         assert requested == [NEW + 40, NEW]
@@ -258,9 +259,8 @@ def test_the_whole_prompt_is_prefilled_if_larger_caches_do_not_fit(models: Pair)
                 assert list(engine.generate(prompt, NEW, GREEDY)) == expected
             assert engine.stats.reused_tokens == 0
             list(engine.generate(PROMPT, NEW, GREEDY))
-            plan = type(engine.runtime).plan
             reuse_pays(engine)
-            with patch.object(decoding.engine.session.Runtime, "plan", failing(plan, times=2)):
+            with patch.object(Plan, "place", failing(Plan.place, times=2)):
                 assert list(engine.generate([*prompt, *prompt], NEW, GREEDY))
             assert engine.stats.reused_tokens == 0
             assert list(engine.generate(prompt, NEW, GREEDY)) == expected
@@ -416,7 +416,7 @@ def talk_on_rank(folders: Folders, mode: str) -> dict[str, Any]:
     if mode == "plain":
         return report
     with (
-        patch.object(decoding.engine.session, "extend_chunk", lambda *_: 70 + group.rank),
+        patch.object(Plan, "extend_chunk", 70 + group.rank),
         models.engine("hierarchical", **options) as engine,
     ):
         if group.rank:

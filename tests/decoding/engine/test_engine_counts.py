@@ -10,12 +10,13 @@ import pytest
 import torch
 from psutil import Process
 
-import decoding.planning.fit
-import decoding.planning.memory_requirements
+import decoding.planning.plan
+import decoding.planning.request_spec
 from decoding import GREEDY, Engine, Sampling
 from decoding.config.defaults import SELECTION_INTERVAL_ON_DEVICE
 from decoding.engine.session import SequenceState
 from decoding.planning.memory_plan import MemoryPlan, MemoryRequirements, plan_memory
+from decoding.planning.request_spec import RequestSpec
 from offload.retrieval.selection import POLICIES
 from offload.tiered.cache import TieredCache
 from support.engines import MODES, SMALL, Pair
@@ -73,8 +74,8 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 
 def boundary(engine: Engine, length: int, new: int) -> int:
     """Return the tokens of prefix that a forward after `length` tokens streams."""
-    recent, block = engine.runtime.requirements.recent(len(PROMPT), new)
-    return max(0, length - recent) // block * block
+    spec = RequestSpec(engine.runtime.requirements, len(PROMPT), new).target
+    return max(0, length - spec.recent) // spec.block * spec.block
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -84,8 +85,9 @@ def test_plain_decoding_streams_the_offloaded_prefix_once_per_token(
     link: str, resident: int, new: int, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pair.engine("plain", link=link, gpu_kv_layers=resident) as engine:
-        assert engine.runtime.requirements.recent(20, new) == (0, BLOCK)
-        monkeypatch.setattr(decoding.planning.memory_requirements, "BOUNDARY_BLOCK", SHORT_BLOCK)
+        spec = RequestSpec(engine.runtime.requirements, 20, new).target
+        assert (spec.recent, spec.block) == (0, BLOCK)
+        monkeypatch.setattr(decoding.planning.request_spec, "BOUNDARY_BLOCK", SHORT_BLOCK)
         assert len(list(engine.generate(PROMPT[:20], new, GREEDY))) == new
         # prefix lengths of the forwards for all tokens but the first
         prefixes = [(20 + index) // SHORT_BLOCK * SHORT_BLOCK for index in range(new - 1)]
@@ -134,7 +136,8 @@ def test_selections_stream_no_bytes(mode: str, pair: Pair, forwards: Forwards) -
     for policy, interval in [*product(POLICIES, (1,)), ("attention", 20)]:
         options = {"policy": policy, "selection_interval": interval, **SMALL}
         with pair.engine(mode, gpu_kv_layers=1, **options) as engine:
-            assert engine.runtime.requirements.recent(len(PROMPT), 40) == (4, 8)
+            spec = RequestSpec(engine.runtime.requirements, len(PROMPT), 40).target
+            assert (spec.recent, spec.block) == (4, 8)
             forwards.reset()
             list(engine.generate(PROMPT, 40, Sampling(1.0, top_p=1)))
             for length, streamed in zip(forwards.lengths, forwards.streamed(), strict=True):
@@ -171,7 +174,7 @@ def test_the_plan_requires_what_the_sequence_allocates(
         requirements.append(needs)
         return plan_memory(needs, *arguments)
 
-    monkeypatch.setattr(decoding.planning.fit, "plan_memory", record)
+    monkeypatch.setattr(decoding.planning.plan, "plan_memory", record)
     with pair.engine("hierarchical", gpu_kv_layers=1, policy=policy, **SMALL) as engine:
         tokens = engine.generate(PROMPT, new, Sampling(1.0, top_p=1))
         next(tokens)
@@ -190,7 +193,7 @@ def test_the_plan_requires_what_the_sequence_allocates(
         assert needs.retrieval == retrieval.device_bytes + selection
         held = target.device_bytes + needs.retrieval + needs.draft + needs.tables
         # the larger of the two phases
-        assert engine.stats.plan.device_bytes == held + max(needs.hidden, needs.forwards)
+        assert engine.stats.plan.memory.device_bytes == held + max(needs.hidden, needs.forwards)
         tokens.close()
 
 
@@ -199,7 +202,7 @@ def test_a_request_that_fits_the_device_does_not_use_the_link(mode: str, pair: P
     with pair.engine(mode, **SMALL) as engine:
         list(engine.generate(PROMPT, 40, GREEDY))
         assert engine.stats.plan is not None
-        assert engine.stats.plan.resident_layers == 3
+        assert engine.stats.plan.memory.resident_layers == 3
         assert engine.stats.link_bytes_per_token == engine.stats.prefill_link_out == 0
 
 

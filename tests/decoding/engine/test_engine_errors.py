@@ -125,7 +125,7 @@ def test_a_retrieval_budget_too_large_for_the_device(models: Pair) -> None:
         room = (
             parameter_bytes(models.target)
             + parameter_bytes(models.draft)
-            + engine.stats.plan.device_bytes
+            + engine.stats.plan.memory.device_bytes
         )
     with models.engine(
         "retrieval", retrieval_budget=80, num_draft_tokens=4, gpu_kv_layers=0, device_memory=room

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 import decoding.models.runtime
+import decoding.planning.plan
 from decoding import GREEDY, Engine, Sampling
+from decoding.planning.memory_plan import plan_memory
 from offload.errors import InsufficientMemoryError, InvalidRequestError
 from offload.tiered.resident import ResidentLayer
 from parallel.model.layers import VocabParallelEmbedding
@@ -105,11 +107,13 @@ def plans_differ(pair: Pair) -> tuple[int, list[int]]:
     """
     options = {"retrieval_budget": 32, "link": "emulated:50"}
     with pair.engine("hierarchical", **options) as engine:
-        needed = parameter_bytes(pair.target) + engine.runtime.plan(len(LONG), NEW).device_bytes
+        needed = (
+            parameter_bytes(pair.target) + engine.runtime.plan(len(LONG), NEW).memory.device_bytes
+        )
     room = pair.group.all_gather(torch.tensor([needed])).tolist()[1]
     with pair.engine("hierarchical", device_memory=room, **options) as engine:
         output = list(engine.generate(LONG, NEW, GREEDY))
-        return engine.runtime.plan(len(LONG), NEW).resident_layers, output
+        return engine.runtime.plan(len(LONG), NEW).memory.resident_layers, output
 
 
 def one_rank_too_small(pair: Pair) -> list[str | list[int]]:
@@ -139,7 +143,7 @@ def deferred_layers(pair: Pair) -> list[str | list[int]]:
 
     For the second one, rank 1 fails to allocate the layer.
     """
-    fit, results = decoding.models.runtime.fit, list[str | list[int]]()
+    results = list[str | list[int]]()
     allocate = ResidentLayer._allocate
 
     def fail(layer: ResidentLayer) -> Tensor:
@@ -147,7 +151,9 @@ def deferred_layers(pair: Pair) -> list[str | list[int]]:
 
     with (
         patch.object(
-            decoding.models.runtime, "fit", lambda *args: replace(fit(*args), deferred_layers=1)
+            decoding.planning.plan,
+            "plan_memory",
+            lambda *args: replace(plan_memory(*args), deferred_layers=1),
         ),
         pair.engine("hierarchical", **SMALL) as engine,
     ):

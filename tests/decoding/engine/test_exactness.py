@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import decoding.planning.memory_requirements
+import decoding.planning.requirements
 from decoding import GREEDY, Engine, Settings
 from offload.retrieval.selection import POLICIES
 from parallel.ranks.process_group import TensorParallelGroup
@@ -116,7 +116,7 @@ def generate_sharded(
     group: TensorParallelGroup, tokens: list[int], mode: str, shard: bool | None, threshold: int
 ) -> Report:
     """Return the output, and the number of ranks that the draft runs on; 0 without a draft."""
-    decoding.planning.memory_requirements.SPLIT_DRAFT_BYTES = threshold
+    decoding.planning.requirements.SPLIT_DRAFT_BYTES = threshold
     options: dict[str, Any] = {
         "prompt_lookup_ngram": 3,
         "num_draft_tokens": 9,

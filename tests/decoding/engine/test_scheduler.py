@@ -16,7 +16,7 @@ from decoding import GREEDY, Sampling
 from decoding.engine.request import Request, Status
 from decoding.engine.session import SequenceState
 from decoding.engine.session_manager import SequenceManager
-from decoding.planning import fit
+from decoding.planning import planner
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
 from offload.memory.host_arena import HostArena
 from parallel.model.layers import VocabParallelEmbedding
@@ -347,15 +347,15 @@ def test_memory_is_divided_before_sequences_are_opened(checkpoint: Callable[...,
     with models.engine("plain", link="emulated:50", device_memory=10**9) as engine:
         expected = run_alone(engine, batch)
         whole, weights = engine.plan(1200, 6), engine.runtime.weight_bytes
-    assert whole.resident_layers == 8
-    limit = weights + 3 * (whole.device_bytes - 1)
+    assert whole.memory.resident_layers == 8
+    limit = weights + 3 * (whole.memory.device_bytes - 1)
     with models.engine("plain", link="emulated:50", device_memory=limit) as engine:
-        assert engine.plan(1200, 6) == whole
+        assert engine.plan(1200, 6).memory == whole.memory
         completions = run_batch(engine, batch, 3)
         assert tokens(completions) == expected
         for completion in completions:
-            plan = completion.stats.plan
-            assert plan is not None
+            assert completion.stats.plan is not None
+            plan = completion.stats.plan.memory
             assert 0 < plan.resident_layers < 8
             assert 3 * plan.device_bytes <= limit - weights
         arenas: list[HostArena] = engine.sessions._arenas._arenas
@@ -372,11 +372,12 @@ def test_a_request_on_the_device_shares_forwards_with_an_offloaded_one(
     with models.engine("plain", link="emulated:50", device_memory=10**9) as engine:
         expected = run_alone(engine, batch)
         whole, weights = engine.plan(1000, 14), engine.runtime.weight_bytes
-    limit = weights + 2 * (whole.device_bytes - 1)
+    limit = weights + 2 * (whole.memory.device_bytes - 1)
     for options, layers in (({"device_memory": limit}, 8), ({"gpu_kv_layers": 2}, 2)):
         with models.engine("plain", link="emulated:50", **options) as engine:
             completions = run_batch(engine, batch, 2)
-        resident = [each.stats.plan.resident_layers for each in completions if each.stats.plan]
+        plans = [each.stats.plan for each in completions if each.stats.plan]
+        resident = [plan.memory.resident_layers for plan in plans]
         assert resident[0] == layers
         assert resident[1] < 8
         assert tokens(completions) == expected
@@ -387,7 +388,7 @@ def test_a_request_too_large_for_its_share_runs_alone(checkpoint: Callable[..., 
     models, batch = Pair(deep, deep), requests(GREEDY, [(100, 20), (2000, 8), (120, 14), (90, 9)])
     with models.engine("plain", device_memory=10**9) as engine:
         expected = run_alone(engine, batch)
-        need, weights = engine.plan(2000, 8).device_bytes, engine.runtime.weight_bytes
+        need, weights = engine.plan(2000, 8).memory.device_bytes, engine.runtime.weight_bytes
     options = {"device_memory": weights + need + 1000, "gpu_kv_layers": 8}
     with models.engine("plain", **options) as engine:
         completions = list(engine.generate_batch(batch, 3))
@@ -437,6 +438,6 @@ def test_max_concurrency_is_above_one_only_if_sharing_pays(
     ):
         with models.engine(mode, **SMALL, graphs=graphs) as engine:
             assert engine.max_concurrency(100, 20, 5) == count
-    monkeypatch.setattr(fit, "SHARED_LAYER_BYTES", 1000)
+    monkeypatch.setattr(planner, "SHARED_LAYER_BYTES", 1000)
     with models.engine("retrieval", **SMALL, graphs=True) as engine:
         assert engine.max_concurrency(100, 20, 5) == 5

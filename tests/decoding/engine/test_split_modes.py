@@ -14,6 +14,7 @@ from bench.harness.decode_loop import PrefilledPrompt
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.engine.session import SequenceState
 from decoding.planning.memory_plan import device_breakdown
+from decoding.planning.request_spec import RequestSpec
 from offload.errors import TierForceError
 from offload.memory.host_arena import HostArena
 from offload.tiered.cache import TieredCache
@@ -56,9 +57,8 @@ def test_logits_equal_those_without_split_layers_bitwise(length: int) -> None:
     engine = make_engine("split", link="view")
     runtime, tokens = engine.runtime, torch.tensor((3 * prompt("argparse"))[:length])
     session = SequenceState(runtime, tokens[:300].tolist(), length - 300)
-    spec = replace(
-        runtime.requirements.target_spec(300, length - 300), compressed=False
-    ).with_placement(1)
+    target = RequestSpec(runtime.requirements, 300, length - 300).target
+    spec = replace(target, compressed=False).with_placement(1)
     specs = [
         spec,
         spec.with_placement(1, 0, 5),
@@ -101,7 +101,7 @@ def test_drafts_against_high_bytes_are_nearly_always_accepted(mode: str, split: 
     assert accepted is not None
     assert accepted > (0.8 if split is None else 0.5)
     assert stats.plan is not None
-    assert stats.plan.split_layers == (5 if split is None else 2)
+    assert stats.plan.memory.split_layers == (5 if split is None else 2)
     # 4 of 16 bits are streamed in split layers, 12 in the others
     forwards = stats.levels[0].stats.forwards
     layout = engine.runtime.requirements.layout
@@ -121,12 +121,11 @@ def test_deferred_split_layers_do_not_change_the_output() -> None:
         outputs.append(list(engine.generate(PROMPT, NEW, Sampling(0.8, top_p=1, seed=3))))
         stats, needs = engine.stats, engine.runtime.requirements
         assert stats.plan is not None
-        plans.append(stats.plan)
-        deferred_bytes = needs.planned_spec(stats.plan, len(PROMPT)).deferred_bytes(len(PROMPT))
+        plans.append(stats.plan.memory)
+        deferred_bytes = stats.plan.prompt_spec.deferred_bytes(len(PROMPT))
         # all tokens of on-device layers are loaded, and those before the boundary of split layers
         assert 0.8 * deferred_bytes <= stats.prefill_link_in <= deferred_bytes
-        requirements = needs.memory(len(PROMPT), NEW)
-        phases = device_breakdown(requirements, 1, 3, 5)
+        phases = device_breakdown(stats.plan.spec.memory, 1, 3, 5)
         room = needs.weight_bytes + max(sum(tiers.values()) for tiers in phases)
         engine.close()
     early, deferred = plans

@@ -13,12 +13,13 @@ import torch
 
 from decoding import Settings
 from decoding.app.hardware.plan import _prompt_tokens, _requirements
+from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.memory_requirements import Requirements
-from decoding.planning.what_if import plan_request
+from decoding.planning.requirements import Requirements
 from offload.errors import InsufficientMemoryError, TierForceError
 from parallel.config.model_config import ModelConfig
 from support.engines import DEMO
+from support.planning import plan_on
 from support.slow import slow_except
 
 NUMBERS: dict[str, Any] = {
@@ -42,10 +43,9 @@ def test_extreme_machines_have_finite_plans_or_none(field: str) -> None:
     for value in (1.0, 1e6, 1e30):
         numbers = NUMBERS | ({field: value} if value < 1e7 or field[-2:] != "_s" else {})
         with suppress(InsufficientMemoryError):
-            report = plan_request(
-                requirements, HardwareProfile("a machine", **numbers), 16_000, 512
-            )
-            values = report.forecast.as_dict().values()
+            machine = HardwareProfile("a machine", **numbers)
+            plan = plan_on(machine, requirements, 16_000, 512)
+            values = CostModel(machine).forecast(plan).as_dict().values()
             assert all(isfinite(value) for value in values if isinstance(value, int | float))
 
 
@@ -65,7 +65,6 @@ def test_models_of_any_size_are_planned_or_rejected_quickly(
         path.write_text(json.dumps(fields | changed))
         with suppress(TierForceError):
             requirements = _requirements(str(path), None, Settings(dtype="bfloat16"), 1)
-            report = plan_request(
-                requirements, machine, _prompt_tokens(requirements.target, None, 8), 8
-            )
-            assert report.forecast.document_s < 1e30
+            prompt = _prompt_tokens(requirements.target, None, 8)
+            plan = plan_on(machine, requirements, prompt, 8)
+            assert CostModel(machine).forecast(plan).document_s < 1e30

@@ -16,15 +16,16 @@ from decoding.config.settings import Settings
 from decoding.engine.session import SequenceState
 from decoding.models.runtime import Runtime
 from decoding.planning.memory_plan import MemoryPlan, device_breakdown
-from decoding.planning.memory_requirements import Requirements
-from decoding.planning.what_if import PlanReport, plan_request
+from decoding.planning.plan import Plan
+from decoding.planning.request_spec import RequestSpec
+from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.dtypes import dtype_of
 from offload.retrieval.policy_specs import POLICY_SPECS
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.shape import TieredCacheSpec
 from parallel.model.loading import random_model
 from parallel.ranks.process_group import TensorParallelGroup
-from support.planning import MODES, Case, case_of, requirements_of, with_budget
+from support.planning import MODES, Case, case_of, plan_on, requirements_of, with_budget
 
 
 def tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -66,8 +67,8 @@ TARGET_TIERS = (
 @contextmanager
 def session_of(
     case: Case, link: str, room: int | None = None
-) -> Iterator[tuple[SequenceState, PlanReport]]:
-    """Yield a session on real models, and the report of `tierforce plan` for it.
+) -> Iterator[tuple[SequenceState, Plan]]:
+    """Yield a session on real models, and its plan by `tierforce plan`.
 
     `room`: device bytes beside the weights, by default more than enough.
     """
@@ -88,42 +89,34 @@ def session_of(
     )
     try:
         session = SequenceState(runtime, [1] * case.prompt, case.max_new_tokens)
-        yield (
-            session,
-            plan_request(
-                with_budget(requirements, runtime.requirements.budget),
-                machine,
-                case.prompt,
-                case.max_new_tokens,
-            ),
-        )
+        fixed = with_budget(requirements, runtime.requirements.strategy.budget)
+        yield session, plan_on(machine, fixed, case.prompt, case.max_new_tokens)
     finally:
         runtime.link.close()
 
 
 def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
     """Compare allocated and planned tiers, before and after prefill; return the plan."""
-    with session_of(case, link, room) as (session, report):
-        assert session.plan == report.plan
+    with session_of(case, link, room) as (session, plan):
+        assert session.plan.memory == plan.memory
         rotary, arena, retrieval = session.target.rotary, session.runtime.arena, session.retrieval
         others = (rotary, arena, retrieval)
-        for tiers in (report.prefill_memory, report.decode_memory):
+        for tiers in plan.breakdown:
             assert storage_bytes(session.target, *others) == sum(
                 tiers[name] for name in TARGET_TIERS
             )
             with torch.inference_mode():
                 if not session.target.length:
                     session.prefill()
-        assert storage_bytes(arena) == report.plan.host_bytes
+        assert storage_bytes(arena) == plan.memory.host_bytes
         assert storage_bytes(rotary) - rotary_extra(rotary) == tiers["rotary tables"]
         draft = storage_bytes(session.draft, session.draft and session.draft.rotary)
         assert draft == tiers["draft cache"]
         planned = tiers["retrieval cache"]
         if retrieval is None:
             assert planned == 0
-            return report.plan
-        retrieval_layers = len(session.runtime.requirements.retrieval_layers(session.target.shape))
-        layout = replace(session.target.layout, layers=retrieval_layers)
+            return plan.memory
+        layout = replace(session.target.layout, layers=len(session.plan.retrieval_layers))
         shape = retrieval.shape
         spec = POLICY_SPECS[session.runtime.settings.policy]
         rows = spec.query_rows * case.target.heads // case.target.kv_heads
@@ -132,7 +125,7 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
         assert storage_bytes(retrieval.selector.policy) <= policy_state
         planned -= shape.scratch_bytes(layout, rows) + policy_state
         assert storage_bytes(retrieval, rotary, retrieval.selector.policy) == planned
-        return report.plan
+        return plan.memory
 
 
 def rotary_extra(rotary: Any) -> int:
@@ -175,9 +168,8 @@ def test_bytes_of_deferred_layers_are_planned(mode: str, deferred: int) -> None:
     case = replace(case, settings=settings, prompt=2000)
     requirements = with_budget(requirements_of(case), settings.retrieval_budget)
     split = case.target.layers - 2 if requirements.has_split else 0
-    tiers = device_breakdown(
-        requirements.memory(case.prompt, case.max_new_tokens), 2, deferred, split
-    )
+    spec = RequestSpec(requirements, case.prompt, case.max_new_tokens)
+    tiers = device_breakdown(spec.memory, 2, deferred, split)
     room = max(sum(phase.values()) for phase in tiers)
     plan = check_bytes(case, "emulated:50", room)
     assert (plan.resident_layers, plan.deferred_layers, plan.split_layers) == (2, deferred, split)
@@ -189,7 +181,7 @@ def test_bytes_of_deferred_layers_are_planned(mode: str, deferred: int) -> None:
         (TieredCacheSpec, "device_breakdown"),
         (RetrievalCacheSpec, "layer_bytes"),
         (RetrievalCacheSpec, "shared_bytes"),
-        (Requirements, "_draft_bytes"),
+        (StreamingCacheSpec, "device_bytes"),
     ],
 )
 def test_comparison_detects_a_wrong_count(

@@ -12,12 +12,15 @@ import torch
 from bench.harness.dimensions import LLAMA_7B, LLAMA_13B, LLAMA_68M, config_of
 from decoding import Settings
 from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET
-from decoding.planning.cost import Acceptance, PredictedCosts
-from decoding.planning.forecast import Forecast, forecast
-from decoding.planning.forward_cost import prefill_flops, target_cost
+from decoding.planning.cost_model import CostModel
+from decoding.planning.forecast import Forecast
+from decoding.planning.forward_cost import ForwardCost, prefill_flops
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.memory_requirements import Requirements
-from decoding.planning.what_if import PlanReport, plan_concurrent, plan_plain, plan_request
+from decoding.planning.plan import Plan
+from decoding.planning.planner import Planner
+from decoding.planning.request_spec import RequestSpec
+from decoding.planning.requirements import Requirements
+from decoding.planning.round_cost import Acceptance
 from decoding.speculation.draft_length import best_length, expected_tokens
 from parallel.config.model_config import ModelConfig
 
@@ -31,18 +34,29 @@ def requirements_of(target: ModelConfig, mode: str, ranks: int, **choices: Any) 
     return Requirements(target, draft, mode, settings, torch.float16, ranks, 1, True)
 
 
-def plan_on(target: ModelConfig, hardware: str, mode: str, **choices: Any) -> PlanReport:
-    """Return the report with enough host memory for the 13B, and with any configured layers."""
+def planner_on(target: ModelConfig, hardware: str, mode: str, **choices: Any) -> Planner:
+    """Return a planner with enough host memory for the 13B, and for any configured layers."""
     machine = replace(HardwareProfile.from_name(hardware), host_memory=256e9)
     if "gpu_kv_layers" in choices:
         machine = replace(machine, device_memory=48e9)
     requirements = requirements_of(target, mode, int(machine.gpus), **choices)
-    return plan_request(requirements, machine, PROMPT, NEW)
+    return Planner(requirements, CostModel(machine))
+
+
+def forecast_on(target: ModelConfig, hardware: str, mode: str, **choices: Any) -> Forecast:
+    planner = planner_on(target, hardware, mode, **choices)
+    return planner.costs.forecast(planner.plan(PROMPT, NEW))
+
+
+def plain_of(planner: Planner, plan: Plan) -> Plan:
+    """Return the alternative with plain decoding."""
+    (plain,) = [other for other in planner.alternatives(plan) if other.requirements.mode == "plain"]
+    return plain
 
 
 def test_published_plain_offload_of_the_7b() -> None:
     """840 ms/token on two 4090s with 12 resident layers (TriForce, arXiv 2404.11912, table 2)."""
-    result = plan_on(SEVEN, "2x4090", "plain", gpu_kv_layers=12).forecast
+    result = forecast_on(SEVEN, "2x4090", "plain", gpu_kv_layers=12)
     assert result.token_s == pytest.approx(0.840, rel=0.05)
     assert result.verification_bound == "link"
 
@@ -50,7 +64,7 @@ def test_published_plain_offload_of_the_7b() -> None:
 def test_published_plain_offload_of_the_13b_implies_its_resident_layers() -> None:
     """1794 ms/token: of 0 to 10 resident layers, 6 come closest."""
     times = {
-        count: plan_on(THIRTEEN, "2x4090", "plain", gpu_kv_layers=count).forecast.token_s
+        count: forecast_on(THIRTEEN, "2x4090", "plain", gpu_kv_layers=count).token_s
         for count in range(11)
     }
     assert min(times, key=lambda count: abs(times[count] - 1.794)) == 6
@@ -63,20 +77,18 @@ def test_published_plain_offload_of_the_13b_implies_its_resident_layers() -> Non
 )
 def test_published_hierarchical_rows(target: ModelConfig, hardware: str, published: float) -> None:
     """All three use the acceptance rate implied by the first row."""
-    result = plan_on(target, hardware, "hierarchical").forecast
+    result = forecast_on(target, hardware, "hierarchical")
     assert result.token_s == pytest.approx(published, rel=0.25)
     assert result.verification_bound == "link"
 
 
 def test_concurrent_requests_share_only_weights_and_launches() -> None:
-    machine = replace(HardwareProfile.from_name("1xA100-80"), host_memory=256e9)
-    plan, requirements = (
-        plan_on(SEVEN, "1xA100-80", "plain").plan,
-        requirements_of(SEVEN, "plain", 1),
-    )
+    planner = planner_on(SEVEN, "1xA100-80", "plain")
+    alone = planner.plan(PROMPT, NEW)
 
     def forecast_of(concurrency: int, prompt: int = PROMPT) -> Forecast:
-        return forecast(requirements, plan, machine, prompt, NEW, Acceptance(), concurrency)
+        spec = replace(alone.spec, prompt=prompt)
+        return planner.costs.forecast(replace(alone, spec=spec, concurrency=concurrency))
 
     for concurrency in (2, 6):
         assert forecast_of(concurrency).link_s == pytest.approx(concurrency * forecast_of(1).link_s)
@@ -104,27 +116,25 @@ def test_published_gain_with_six_concurrent_requests() -> None:
     seconds = {}
     for mode in ("plain", "hierarchical"):
         requirements = requirements_of(SEVEN, mode, 1, retrieval_budget=768, num_draft_tokens=6)
-        seconds[mode] = plan_request(
-            requirements, machine, 19_200, 256, concurrency=6
-        ).forecast.token_s
+        costs = CostModel(machine)
+        seconds[mode] = costs.token_s(Planner(requirements, costs).plan(19_200, 256, 6))
     assert seconds["plain"] / seconds["hierarchical"] == pytest.approx(1.9, rel=0.25)
 
 
 def test_concurrency_is_limited_by_the_placement_of_a_single_request() -> None:
-    machine = HardwareProfile.from_name("1xA100-80")
-    requirements = requirements_of(SEVEN, "plain", 1)
+    costs = CostModel(HardwareProfile.from_name("1xA100-80"))
+    planner = Planner(requirements_of(SEVEN, "plain", 1), costs)
     for prompt in (2_000, 30_000, 100_000):
-        alone = plan_request(requirements, machine, prompt, NEW)
-        shared = plan_concurrent(requirements, alone, 8)
-        count = shared.forecast.concurrency
-        assert shared.plan == alone.plan
+        alone = planner.plan(prompt, NEW)
+        shared = planner.max_concurrent(alone, 8)
+        count = shared.concurrency
+        assert shared.memory == alone.memory
         assert shared.requirements == alone.requirements
         if count < 8:
-            more = plan_request(requirements, machine, prompt, NEW, concurrency=count + 1)
-            assert more.plan != alone.plan
+            assert planner.plan(prompt, NEW, count + 1).memory != alone.memory
         assert (count == 8, count == 1) == (prompt == 2_000, prompt == 100_000)
-        better = shared.forecast.documents_per_hour > alone.forecast.documents_per_hour
-        assert better == (count > 1)
+        per_hour = [costs.forecast(plan).documents_per_hour for plan in (shared, alone)]
+        assert (per_hour[0] > per_hour[1]) == (count > 1)
 
 
 def test_with_cuda_graphs_only_large_layers_are_worth_sharing() -> None:
@@ -134,8 +144,8 @@ def test_with_cuda_graphs_only_large_layers_are_worth_sharing() -> None:
 
     def count(target: ModelConfig, mode: str, machine: HardwareProfile) -> int:
         requirements = requirements_of(target, mode, 1, retrieval_budget=512)
-        alone = plan_request(requirements, machine, 2_000, 256)
-        return plan_concurrent(requirements, alone, 4).forecast.concurrency
+        planner = Planner(requirements, CostModel(machine))
+        return planner.max_concurrent(planner.plan(2_000, 256), 4).concurrency
 
     assert count(SEVEN, "retrieval", gpu) == count(SEVEN, "hierarchical", gpu) == 4
     assert count(small, "retrieval", gpu) == 1
@@ -143,11 +153,11 @@ def test_with_cuda_graphs_only_large_layers_are_worth_sharing() -> None:
 
 
 def test_higher_acceptance_gives_longer_drafts_and_fewer_seconds() -> None:
-    report = plan_on(SEVEN, "1x4090", "hierarchical")
+    planner = planner_on(SEVEN, "1x4090", "hierarchical")
+    plan = planner.plan(PROMPT, NEW)
 
     def with_rate(target: float, inner: float = 0.7) -> Forecast:
-        acceptance = Acceptance(target, inner)
-        return forecast(report.requirements, report.plan, report.hardware, PROMPT, NEW, acceptance)
+        return CostModel(planner.costs.hardware, Acceptance(target, inner)).forecast(plan)
 
     forecasts = [with_rate(rate) for rate in (0.5, 0.8, 0.95)]
     lengths = [result.num_draft_tokens for result in forecasts]
@@ -159,34 +169,29 @@ def test_higher_acceptance_gives_longer_drafts_and_fewer_seconds() -> None:
 
 def test_draft_model_acceptance_is_the_same_at_every_level() -> None:
     """`Acceptance.target` refers to a retrieval cache, which mode speculative does not have."""
-    report = plan_on(SEVEN, "1x4090", "speculative")
+    plan = planner_on(SEVEN, "1x4090", "speculative").plan(PROMPT, NEW)
     rates = [Acceptance(target, inner) for target, inner in ((0.9, 0.6), (0.5, 0.6), (0.9, 0.8))]
-    target_rates = [acceptance.rate(report.requirements, report.plan) for acceptance in rates]
+    target_rates = [acceptance.rate(plan) for acceptance in rates]
     assert target_rates == pytest.approx([0.6, 0.6, 0.8])
 
 
 def test_a_request_that_fits_the_device_is_compute_bound() -> None:
-    requirements, machine = (
-        requirements_of(SEVEN, "hierarchical", 1),
-        HardwareProfile.from_name("1xA100-80"),
-    )
-    report = plan_request(requirements, machine, 16_384, NEW)
-    assert report.plan.resident_layers == SEVEN.layers
-    assert report.plan.host_bytes == 0
-    plain = plan_plain(report)
-    assert plain is not None
-    bounds = (report.forecast.verification_bound, plain.forecast.verification_bound)
-    assert bounds == ("compute", "compute")
+    costs = CostModel(HardwareProfile.from_name("1xA100-80"))
+    planner = Planner(requirements_of(SEVEN, "hierarchical", 1), costs)
+    plan = planner.plan(16_384, NEW)
+    assert plan.memory.resident_layers == SEVEN.layers
+    assert plan.memory.host_bytes == 0
+    for each in (plan, plain_of(planner, plan)):
+        assert costs.forecast(each).verification_bound == "compute"
 
 
 def test_plain_decoding_has_its_own_plan() -> None:
     """It uses the memory that the other mode needs for a retrieval cache."""
-    report = plan_on(SEVEN, "2x4090", "hierarchical", retrieval_budget=32_768)
-    plain = plan_plain(report)
-    alone = plan_on(SEVEN, "2x4090", "plain")
-    assert plain is not None
-    assert plain.forecast == alone.forecast
-    assert plain.plan.resident_layers > report.plan.resident_layers
+    planner = planner_on(SEVEN, "2x4090", "hierarchical", retrieval_budget=32_768)
+    plan = planner.plan(PROMPT, NEW)
+    plain = plain_of(planner, plan)
+    assert planner.costs.forecast(plain) == forecast_on(SEVEN, "2x4090", "plain")
+    assert plain.memory.resident_layers > plan.memory.resident_layers
 
 
 def test_best_length_is_the_shortest_of_equal_ones() -> None:
@@ -213,12 +218,16 @@ def test_forward_over_an_8_bit_retrieval_cache_uses_its_measured_rate() -> None:
     """By default an 8-bit element takes as long as a 16-bit one."""
     machine = replace(HardwareProfile.from_name("2x4090"), host_memory=256e9, kv_rate=5e11)
     requirements = requirements_of(SEVEN, "retrieval", int(machine.gpus))
-    kv = requirements.layout.bytes(requirements.budget)
+    plan = Planner(requirements, CostModel(machine)).plan(PROMPT, NEW)
+    kv = requirements.layout.bytes(requirements.strategy.budget)
 
     def forward_s(hardware: HardwareProfile, **options: Any) -> float:
-        settings = replace(requirements.settings, **options)
-        costs = PredictedCosts(hardware, Acceptance())
-        return costs.retrieval_s(replace(requirements, settings=settings), PROMPT)
+        changed = replace(requirements, settings=replace(requirements.settings, **options))
+        return retrieval_s(hardware, changed)
+
+    def retrieval_s(hardware: HardwareProfile, changed: Requirements) -> float:
+        spec = replace(plan.spec, requirements=changed)
+        return CostModel(hardware).retrieval_s(replace(plan, spec=spec))
 
     assert forward_s(replace(machine, int8_rate=5e11)) == forward_s(machine)
     slower = forward_s(replace(machine, int8_rate=2.5e11)) - forward_s(machine)
@@ -227,9 +236,9 @@ def test_forward_over_an_8_bit_retrieval_cache_uses_its_measured_rate() -> None:
     assert forward_s(slow, int8_retrieval=False) == forward_s(machine)
     # Arithmetic is the same as in 16 bits.
     serial = replace(machine, runs_ahead=False)
-    costs = [PredictedCosts(replace(serial, int8_rate=rate), Acceptance()) for rate in (1e11, 5e11)]
+    machines = [replace(serial, int8_rate=rate) for rate in (1e11, 5e11)]
     one, three = (
-        [each.retrieval_s(replace(requirements, draft=draft, mode=mode), PROMPT) for each in costs]
+        [retrieval_s(each, replace(requirements, draft=draft, mode=mode)) for each in machines]
         for draft, mode in ((None, "retrieval"), (SMALL, "hierarchical"))
     )
     assert one[0] - one[1] == pytest.approx(three[0] - three[1])
@@ -239,32 +248,31 @@ def test_an_8_bit_retrieval_cache_needs_about_half_the_memory() -> None:
     requirements = requirements_of(SEVEN, "retrieval", 2)
     whole = replace(requirements, settings=replace(requirements.settings, int8_retrieval=False))
     half, full = (
-        each.retrieval_spec(PROMPT, NEW).layer_bytes(each.layout) for each in (requirements, whole)
+        RequestSpec(each, PROMPT, NEW).retrieval.layer_bytes(each.layout)
+        for each in (requirements, whole)
     )
     assert 0.5 < half / full < 0.57
     in_host_memory = replace(requirements, copies=False)  # nothing is offloaded
-    assert not in_host_memory.retrieval_spec(PROMPT, NEW).quantised
+    assert not RequestSpec(in_host_memory, PROMPT, NEW).retrieval.quantised
     in_float32 = replace(requirements, dtype=torch.float32)
-    assert not in_float32.retrieval_spec(PROMPT, NEW).quantised
+    assert not RequestSpec(in_float32, PROMPT, NEW).retrieval.quantised
     explicit = replace(in_float32, settings=replace(requirements.settings, int8_retrieval=True))
-    assert explicit.retrieval_spec(PROMPT, NEW).quantised
+    assert RequestSpec(explicit, PROMPT, NEW).retrieval.quantised
 
 
 def test_deterministic_requests_verify_in_blocks_and_draft_as_usual() -> None:
     machine = replace(HardwareProfile.from_name("2x4090"), host_memory=256e9)
     requirements = requirements_of(SEVEN, "retrieval", int(machine.gpus))
-    plan = plan_request(requirements, machine, PROMPT, NEW).plan
-    deterministic = replace(
-        requirements, settings=replace(requirements.settings, deterministic=True)
-    )
-    costs = PredictedCosts(machine, Acceptance())
-    one, other = (costs.round_cost(each, plan, PROMPT) for each in (requirements, deterministic))
-    block_s = target_cost(machine, requirements).batch_invariant_seconds(17, PROMPT)
-    selection_s = one.compute_s(16) - target_cost(machine, requirements).seconds(17, PROMPT)
+    costs = CostModel(machine)
+    plan = Planner(requirements, costs).plan(PROMPT, NEW)
+    settings = replace(requirements.settings, deterministic=True)
+    spec = replace(plan.spec, requirements=replace(requirements, settings=settings))
+    one, other = (costs.round_cost(each) for each in (plan, replace(plan, spec=spec)))
+    forwards = ForwardCost(machine, SEVEN, requirements.ranks, requirements.dtype)
+    block_s = forwards.batch_invariant_seconds(17, PROMPT)
+    selection_s = one.compute_s(16) - forwards.seconds(17, PROMPT)
     assert other.compute_s(16) - selection_s == pytest.approx(block_s)
-    assert block_s > 1.5 * target_cost(machine, requirements).seconds(
-        17, PROMPT
-    )  # three blocks of rows
+    assert block_s > 1.5 * forwards.seconds(17, PROMPT)  # three blocks of rows
     assert (other.link_s, other.drafted_s) == (one.link_s, one.drafted_s)
 
 
@@ -272,9 +280,10 @@ def test_coupled_noise_is_predicted_to_reject_at_its_bound() -> None:
     """The bound applies to the rejection rate of each budget."""
     for budget in (1024, DEFAULT_RETRIEVAL_BUDGET, 32_768):
         requirements = requirements_of(SEVEN, "retrieval", 2, retrieval_budget=budget)
-        plan = plan_request(requirements, HardwareProfile.from_name("2x4090"), 30_000, NEW).plan
+        costs = CostModel(HardwareProfile.from_name("2x4090"))
+        plan = Planner(requirements, costs).plan(30_000, NEW)
         for independent, coupled in (
-            (acceptance.rate(requirements, plan), other.rate(requirements, plan))
+            (acceptance.rate(plan), other.rate(plan))
             for acceptance, other in (
                 (Acceptance(0.9), Acceptance(0.9, is_coupled=True)),
                 (Acceptance(1.0), Acceptance(1.0, is_coupled=True)),
@@ -288,20 +297,18 @@ def test_forward_over_high_bytes_uses_their_measured_rate() -> None:
     """By default a high byte, half of an element, takes half of its time."""
     machine = replace(HardwareProfile.from_name("2x4090"), host_memory=256e9, kv_rate=5e11)
     requirements = requirements_of(SEVEN, "split", int(machine.gpus))
-    plan = plan_request(requirements, machine, PROMPT, NEW).plan
-    kv = requirements.layout.bytes(PROMPT, plan.split_layers)
+    plan = Planner(requirements, CostModel(machine)).plan(PROMPT, NEW)
+    kv = requirements.layout.bytes(PROMPT, plan.memory.split_layers)
     assert kv > 0
 
     def on_device_s(hardware: HardwareProfile) -> float:
-        return PredictedCosts(hardware, Acceptance()).on_device_s(requirements, plan, PROMPT, 1)
+        return CostModel(hardware).on_device_s(plan, 1)
 
     assert on_device_s(replace(machine, high_bits_rate=1e12)) == on_device_s(machine)
     slower = on_device_s(replace(machine, high_bits_rate=2.5e11)) - on_device_s(machine)
     assert slower == pytest.approx(1.5 * kv / 5e11, rel=0.01)
     compute_s = [
-        PredictedCosts(replace(machine, reconstruct_rate=rate), Acceptance())
-        .round_cost(requirements, plan, PROMPT)
-        .compute_s(8)
+        CostModel(replace(machine, reconstruct_rate=rate)).round_cost(plan).compute_s(8)
         for rate in (1e11, 5e10)
     ]
     assert compute_s[1] - compute_s[0] == pytest.approx(kv / 1e11, rel=0.01)

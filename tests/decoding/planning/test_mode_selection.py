@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from decoding import GREEDY
 from decoding.app.terminal.messages import startup_line
 from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET
 from decoding.config.settings import Settings
-from decoding.planning.fit import Memory, feasible_plans, max_prompt
-from decoding.planning.measured_cost import MeasuredCosts
-from decoding.planning.memory_requirements import Requirements, Strategy
-from decoding.planning.strategy_selector import StrategySelector
+from decoding.planning.cost_model import CostModel
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.plan import Memory, Plan
+from decoding.planning.planner import Planner
+from decoding.planning.request_spec import RequestSpec
+from decoding.planning.requirements import Requirements, Strategy
 from decoding.speculation.draft_length import RoundStats
 from offload.dtypes import dtype_spec
 from offload.errors import InsufficientMemoryError
@@ -39,12 +42,32 @@ def requirements_of(mode: str = "auto", dtype: str = "bfloat16", **choices: Any)
 def memory_of(requirements: Requirements, device: float, host: float = 2.0) -> Memory:
     """Return memory for these shares of the KV, beside buffers of fixed size."""
     kv = requirements.layout.bytes(PROMPT + NEW)
-    fixed = requirements.memory(PROMPT, NEW)
+    fixed = RequestSpec(requirements, PROMPT, NEW).memory
     return Memory(int(device * kv) + fixed.hidden + fixed.forwards + fixed.tables, int(host * kv))
 
 
+def planner_of(requirements: Requirements, rate: float = 1e8) -> Planner:
+    """Return a planner of an unknown CPU without history; `rate` is the link's in bytes/s."""
+    profile, trust = HardwareProfile.find(None, "", 1)
+    return Planner(requirements, CostModel(replace(profile, link_in=rate), trust=trust))
+
+
+def plans_of(
+    requirements: Requirements, memory: Memory, prompt: int = PROMPT
+) -> dict[Strategy, Plan]:
+    return planner_of(requirements).candidates(prompt, NEW, memory)
+
+
 def modes(requirements: Requirements, memory: Memory, prompt: int = PROMPT) -> set[str]:
-    return {strategy.mode for strategy in feasible_plans(requirements, memory, prompt, NEW)}
+    return {strategy.mode for strategy in plans_of(requirements, memory, prompt)}
+
+
+def longest_prompt(requirements: Requirements, memory: Memory) -> int:
+    """Return the longest prompt of up to `2 * PROMPT` tokens that the error message says fits."""
+    with pytest.raises(InsufficientMemoryError) as error:
+        plans_of(requirements, memory, 2 * PROMPT)
+    found = re.search(r"(\d+) tokens of context would fit", str(error.value))
+    return int(found[1]) - NEW if found else 0
 
 
 def transfer_s(requirements: Requirements, rate: float) -> float:
@@ -70,23 +93,22 @@ def test_a_host_too_small_for_whole_elements_gets_a_split_mode() -> None:
     requirements = requirements_of()
     small = memory_of(requirements, 0.45, host=0.6)
     assert modes(requirements, small) == {SPLIT}
-    plans = feasible_plans(requirements, small, PROMPT, NEW)
-    choice = StrategySelector(MeasuredCosts(1e9)).select(requirements, plans, PROMPT)
-    assert choice.strategy.mode == SPLIT
-    assert f"{WHOLE} does not fit" in choice.why
+    choice = planner_of(requirements).choose(plans_of(requirements, small))
+    assert choice.requirements.mode == SPLIT
+    assert f"{WHOLE} does not fit" in choice.reason
     with pytest.raises(InsufficientMemoryError, match="host memory"):
-        feasible_plans(requirements_of(WHOLE), small, PROMPT, NEW)
+        plans_of(requirements_of(WHOLE), small)
     # If neither fits, the error states the smaller requirement.
     with pytest.raises(InsufficientMemoryError, match="host memory") as smallest:
-        feasible_plans(requirements, memory_of(requirements, 0.45, host=0.1), PROMPT, NEW)
+        plans_of(requirements, memory_of(requirements, 0.45, host=0.1))
     for mode in (WHOLE, SPLIT):
         fixed = requirements.with_strategy(Strategy(mode, 4096))
         with pytest.raises(InsufficientMemoryError) as other:
-            feasible_plans(fixed, memory_of(requirements, 0.45, host=0.1), PROMPT, NEW)
+            plans_of(fixed, memory_of(requirements, 0.45, host=0.1))
         assert other.value.host_bytes >= smallest.value.host_bytes > 0
     # The longest prompt is that of the split mode.
-    longest = max_prompt(requirements, small, 2 * PROMPT, NEW)
-    assert longest > max(PROMPT, max_prompt(requirements_of(WHOLE), small, 2 * PROMPT, NEW))
+    longest = longest_prompt(requirements, small)
+    assert longest > max(PROMPT, longest_prompt(requirements_of(WHOLE), small))
 
 
 @pytest.mark.parametrize(
@@ -100,20 +122,15 @@ def test_the_first_request_is_unsplit_and_its_rounds_decide(
     accepted: int, rate: float, draft_s: float, mode: str
 ) -> None:
     requirements = requirements_of()
-    selector = StrategySelector(MeasuredCosts(rate))
-    plans = feasible_plans(requirements, memory_of(requirements, 0.6), PROMPT, NEW)
-    first = selector.select(requirements, plans, PROMPT)
-    assert first.strategy == Strategy(WHOLE, DEFAULT_RETRIEVAL_BUDGET)
-    assert "no measurements" in first.why
-    plan = plans[first.strategy]
-    link_s = transfer_s(requirements, rate) * (
-        1 - plan.resident_layers / requirements.target.layers
-    )
-    past = rounds(24, accepted, draft_s, max(link_s, 0.01))
-    selector.record(requirements.with_strategy(first.strategy), plan, PROMPT, past)
-    second = selector.select(requirements, plans, PROMPT)
-    assert second.strategy.mode == mode
-    assert f"with mode {WHOLE if mode == SPLIT else SPLIT}, budget" in second.why
+    planner = planner_of(requirements, rate)
+    plans = plans_of(requirements, memory_of(requirements, 0.6))
+    first = planner.choose(plans)
+    assert first.requirements.strategy == Strategy(WHOLE, DEFAULT_RETRIEVAL_BUDGET)
+    assert "no measurements" in first.reason
+    planner.record(first, rounds(24, accepted, draft_s, max(first.link_bytes / rate, 0.01)))
+    second = planner.choose(plans)
+    assert second.requirements.mode == mode
+    assert f"with mode {WHOLE if mode == SPLIT else SPLIT}, budget" in second.reason
 
 
 @pytest.mark.parametrize(
@@ -123,20 +140,17 @@ def test_the_first_request_is_unsplit_and_its_rounds_decide(
 )
 def test_a_slow_split_mode_is_abandoned(draft_s: float, times_link: float) -> None:
     requirements, rate = requirements_of(), 1e8
-    selector = StrategySelector(MeasuredCosts(rate))
-    plans = feasible_plans(requirements, memory_of(requirements, 0.6), PROMPT, NEW)
-    link_s = transfer_s(requirements, rate)
+    planner = planner_of(requirements, rate)
+    plans = plans_of(requirements, memory_of(requirements, 0.6))
     default = Strategy(WHOLE, DEFAULT_RETRIEVAL_BUDGET)
-    selector.record(
-        requirements.with_strategy(default), plans[default], PROMPT, rounds(24, 6, 1e-3, link_s)
-    )
-    tried = selector.select(requirements, plans, PROMPT).strategy
-    assert tried.mode == SPLIT
+    link_s = plans[default].link_bytes / rate
+    planner.record(plans[default], rounds(24, 6, 1e-3, link_s))
+    tried = planner.choose(plans)
+    assert tried.requirements.mode == SPLIT
     # Acceptance is unchanged, and the rounds take longer than predicted.
     for _ in range(3):
-        past = rounds(24, 6, draft_s, times_link * link_s)
-        selector.record(requirements.with_strategy(tried), plans[tried], PROMPT, past)
-    assert selector.select(requirements, plans, PROMPT).strategy.mode == WHOLE
+        planner.record(tried, rounds(24, 6, draft_s, times_link * link_s))
+    assert planner.choose(plans).requirements.mode == WHOLE
 
 
 def test_a_configured_inner_draft_length_is_considered() -> None:
@@ -144,15 +158,11 @@ def test_a_configured_inner_draft_length_is_considered() -> None:
     costs = []
     for inner in (None, 64):
         requirements = requirements_of(num_inner_draft_tokens=inner)
-        plans = feasible_plans(requirements, memory_of(requirements, 0.6), PROMPT, NEW)
-        measured, strategy = MeasuredCosts(1e8), Strategy(WHOLE, DEFAULT_RETRIEVAL_BUDGET)
-        measured.record(
-            requirements.with_strategy(strategy), plans[strategy], PROMPT, rounds(24, 6, 1e-2, 1.0)
-        )
-        split = Strategy(SPLIT, DEFAULT_RETRIEVAL_BUDGET)
-        cost = measured.round_cost(requirements.with_strategy(split), plans[split], PROMPT)
-        assert cost is not None
-        costs.append(cost.drafted_s)
+        planner = planner_of(requirements)
+        plans = plans_of(requirements, memory_of(requirements, 0.6))
+        whole, split = (plans[Strategy(mode, DEFAULT_RETRIEVAL_BUDGET)] for mode in (WHOLE, SPLIT))
+        planner.record(whole, rounds(24, 6, 1e-2, 1.0))
+        costs.append(planner.costs.round_cost(split).drafted_s)
     assert costs[1] > 2 * costs[0]
 
 

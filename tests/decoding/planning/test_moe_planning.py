@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from decoding.config.settings import Settings
+from decoding.planning.activations import (
+    activation_elements,
+    moe_scratch_bytes,
+    prefill_chunk,
+)
 from decoding.planning.forward_cost import matmul_flops, read_bytes
-from decoding.planning.memory_requirements import Requirements
+from decoding.planning.request_spec import RequestSpec
+from decoding.planning.requirements import Requirements
 from parallel.config.model_config import ModelConfig
 from parallel.model.layers import ColumnParallelLinear, RowParallelLinear
 from parallel.model.loading import random_model
@@ -53,13 +59,13 @@ def test_wide_heads_and_experts_need_more_memory() -> None:
     wide = requirements_of(
         replace(PLAIN, head_dim=8 * PLAIN.head_dim, rotary_dim=8 * PLAIN.rotary_dim)
     )
-    assert wide.activation_elements > default.activation_elements
-    assert wide.prefill_chunk <= default.prefill_chunk
-    assert default.moe_scratch_bytes == 0
+    assert activation_elements(wide) > activation_elements(default)
+    assert prefill_chunk(wide) <= prefill_chunk(default)
+    assert moe_scratch_bytes(default) == 0
     tokens, experts = requirements_of(MIXTURE).max_forward_tokens, 6
     outputs = 4 * tokens * experts * MIXTURE.hidden  # lower bound with float32
-    assert requirements_of(MIXTURE).moe_scratch_bytes > outputs
-    assert (
-        requirements_of(MIXTURE).memory(100, 10).forwards
-        > requirements_of(PLAIN).memory(100, 10).forwards
-    )
+    assert moe_scratch_bytes(requirements_of(MIXTURE)) > outputs
+    forwards = [
+        RequestSpec(requirements_of(config), 100, 10).memory.forwards for config in (MIXTURE, PLAIN)
+    ]
+    assert forwards[0] > forwards[1]

@@ -13,16 +13,14 @@ import pytest
 import torch
 
 import decoding.models.runtime
-import decoding.planning.memory_requirements
+import decoding.planning.requirements
 from decoding import Engine
 from decoding.models.runtime import Runtime
-from decoding.planning.cost import CostSource, PredictedCosts
-from decoding.planning.fit import fit, memory_of
-from decoding.planning.measured_cost import MeasuredCosts
-from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.memory_requirements import Requirements, Strategy
-from decoding.planning.strategy_selector import StrategySelector
-from decoding.planning.what_if import plan_request
+from decoding.planning.cost_model import CostModel
+from decoding.planning.plan import Memory, Plan
+from decoding.planning.planner import Planner
+from decoding.planning.request_spec import RequestSpec
+from decoding.planning.requirements import Strategy
 from decoding.speculation.draft_length import Adaptive, RoundStats
 from offload.dtypes import dtype_of
 from offload.errors import InsufficientMemoryError
@@ -57,7 +55,7 @@ def random_case(seed: int) -> Case:
     return replace(case, settings=replace(case.settings, mode="auto", split_kv_layers=None))
 
 
-def engine_on(case: Case, costs: CostSource, patch: pytest.MonkeyPatch) -> Engine:
+def engine_on(case: Case, costs: CostModel, patch: pytest.MonkeyPatch) -> Engine:
     """Return an engine with the memory of the case's machine and these costs."""
     requirements, dtype = requirements_of(case), dtype_of(case.settings.dtype)
     link = FakeLink(int(case.hardware.device_memory) - requirements.weight_bytes)
@@ -74,59 +72,50 @@ def engine_on(case: Case, costs: CostSource, patch: pytest.MonkeyPatch) -> Engin
     engine = Engine(
         Runtime(*models, requirements.mode, case.settings, link, arena), None, frozenset()
     )
-    engine.sessions.selector = StrategySelector(costs)
+    engine.sessions.planner = Planner(engine.runtime.requirements, costs)
     return engine
 
 
-def costs_of(case: Case, measured: bool) -> CostSource:
-    """Return costs predicted from the machine, or measured on past requests."""
+def costs_of(case: Case, measured: bool) -> CostModel:
+    """Return costs predicted from the machine, maybe with measured past requests."""
+    costs = CostModel(case.hardware, case.acceptance)
     if not measured:
-        return PredictedCosts(case.hardware, case.acceptance)
+        return costs
     draw, requirements = random.Random(case.prompt), requirements_of(case)
-    costs, memory = MeasuredCosts(case.hardware.link_in), memory_of(case.hardware, requirements)
+    memory = Memory.of(case.hardware, requirements)
     for _ in range(3 if requirements.may_retrieve else 0):
         strategy = Strategy(draw.choice(requirements.candidate_modes), draw.choice((64, 512, 2048)))
         fixed = requirements.with_strategy(strategy)
         try:
-            plan = fit(fixed, memory, case.prompt, case.max_new_tokens)
+            plan = Plan.place(RequestSpec(fixed, case.prompt, case.max_new_tokens), memory)
         except InsufficientMemoryError:
             continue
         past = [
             RoundStats(16, draw.randint(0, 16), 17, draw.uniform(1e-4, 1e-1), draw.uniform(0.01, 1))
             for _ in range(20)
         ]
-        costs.record(fixed, plan, case.prompt, past)
+        costs.record(plan, past)
     return costs
 
 
-def decision(
-    plan: MemoryPlan, costs: CostSource, requirements: Requirements, prompt: int
-) -> Decision:
+def decision(plan: Plan, costs: CostModel) -> Decision:
     """Return strategy, resident, deferred and split layers, ring, and draft length."""
-    cost = costs.round_cost(requirements, plan, prompt)
-    length = 0 if cost is None else cost.best_length(requirements.draft_lengths)[0]
-    ring = (plan.slots, plan.slot_heads)
-    layers = (plan.resident_layers, plan.deferred_layers, plan.split_layers)
-    return requirements.strategy, *layers, *ring, length
+    memory, length = plan.memory, costs.forecast(plan).num_draft_tokens
+    ring = (memory.slots, memory.slot_heads)
+    layers = (memory.resident_layers, memory.deferred_layers, memory.split_layers)
+    return plan.requirements.strategy, *layers, *ring, length
 
 
-def plan_decision(case: Case, costs: CostSource) -> Decision | None:
+def plan_decision(case: Case, costs: CostModel) -> Decision | None:
     """Return the decision of `tierforce plan`; None if nothing fits."""
-    requirements = requirements_of(case)
     try:
-        selector = StrategySelector(costs)
-        report = plan_request(
-            requirements, case.hardware, case.prompt, case.max_new_tokens, case.acceptance, selector
-        )
+        plan = Planner(requirements_of(case), costs).plan(case.prompt, case.max_new_tokens)
     except InsufficientMemoryError:
         return None
-    planned = decision(report.plan, costs, report.requirements, case.prompt)
-    if isinstance(costs, PredictedCosts) and report.requirements.mode != "plain":
-        assert planned[-1] == report.forecast.num_draft_tokens
-    return planned
+    return decision(plan, costs)
 
 
-def engine_decision(case: Case, costs: CostSource) -> Decision | None:
+def engine_decision(case: Case, costs: CostModel) -> Decision | None:
     """Return the decision of an engine; None if nothing fits."""
     with pytest.MonkeyPatch.context() as patch:
         engine = engine_on(case, costs, patch)
@@ -134,9 +123,7 @@ def engine_decision(case: Case, costs: CostSource) -> Decision | None:
             plan = engine.plan(case.prompt, case.max_new_tokens)
         except InsufficientMemoryError:
             return None
-        choice = engine.sessions.select_strategy(case.prompt, case.max_new_tokens)
-        requirements = engine.runtime.with_strategy(choice.strategy).requirements
-        return decision(plan, costs, requirements, case.prompt)
+        return decision(plan, costs)
 
 
 @pytest.mark.parametrize("measured", slow_except([False, True], 1), ids=["predicted", "measured"])
@@ -185,11 +172,10 @@ def test_adaptive_length_is_close_to_the_planned_one(seed: int) -> None:
     case = replace(case, settings=settings)
     requirements, costs = requirements_of(case), costs_of(case, measured=False)
     machine = replace(case.hardware, device_memory=1e12, host_memory=1e13)
-    plan = fit(requirements, memory_of(machine, requirements), case.prompt, case.max_new_tokens)
-    cost = costs.round_cost(requirements, plan, case.prompt)
-    assert cost is not None
-    best, seconds = cost.best_length(requirements.draft_lengths)
-    adaptive, rate = Adaptive(requirements.draft_lengths[-1]), cost.acceptance
+    spec = RequestSpec(requirements, case.prompt, case.max_new_tokens)
+    cost = costs.round_cost(Plan.place(spec, Memory.of(machine, requirements)))
+    best, seconds = cost.best_length(settings.draft_lengths)
+    adaptive, rate = Adaptive(settings.draft_lengths[-1]), cost.acceptance
     adaptive.reset(6)
     for number in range(400):
         drafted = max(1, min(64, adaptive.next() + (-2, 0, 2)[number % 3]))

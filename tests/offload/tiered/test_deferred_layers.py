@@ -13,6 +13,7 @@ import torch
 
 from decoding import Sampling
 from decoding.planning.memory_plan import device_breakdown
+from decoding.planning.request_spec import RequestSpec
 from offload.memory.link import Link
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.prefill import Prefill
@@ -149,16 +150,15 @@ def test_deferred_layers_use_the_memory_of_hidden_states(
     options = {**SMALL, "retrieval_budget": 64, "prefill_chunk": 64, "link": "emulated:50"}
     expected = models.generate(mode, prompt, max_new_tokens, sampling, gpu_kv_layers=2, **options)
     with models.engine(mode, **options) as engine:
-        needs = engine.runtime.requirements
-        required = max(
-            sum(tiers.values())
-            for tiers in device_breakdown(needs.memory(len(prompt), max_new_tokens), 2, 1)
-        )
+        spec = RequestSpec(engine.runtime.requirements, len(prompt), max_new_tokens)
+        phases = device_breakdown(spec.memory, 2, 1)
+        required = max(sum(tiers.values()) for tiers in phases)
     device_memory = required + parameter_bytes(models.target) + parameter_bytes(models.draft)
     with models.engine(mode, device_memory=device_memory, gpu_kv_layers=2, **options) as engine:
         assert list(engine.generate(prompt, max_new_tokens, sampling)) == expected
-        stats, plan = engine.stats, engine.stats.plan
-        assert plan is not None
+        stats = engine.stats
+        assert stats.plan is not None
+        plan = stats.plan.memory
         assert (plan.resident_layers, plan.deferred_layers) == (2, 1)
         assert plan.host_bytes == engine.runtime.arena.nbytes
         layout = engine.runtime.target.config.kv_layout(1, torch.float32)

@@ -25,22 +25,21 @@ def request_counts(stats: Stats, engine: Engine, seed: int) -> dict[str, Any]:
         "acceptance": stats.acceptance,
         "link_bytes": traffic.link_in + traffic.link_out if traffic else 0,
         "link_bytes_per_token": stats.link_bytes_per_token,
-        "layers": _layers(stats, engine),
+        "layers": _layers(stats),
         "ranks": engine.group.size,
     }
 
 
-def _layers(stats: Stats, engine: Engine) -> dict[str, int] | None:
+def _layers(stats: Stats) -> dict[str, int] | None:
     """Return the number of layers by the place of their KV: device, split, or host.
 
     A split layer has its high bytes on the device and its low bits on the host.
     """
-    plan, layers = stats.plan, engine.runtime.target.config.layers
-    if plan is None:
+    if stats.plan is None:
         return None
-    offloaded = layers - plan.resident_layers
+    memory = stats.plan.memory
     return {
-        "device": plan.resident_layers,
-        "split": plan.split_layers,
-        "host": offloaded - plan.split_layers,
+        "device": memory.resident_layers,
+        "split": memory.split_layers,
+        "host": stats.plan.layers_on_host - memory.split_layers,
     }

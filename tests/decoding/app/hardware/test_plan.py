@@ -18,8 +18,7 @@ from decoding.app.hardware.plan_view import duration
 from decoding.config.defaults import RETRIEVAL_BUDGETS
 from decoding.engine.session import SequenceState
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.memory_requirements import Requirements, weight_bytes
-from decoding.planning.what_if import plan_request
+from decoding.planning.requirements import Requirements, weight_bytes
 from offload.errors import InsufficientMemoryError, TierForceError
 from parallel.formats.gguf_header import read_header
 from parallel.model.loading import parameter_bytes
@@ -28,6 +27,7 @@ from support.engines import DEMO, MODES, Pair
 from support.gguf import convert
 from support.gguf_bytes import rewrite_header
 from support.models import random_tokens
+from support.planning import plan_on
 
 NUMBERS: dict[str, Any] = {
     "gpus": 1,
@@ -59,8 +59,8 @@ def test_planned_bytes_are_allocated_by_the_engine(mode: str, resident: int, pai
         pair.target.config, draft, mode, settings, torch.float32, 1, 1, True
     )
     machine = HardwareProfile("here", 1, 1e9, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 0.0)
-    report = plan_request(requirements, machine, prompt, max_new_tokens)
-    plan, tiers = report.plan, report.prefill_memory
+    planned = plan_on(machine, requirements, prompt, max_new_tokens)
+    plan, (tiers, _) = planned.memory, planned.breakdown
     with pair.engine(
         mode, retrieval_budget=200, gpu_kv_layers=resident, link="emulated:50"
     ) as engine:
@@ -71,8 +71,8 @@ def test_planned_bytes_are_allocated_by_the_engine(mode: str, resident: int, pai
         assert target_bytes == session.target.device_bytes
         assert plan.host_bytes == engine.runtime.arena.nbytes
         assert (plan.slots, plan.slot_heads, plan.resident_layers) == (
-            session.plan.slots,
-            session.plan.slot_heads,
+            session.plan.memory.slots,
+            session.plan.memory.slot_heads,
             resident,
         )
         assert tiers["draft cache"] == (session.draft.device_bytes if session.draft else 0)
@@ -83,7 +83,7 @@ def test_planned_bytes_are_allocated_by_the_engine(mode: str, resident: int, pai
             assert tiers["retrieval cache"] == session.retrieval.device_bytes + selection
         else:
             assert tiers["retrieval cache"] == 0
-        assert sum(tiers.values()) - tiers["weights"] == session.plan.device_bytes
+        assert sum(tiers.values()) == session.plan.memory.device_bytes
 
 
 def test_weights_are_counted_from_the_config(pair: Pair) -> None:
@@ -512,19 +512,21 @@ def test_weights_that_do_not_fit_are_reported(pair: Pair) -> None:
         pair.target.config, None, "plain", Settings(mode="plain"), torch.float32, 1, 1, True
     )
     with pytest.raises(InsufficientMemoryError, match="the weights alone take"):
-        plan_request(requirements, machine, 1000, 10)
+        plan_on(machine, requirements, 1000, 10)
 
 
 def test_plan_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys\n"
         "from decoding.app.hardware.plan import _requirements\n"
-        "from decoding.planning.what_if import plan_request\n"
+        "from decoding.planning.cost_model import CostModel\n"
         "from decoding.planning.hardware_profile import HardwareProfile\n"
+        "from decoding.planning.planner import Planner\n"
         "from decoding.config.settings import Settings\n"
         "settings = Settings(dtype='bfloat16')\n"
         f"requirements = _requirements({str(DEMO / 'target')!r}, None, settings, 1)\n"
-        "plan_request(requirements, HardwareProfile.from_name('1x4090'), 16_384, 512)\n"
+        "costs = CostModel(HardwareProfile.from_name('1x4090'))\n"
+        "costs.forecast(Planner(requirements, costs).plan(16_384, 512))\n"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

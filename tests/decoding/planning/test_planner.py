@@ -12,13 +12,11 @@ import pytest
 
 from decoding import GREEDY, Engine
 from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET, REJECTION_EXPONENT, RETRIEVAL_BUDGETS
-from decoding.engine.session_manager import SequenceManager
 from decoding.models.runtime import Runtime
-from decoding.planning.fit import feasible_plans
-from decoding.planning.measured_cost import MeasuredCosts
-from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.memory_requirements import Strategy
-from decoding.planning.strategy_selector import StrategyChoice, StrategySelector
+from decoding.planning.cost_model import CostModel
+from decoding.planning.hardware_profile import ASSUMED_CPU, Trust
+from decoding.planning.plan import Plan
+from decoding.planning.planner import Planner
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import InsufficientMemoryError
 from parallel.model.loading import parameter_bytes
@@ -49,32 +47,35 @@ def runtime_of(pair: Pair, megabytes: float, **choices: Any) -> Runtime:
         return engine.runtime
 
 
-def feasible(runtime: Runtime, prompt: int, max_new_tokens: int) -> dict[int, MemoryPlan]:
+def feasible(runtime: Runtime, prompt: int, max_new_tokens: int) -> dict[int, Plan]:
     """Return the plans by budget in the runtime's own mode."""
-    plans = feasible_plans(runtime.requirements, runtime.memory(), prompt, max_new_tokens)
+    planner = Planner(runtime.requirements, runtime.costs(None))
+    plans = planner.candidates(prompt, max_new_tokens, runtime.memory())
     return {
         strategy.budget: plan for strategy, plan in plans.items() if strategy.mode == runtime.mode
     }
 
 
-class History:
-    """A selector with a history of past requests, and a link of known rate."""
+def planner_of(runtime: Runtime, rate: float = RATE) -> Planner:
+    """Return a planner without history, whose forwards are bound by memory, and whose link is
+    known.
+    """
+    machine = replace(ASSUMED_CPU, layer_s=0.0, forward_s=0.0, sample_s=0.0, draw_s=0.0)
+    costs = CostModel(replace(machine, link_in=rate), trust=Trust.NONE)
+    return Planner(runtime.requirements, costs)
 
-    def __init__(self, rate: float = RATE):
-        self.costs = MeasuredCosts(rate)
-        self.selector = StrategySelector(self.costs)
 
-    def choose(self, runtime: Runtime, plans: dict[int, MemoryPlan], prompt: int) -> StrategyChoice:
-        strategies = {Strategy(runtime.mode, budget): plan for budget, plan in plans.items()}
-        return self.selector.select(runtime.requirements, strategies, prompt)
+def choose(planner: Planner, plans: dict[int, Plan]) -> Plan:
+    return planner.choose({plan.requirements.strategy: plan for plan in plans.values()})
 
-    def record(
-        self, runtime: Runtime, budget: int, plan: MemoryPlan, past: list[RoundStats]
-    ) -> None:
-        self.selector.record(with_budget(runtime.requirements, budget), plan, PROMPT, past)
 
-    def rejection(self, runtime: Runtime, budget: int, plan: MemoryPlan) -> float:
-        return self.costs.rejection(with_budget(runtime.requirements, budget), plan)
+def budget_of(plan: Plan) -> int:
+    return plan.requirements.strategy.budget
+
+
+def with_layers(plan: Plan, layers: int) -> Plan:
+    """Return the plan with another number of resident layers."""
+    return replace(plan, memory=replace(plan.memory, resident_layers=layers))
 
 
 def rounds(
@@ -91,7 +92,7 @@ def test_a_configured_budget_is_the_only_one(pair: Pair) -> None:
 def test_a_larger_budget_leaves_fewer_layers(pair: Pair) -> None:
     plans = feasible(runtime_of(pair, 150), PROMPT, NEW)
     assert list(plans) == [budget for budget in RETRIEVAL_BUDGETS if budget < 2 * (PROMPT + NEW)]
-    layers = [plan.resident_layers for plan in plans.values()]
+    layers = [plan.memory.resident_layers for plan in plans.values()]
     assert layers == sorted(layers, reverse=True)
     assert layers[0] > layers[-1]
     small = feasible(runtime_of(pair, 100), PROMPT, NEW)
@@ -104,12 +105,12 @@ def test_the_first_request_gets_the_default_budget_or_the_largest_that_fits(pair
     for megabytes in (130, 100):
         runtime = runtime_of(pair, megabytes)
         plans = feasible(runtime, PROMPT, NEW)
-        choice = History().choose(runtime, plans, PROMPT)
-        assert choice.strategy.budget == max(
+        choice = choose(planner_of(runtime), plans)
+        assert budget_of(choice) == max(
             budget for budget in plans if budget <= DEFAULT_RETRIEVAL_BUDGET
         )
-        assert "no measurements" in choice.why
-        assert ("does not fit" in choice.why) == (DEFAULT_RETRIEVAL_BUDGET not in plans)
+        assert "no measurements" in choice.reason
+        assert ("does not fit" in choice.reason) == (DEFAULT_RETRIEVAL_BUDGET not in plans)
 
 
 @pytest.mark.parametrize(
@@ -123,56 +124,48 @@ def test_the_first_request_gets_the_default_budget_or_the_largest_that_fits(pair
 def test_past_requests_decide_the_budget(
     accepted: int, draft_s: float, larger: bool, pair: Pair
 ) -> None:
-    runtime, history = runtime_of(pair, 130), History()
-    base = feasible(runtime, PROMPT, NEW)
+    runtime = runtime_of(pair, 130)
+    planner, base = planner_of(runtime), feasible(runtime, PROMPT, NEW)
     plans = {
-        budget: replace(base[budget], resident_layers=layers)
+        budget: with_layers(base[budget], layers)
         for budget, layers in ((1024, 2), (2048, 1), (4096, 0))
     }
-    offloaded = runtime.target.config.layers - plans[2048].resident_layers
-    link_s = runtime.target.config.kv_layout(1, runtime.dtype).bytes(PROMPT, offloaded) / RATE
+    link_s = plans[2048].link_bytes / RATE
     for _ in range(4):
-        history.record(runtime, 2048, plans[2048], rounds(20, 24, accepted, draft_s, link_s))
-    choice = history.choose(runtime, plans, PROMPT)
-    budget = choice.strategy.budget
-    assert budget > 2048 if larger else budget < 2048
-    assert "ms/token predicted" in choice.why
-    assert "layers" in choice.why
+        planner.record(plans[2048], rounds(20, 24, accepted, draft_s, link_s))
+    choice = choose(planner, plans)
+    assert budget_of(choice) > 2048 if larger else budget_of(choice) < 2048
+    assert "ms/token predicted" in choice.reason
+    assert "layers" in choice.reason
 
 
 def test_compute_bound_rounds_give_memory_to_the_budget(pair: Pair) -> None:
     """The link could be ten times slower, so a larger budget replaces resident layers."""
-    runtime, history = runtime_of(pair, 130), History(1e13)
-    plans = feasible(runtime, PROMPT, NEW)
-    history.record(runtime, 2048, plans[2048], rounds(20, 24, 8, 1e-6, 0.5))
-    assert history.choose(runtime, plans, PROMPT).strategy.budget > 2048
+    runtime = runtime_of(pair, 130)
+    planner, plans = planner_of(runtime, 1e13), feasible(runtime, PROMPT, NEW)
+    planner.record(plans[2048], rounds(20, 24, 8, 1e-6, 0.5))
+    assert budget_of(choose(planner, plans)) > 2048
 
 
 def test_small_predicted_gains_and_short_requests_change_nothing(pair: Pair) -> None:
-    runtime, history = runtime_of(pair, 130), History()
-    plans = feasible(runtime, PROMPT, NEW)
-    history.record(runtime, 1024, plans[1024], rounds(3, 24, 0, 1.0, 1.0))
-    assert "no measurements" in history.choose(runtime, plans, PROMPT).why
-    same = {
-        budget: replace(plan, resident_layers=2)
-        for budget, plan in plans.items()
-        if budget in (1024, 2048)
-    }
-    history.record(runtime, 1024, same[1024], rounds(20, 24, 24, 1e-4, 1e-2))
-    assert history.choose(runtime, same, PROMPT).strategy.budget == 1024
+    runtime = runtime_of(pair, 130)
+    planner, plans = planner_of(runtime), feasible(runtime, PROMPT, NEW)
+    planner.record(plans[1024], rounds(3, 24, 0, 1.0, 1.0))
+    assert "no measurements" in choose(planner, plans).reason
+    same = {budget: with_layers(plans[budget], 2) for budget in (1024, 2048)}
+    planner.record(same[1024], rounds(20, 24, 24, 1e-4, 1e-2))
+    assert budget_of(choose(planner, same)) == 1024
 
 
 def test_a_prompt_within_its_budget_predicts_nothing_for_longer_ones(pair: Pair) -> None:
-    runtime, history = runtime_of(pair, 130), History()
-    plan = feasible(runtime, 1900, NEW)[2048]
-    history.selector.record(
-        with_budget(runtime.requirements, 2048), plan, 1900, rounds(50, 24, 24, 1e-3, 1e-3)
-    )
-    choice = history.choose(runtime, feasible(runtime, PROMPT, NEW), PROMPT)
-    assert choice.strategy.budget == DEFAULT_RETRIEVAL_BUDGET
-    assert "no measurements" in choice.why
-    short = history.choose(runtime, feasible(runtime, 900, NEW), 900)
-    assert (short.strategy.budget, "fit" in short.why) == (1024, False)
+    runtime = runtime_of(pair, 130)
+    planner = planner_of(runtime)
+    planner.record(feasible(runtime, 1900, NEW)[2048], rounds(50, 24, 24, 1e-3, 1e-3))
+    choice = choose(planner, feasible(runtime, PROMPT, NEW))
+    assert budget_of(choice) == DEFAULT_RETRIEVAL_BUDGET
+    assert "no measurements" in choice.reason
+    short = choose(planner, feasible(runtime, 900, NEW))
+    assert (budget_of(short), "fit" in short.reason) == (1024, False)
 
 
 def test_caches_are_freed_before_the_next_request_is_planned(
@@ -185,11 +178,11 @@ def test_caches_are_freed_before_the_next_request_is_planned(
         assert engine.stats.retrieval is not None
         previous = weakref.ref(engine.stats.retrieval)
         list(tokens)
-        select_strategy = SequenceManager.select_strategy
+        candidates = Planner.candidates
         monkeypatch.setattr(
-            SequenceManager,
-            "select_strategy",
-            lambda *args: (freed.append(previous() is None), select_strategy(*args))[1],
+            Planner,
+            "candidates",
+            lambda *args: (freed.append(previous() is None), candidates(*args))[1],
         )
         list(engine.generate(random_tokens(700).tolist(), 9, GREEDY))
     assert freed == [True]
@@ -227,13 +220,16 @@ def test_a_request_that_never_fits_raises_with_any_mode(pair: Pair) -> None:
 
 
 def test_rejections_with_the_same_budget_weigh_more(pair: Pair) -> None:
-    runtime, history = runtime_of(pair, 130), History()
-    plan = feasible(runtime, PROMPT, NEW)[2048]
+    runtime = runtime_of(pair, 130)
+    planner, plans = planner_of(runtime), feasible(runtime, PROMPT, NEW)
     # one in five rejected
-    history.record(runtime, 2048, plan, rounds(2000, 10, 4, 1e-3, 1e-3))
-    rejection = {
-        budget: history.rejection(runtime, budget, plan) for budget in (512, 1024, 2048, 8192)
-    }
+    planner.record(plans[2048], rounds(2000, 10, 4, 1e-3, 1e-3))
+
+    def rejection_of(budget: int) -> float:
+        spec = replace(plans[2048].spec, requirements=with_budget(runtime.requirements, budget))
+        return 1 - planner.costs.round_cost(replace(plans[2048], spec=spec)).acceptance
+
+    rejection = {budget: rejection_of(budget) for budget in (512, 1024, 2048, 8192)}
     assert rejection[2048] == pytest.approx(0.2, rel=0.02)
     assert rejection[512] > rejection[1024] > rejection[2048] > rejection[8192]
     assert rejection[8192] == pytest.approx(0.2 * 4**-REJECTION_EXPONENT, rel=0.02)

@@ -1,0 +1,52 @@
+"""The memory that activations take, from a model's dimensions; per rank."""
+
+from __future__ import annotations
+
+from decoding.config.defaults import (
+    MAX_PREFILL_CHUNK,
+    PREFILL_ACTIVATION_BYTES,
+    PREFILL_CHUNK_STEP,
+)
+from decoding.planning.requirements import Requirements
+from offload.layout import ceil_div
+from parallel.config.parameter_count import MAX_STATIC_TOKENS
+
+
+def activation_elements(requirements: Requirements) -> int:
+    """Return the peak activation elements per token of a layer's prefill.
+
+    They cover one chunk being computed and two with all-reduces in flight.
+    """
+    target, ranks = requirements.target, requirements.ranks
+    # projections, their normed and rotated copies, and the output
+    attention = target.head_dim * (5 * target.heads + 4 * target.kv_heads)
+    widest = max(4 * target.intermediate, attention) // ranks
+    if target.experts is not None:  # the sum, and one expert's inputs and outputs
+        widest = max(widest, 3 * target.hidden + 4 * target.experts.intermediate // ranks)
+    return 8 * target.hidden + widest
+
+
+def moe_scratch_bytes(requirements: Requirements) -> int:
+    """Return the scratch bytes of a static-shape MoE in the largest forward.
+
+    They hold every expert's output for every token, or the weights gathered for a few tokens.
+    """
+    experts, item = requirements.target.experts, requirements.dtype.itemsize
+    if experts is None:
+        return 0
+    hidden = requirements.target.hidden
+    columns = ceil_div(experts.intermediate, requirements.ranks)
+    tokens = min(requirements.max_forward_tokens, MAX_STATIC_TOKENS)
+    outputs = experts.count * tokens * (3 * columns * item + 8 * hidden)
+    gathered = experts.count // 3 * 3 * columns * hidden * item
+    return max(outputs, gathered)
+
+
+def prefill_chunk(requirements: Requirements) -> int:
+    """Return the tokens per prefill chunk: enough for efficient matmuls in bounded memory."""
+    if requirements.settings.prefill_chunk:
+        return requirements.settings.prefill_chunk
+    step = PREFILL_CHUNK_STEP
+    token_bytes = activation_elements(requirements) * requirements.dtype.itemsize
+    max_tokens = PREFILL_ACTIVATION_BYTES // token_bytes
+    return max(step, min(MAX_PREFILL_CHUNK, max_tokens // step * step))

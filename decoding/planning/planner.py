@@ -1,0 +1,290 @@
+"""The planner of an engine and of `tierforce plan`: mode, budget and placement of each request.
+
+Device memory can hold whole layers, retrieval budget or high bytes. Each whole layer saves its
+share of a verification's transfer. A larger budget raises acceptance and makes drafting more
+expensive. High bytes raise acceptance further and leave room for fewer whole layers. Mode and
+budget are those that the cost model predicts to be fastest; layers get the rest of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from decoding.config.defaults import (
+    DEFAULT_RETRIEVAL_BUDGET,
+    SHARED_LAYER_BYTES,
+    SWITCH_THRESHOLD,
+)
+from decoding.config.settings import LEVELS
+from decoding.planning.cost_model import CostModel
+from decoding.planning.forward_cost import read_bytes
+from decoding.planning.hardware_profile import Trust
+from decoding.planning.plan import Memory, Plan
+from decoding.planning.request_spec import RequestSpec
+from decoding.planning.requirements import Requirements, Strategy
+from decoding.speculation.draft_length import RoundStats
+from offload.codec.format import split_format
+from offload.errors import InsufficientMemoryError
+from offload.layout import ceil_div
+
+Candidates = Mapping[Strategy, Plan]
+
+
+class Planner:
+    """Plans requests on one rank, with the mode and budget that are predicted to be fastest."""
+
+    def __init__(self, requirements: Requirements, costs: CostModel):
+        self.requirements, self.costs = requirements, costs
+        # Strategy of the last informative request; switching needs a predicted gain.
+        self._in_use: Strategy | None = None
+
+    def plan(self, prompt: int, max_new_tokens: int, concurrency: int = 1) -> Plan:
+        """Plan a request on the machine of the cost model's profile.
+
+        It is one of `concurrency` requests, which share the memory and each batch. Raises
+        InsufficientMemoryError, stating the longest context that would fit.
+        """
+        memory = Memory.of(self.costs.hardware, self.requirements).divided(concurrency)
+        return self.choose(self.candidates(prompt, max_new_tokens, memory))
+
+    def candidates(self, prompt: int, max_new_tokens: int, memory: Memory) -> dict[Strategy, Plan]:
+        """Return the plan of each strategy that fits; only those that differ for this request.
+
+        A split mode is left out if the other mode offloads nothing. If nothing fits, raises the
+        InsufficientMemoryError of the strategy that fits the device and lacks the least host
+        memory, with the longest context that would fit.
+        """
+        needs = self.requirements
+        plans: dict[Strategy, Plan] = {}
+        errors: list[InsufficientMemoryError] = []
+        for mode in needs.candidate_modes:
+            if any(not plan.uses_link for plan in plans.values()):
+                break
+            for result in _by_budget(needs, mode, prompt, max_new_tokens, memory):
+                if isinstance(result, Plan):
+                    plans[result.requirements.strategy] = result
+                else:
+                    errors.append(result)
+        if plans:
+            return plans
+        lacking_host = [error for error in errors if error.host_bytes]
+        error = min(lacking_host or errors[:1], key=lambda each: each.host_bytes)
+        longest = self._longest_prompt(prompt, max_new_tokens, memory)
+        hint = "No shorter context would fit either."
+        if longest:
+            hint = f"{longest + max_new_tokens} tokens of context would fit."
+        raise InsufficientMemoryError(f"{error} {hint}", error.host_bytes) from error
+
+    def choose(self, candidates: Candidates) -> Plan:
+        """Return the plan of the fastest strategy, or of the one in use if it is hardly slower."""
+        if not self.requirements.has_choice:
+            (plan,) = candidates.values()
+            return plan
+        if len(candidates) == 1:
+            (plan,) = candidates.values()
+            return replace(plan, reason="the only one that fits or differs")
+        if not self.costs.calibration.is_empty:
+            return self._fastest(candidates)
+        if self.costs.trust is Trust.NONE:
+            return self._default(candidates)
+        plan = self._fastest(self._trusted(candidates))
+        name = self.costs.hardware.name
+        return replace(plan, reason=f"by the numbers of {name}: {plan.reason}")
+
+    def record(self, plan: Plan, rounds: Sequence[RoundStats]) -> None:
+        """Record a finished request with its rounds."""
+        if self.costs.record(plan, rounds):
+            self._in_use = plan.requirements.strategy
+
+    def alternatives(self, plan: Plan) -> list[Plan]:
+        """Return the plans of the same request with plain decoding, and with or without split KV.
+
+        Each gets all the memory. One that does not fit is left out, and so are split layers that
+        the settings, the dtype or resident layers rule out.
+        """
+        needs = self.requirements
+        others = [replace(plan.requirements, mode="plain")]
+        mode = needs.mode if plan.requirements.has_split else f"split-{needs.mode}"
+        can_split = plan.layers_on_host and split_format(needs.dtype) is not None
+        if mode != plan.requirements.mode and mode in LEVELS and can_split:
+            others.append(replace(needs, mode=mode, settings=replace(needs.settings, mode=mode)))
+        return list(self._fitting(others, plan))
+
+    def max_concurrent(self, plan: Plan, limit: int) -> Plan:
+        """Return the plan with the most requests, at most `limit`, that cost each no memory.
+
+        Returns `plan` itself if batching does not pay.
+        """
+        # Short forwards are captured as CUDA graphs on a GPU.
+        if not concurrency_pays(plan.requirements, uses_graphs=self.costs.hardware.runs_ahead):
+            return plan
+        size = plan.spec.prompt, plan.spec.max_new_tokens
+        return max_concurrent(lambda count: self.plan(*size, count), limit, plan)
+
+    def _fitting(self, others: Iterable[Requirements], plan: Plan) -> Iterator[Plan]:
+        for requirements in others:
+            planner = Planner(requirements, self.costs)
+            try:
+                yield planner.plan(plan.spec.prompt, plan.spec.max_new_tokens)
+            except InsufficientMemoryError:
+                continue
+
+    def _fastest(self, candidates: Candidates) -> Plan:
+        """Return the fastest plan, or the one in use if it is hardly slower."""
+        times = {strategy: self.costs.token_s(plan) for strategy, plan in candidates.items()}
+        best = min(times, key=times.__getitem__)
+        current = None if self._in_use is None else _closest(times, self._in_use)
+        if current is not None and times[best] > SWITCH_THRESHOLD * times[current]:
+            best = current
+        why = f"{1e3 * times[best]:.4g} ms/token predicted with {_placement(candidates[best])}"
+        others = [strategy for strategy in times if strategy.mode != best.mode]
+        others = others or [strategy for strategy in times if strategy != best]
+        if others:
+            other = min(others, key=times.__getitem__)
+            why += f", {1e3 * times[other]:.4g} with"
+            if other.mode != best.mode:
+                why += f" mode {other.mode},"
+            why += f" budget {other.budget} and {_placement(candidates[other])}"
+        return replace(candidates[best], reason=why)
+
+    def _trusted(self, candidates: Candidates) -> Candidates:
+        """Return the candidates between which the profile may choose.
+
+        They include split modes if nothing else fits.
+        """
+        if self.costs.trust is Trust.ALL:
+            return candidates
+        mode = self.requirements.mode
+        unsplit = {key: plan for key, plan in candidates.items() if key.mode == mode}
+        return unsplit or candidates
+
+    def _default(self, candidates: Candidates) -> Plan:
+        """Return a plan without any numbers: of an unsplit mode if it fits.
+
+        The budget is the default, or the largest smaller one that fits.
+        """
+        needs, why = self.requirements, "no measurements of these models yet"
+        strategy = _closest(candidates, Strategy(needs.mode, DEFAULT_RETRIEVAL_BUDGET))
+        if strategy is None:  # the split mode needs less host memory
+            mode = next(iter(candidates)).mode
+            strategy = _closest(candidates, Strategy(mode, DEFAULT_RETRIEVAL_BUDGET))
+            why += f"; {needs.mode} does not fit"
+        assert strategy is not None
+        plan = candidates[strategy]
+        budgets = needs.candidate_budgets(plan.spec.prompt) if needs.selects_budget else []
+        larger = [size for size in budgets if strategy.budget < size <= DEFAULT_RETRIEVAL_BUDGET]
+        if larger:
+            why += f"; budget {larger[0]} does not fit"
+        return replace(plan, reason=why)
+
+    def _longest_prompt(self, prompt: int, max_new_tokens: int, memory: Memory) -> int:
+        """Return how many of `prompt` tokens would fit with the best strategy; 0 if none do."""
+        needs, fixed = self.requirements, [self.requirements]
+        if needs.has_choice:
+            budget = needs.candidate_budgets(0)[0]
+            fixed = [needs.with_strategy(Strategy(mode, budget)) for mode in needs.candidate_modes]
+        low, high = 0, prompt
+        while low < high:
+            middle = ceil_div(low + high, 2)
+            if any(_fits(RequestSpec(each, middle, max_new_tokens), memory) for each in fixed):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def max_concurrent(
+    plan: Callable[[int], Plan],
+    limit: int,
+    alone: Plan | None = None,
+    any_rank: Callable[[bool], bool] = bool,
+) -> Plan:
+    """Return the plan with the most requests that each keep on the device what they keep alone.
+
+    Raises InsufficientMemoryError if one alone does not fit.
+
+    Args:
+        plan: returns the plan of a request that is one of this many.
+        limit: the maximum number.
+        alone: `plan(1)`, if it is known.
+        any_rank: whether a condition holds on any rank.
+    """
+    best = alone = alone or plan(1)
+    for count in range(2, limit + 1):
+        try:
+            shared = plan(count)
+        except InsufficientMemoryError:
+            break
+        if any_rank(shared.memory != alone.memory):
+            break
+        best = shared
+    return best
+
+
+def concurrency_pays(requirements: Requirements, uses_graphs: bool) -> bool:
+    """Return whether batching concurrent requests pays, if memory allows it.
+
+    `uses_graphs`: whether short forwards are captured as CUDA graphs. A batched forward needs a new
+    capture for each combination of requests, so many forwards are launched eagerly. That must not
+    take longer than reading the shared weights, which do not include experts.
+    """
+    drafting = []
+    if requirements.has_retrieval:
+        drafting.append((requirements.target, requirements.ranks))
+    if requirements.draft is not None and requirements.has_draft:
+        drafting.append((requirements.draft, requirements.draft_ranks))
+    if not (uses_graphs and drafting):
+        return True
+    shared = sum(read_bytes(config, ranks, requirements.dtype, 0) for config, ranks in drafting)
+    return shared >= SHARED_LAYER_BYTES * sum(config.layers for config, _ in drafting)
+
+
+def _by_budget(
+    needs: Requirements, mode: str, prompt: int, max_new_tokens: int, memory: Memory
+) -> Iterator[Plan | InsufficientMemoryError]:
+    """Yield a mode's plan or error with each budget."""
+    shared: Plan | None = None  # the plan of all budgets if every offloaded layer is split
+    for budget in needs.candidate_budgets(prompt + max_new_tokens):
+        fixed = needs.with_strategy(Strategy(mode, budget)) if needs.has_choice else needs
+        spec = RequestSpec(fixed, prompt, max_new_tokens)
+        if shared is not None:
+            yield replace(shared, spec=spec)
+            continue
+        try:
+            plan = Plan.place(spec, memory)
+        except InsufficientMemoryError as error:
+            yield error
+            continue
+        yield plan
+        if not plan.retrieval_layers:
+            shared = plan
+
+
+def _fits(spec: RequestSpec, memory: Memory) -> bool:
+    try:
+        Plan.place(spec, memory)
+    except InsufficientMemoryError:
+        return False
+    return True
+
+
+def _closest(strategies: Mapping[Strategy, object], reference: Strategy) -> Strategy | None:
+    """Return the strategy of the same mode with the largest budget up to that of `reference`.
+
+    If all budgets are larger, the smallest one; None if no strategy has this mode.
+    """
+    same_mode = {
+        strategy.budget: strategy for strategy in strategies if strategy.mode == reference.mode
+    }
+    if not same_mode:
+        return None
+    smaller = [budget for budget in same_mode if budget <= reference.budget]
+    return same_mode[max(smaller, default=min(same_mode))]
+
+
+def _placement(plan: Plan) -> str:
+    """Return a description of the layers on the device."""
+    words = f"{plan.memory.resident_layers} layers on the device"
+    split = plan.memory.split_layers
+    return f"{words}, high bytes of {split}" if split else words

@@ -1,0 +1,165 @@
+"""The caches and the memory of a request of one size; bytes are per rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from decoding.config.defaults import (
+    ALLOCATOR_FACTOR,
+    BOUNDARY_BLOCK,
+    DRAFT_SLACK,
+    MASKED_VALUES_PER_SCORE,
+    MAX_DRAFT,
+    PROBS_BYTES_PER_LOGIT,
+    SELECTION_INTERVAL_ON_DEVICE,
+    SPLIT_BLOCK,
+    SPLIT_RECENT,
+)
+from decoding.planning.activations import activation_elements, moe_scratch_bytes, prefill_chunk
+from decoding.planning.memory_plan import MemoryRequirements
+from decoding.planning.requirements import Requirements
+from decoding.speculation.draft_length import NOISE_POSITIONS
+from offload.cache.streaming_shape import StreamingCacheSpec
+from offload.kernels.batch_invariant_shape import ROW_BLOCK, working_bytes
+from offload.layout import ceil_div
+from offload.retrieval.policy_specs import POLICY_SPECS
+from offload.retrieval.shape import RetrievalCacheSpec
+from offload.tiered.shape import TieredCacheSpec
+from parallel.config.parameter_count import MAX_GRAPH_TOKENS
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """A request's size, and the specs of its caches in one mode and retrieval budget.
+
+    Specs and memory raise ConfigError if there are fewer heads than ranks.
+    """
+
+    requirements: Requirements
+    prompt: int  # tokens
+    max_new_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of prompt and output together."""
+        return self.prompt + self.max_new_tokens
+
+    @cached_property
+    def retrieval(self) -> RetrievalCacheSpec:
+        """Return the layout of the retrieval cache."""
+        needs, settings = self.requirements, self.requirements.settings
+        # tokens generated between two selections: all of them without reselection
+        interval_tokens = self.max_new_tokens
+        if POLICY_SPECS[settings.policy].reselects:
+            interval = settings.selection_interval or SELECTION_INTERVAL_ON_DEVICE
+            interval_tokens = min(self.max_new_tokens, interval + 2 * needs.max_forward_tokens)
+        budget = max(settings.chunk_size, min(needs.strategy.budget, self.tokens))
+        rows = needs.max_forward_tokens
+        shape = RetrievalCacheSpec.of(
+            budget, settings.chunk_size, self.tokens, rows, interval_tokens
+        )
+        shape = replace(shape, quantised=needs.int8_retrieval)
+        if not needs.has_split:
+            return shape
+        block = ceil_div(SPLIT_BLOCK, shape.chunk) * shape.chunk
+        return replace(shape, window=SPLIT_RECENT, block=block)
+
+    @cached_property
+    def target(self) -> TieredCacheSpec:
+        """Return the layout of the target cache without a placement of layers."""
+        needs, rows = self.requirements, self.requirements.max_forward_tokens
+        recent, block = 0, BOUNDARY_BLOCK
+        if needs.may_retrieve:
+            recent, block = self.retrieval.window, self.retrieval.block
+        if needs.has_split:  # accepted tokens and, after them, tokens drafted meanwhile
+            rows *= 2
+        shape = TieredCacheSpec.with_ring(
+            needs.layout, self.tokens, recent, block, rows, needs.copies
+        )
+        compressed = needs.settings.compress_offload
+        if compressed is None:
+            compressed = needs.has_split and needs.copies
+        compressed = compressed and shape.compression_saves
+        return replace(shape, compressed=compressed, batch_invariant=needs.settings.deterministic)
+
+    @property
+    def draft(self) -> StreamingCacheSpec:
+        """Return the layout of the draft cache.
+
+        When its window slides, it keeps at least as many tokens as a verification can reject.
+        """
+        settings = self.requirements.settings
+        window = max(settings.window, settings.num_draft_tokens or MAX_DRAFT)
+        return StreamingCacheSpec(settings.sinks, window, DRAFT_SLACK)
+
+    @cached_property
+    def memory(self) -> MemoryRequirements:
+        """Return the memory requirements beside the weights, by purpose."""
+        needs, target = self.requirements, self.requirements.target
+        layer, shared = self._retrieval_bytes
+        return MemoryRequirements(
+            target=self.target,
+            retrieval=target.layers * layer + shared if needs.has_retrieval else 0,
+            draft=self._draft_bytes,
+            tables=2 * self.tokens * target.rotary_dim * needs.dtype.itemsize,
+            hidden=self.hidden_bytes(self.prompt),
+            forwards=self._forward_bytes,
+            splitting=needs.has_split,
+            streamed_retrieval=0 if needs.has_retrieval else layer,
+            selection=0 if needs.has_retrieval else shared,
+        )
+
+    def hidden_bytes(self, tokens: int) -> int:
+        """Return the bytes of hidden states and activations of a layer-major prefill."""
+        needs = self.requirements
+        chunk = min(tokens, prefill_chunk(needs))
+        activations = ALLOCATOR_FACTOR * chunk * activation_elements(needs)
+        return (tokens * needs.target.hidden + activations) * needs.dtype.itemsize
+
+    @property
+    def _forward_bytes(self) -> int:
+        """Return the scratch bytes of a decoding forward, beside the caches."""
+        needs, target = self.requirements, self.requirements.target
+        row = ALLOCATOR_FACTOR * activation_elements(needs) * needs.dtype.itemsize
+        row += PROBS_BYTES_PER_LOGIT * target.vocab
+        rows = needs.max_forward_tokens
+        batch_invariant = 0
+        if needs.settings.deterministic:
+            rows += 2 * ROW_BLOCK
+            groups = target.heads // target.kv_heads
+            batch_invariant = working_bytes(needs.layout, self.tokens, rows, groups)
+            batch_invariant += 8 * NOISE_POSITIONS * target.vocab  # float64
+        return rows * row + self._masked_bytes + moe_scratch_bytes(needs) + batch_invariant
+
+    @property
+    def _retrieval_bytes(self) -> tuple[int, int]:
+        """Return the bytes of a layer's retrieval cache, and those shared or used by selection."""
+        needs, target = self.requirements, self.requirements.target
+        if not needs.may_retrieve:
+            return 0, 0
+        layout, shape = replace(needs.layout, layers=1), self.retrieval
+        policy = POLICY_SPECS[needs.settings.policy]
+        rows = policy.query_rows * target.heads // target.kv_heads
+        policy_state = policy.state_bytes(layout, shape.context, shape.chunk)
+        shared = shape.shared_bytes(layout) + shape.scratch_bytes(layout, rows)
+        return shape.layer_bytes(layout) + policy_state, shared
+
+    @property
+    def _masked_bytes(self) -> int:
+        """Return the bytes of masked attention over the retrieval cache in a captured forward."""
+        needs = self.requirements
+        if not needs.has_retrieval:
+            return 0
+        rows = min(needs.max_forward_tokens, MAX_GRAPH_TOKENS)
+        heads = needs.layout.heads * needs.target.heads // needs.target.kv_heads
+        return 4 * MASKED_VALUES_PER_SCORE * rows * heads * self.retrieval.slots
+
+    @property
+    def _draft_bytes(self) -> int:
+        """Return the bytes of the draft cache."""
+        needs = self.requirements
+        if needs.draft is None or not needs.has_draft:
+            return 0
+        rank = needs.rank if needs.draft_ranks > 1 else None
+        return self.draft.device_bytes(needs.draft.kv_layout(needs.draft_ranks, needs.dtype, rank))

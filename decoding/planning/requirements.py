@@ -1,0 +1,159 @@
+"""What all requests of an engine have in common: models, settings and ranks.
+
+Everything follows from configs and settings alone: no weights, no device. Bytes are per rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from decoding.config.defaults import (
+    DEFAULT_RETRIEVAL_BUDGET,
+    MAX_DRAFT,
+    MAX_INNER_DRAFT,
+    RETRIEVAL_BUDGETS,
+    SPLIT_DRAFT_BYTES,
+)
+from decoding.config.settings import LEVELS, Settings
+from decoding.speculation.draft_length import MAX_CATCH_UP
+from offload.codec.format import split_format
+from offload.dtypes import dtype_name
+from offload.layout import KVLayout
+from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import parameter_count
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A mode, and the retrieval budget in it."""
+
+    mode: str  # one of LEVELS
+    budget: int  # tokens per head; unused in modes without retrieval
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """The models that decode requests, and how: what their caches and memory follow from."""
+
+    target: ModelConfig
+    draft: ModelConfig | None  # None if this rank runs no draft model
+    mode: str  # never `auto`
+    settings: Settings
+    dtype: torch.dtype
+    ranks: int
+    draft_ranks: int  # tensor-parallel ranks of the draft model
+    copies: bool  # whether offloaded KV is copied over the link
+    rank: int | None = None  # None: the last rank, which holds no less than any other
+
+    def __post_init__(self) -> None:
+        """Raise TierForceError for a split mode with a dtype that cannot be split."""
+        self.settings.check_split_dtype(self.mode, dtype_name(self.dtype))
+
+    @property
+    def layout(self) -> KVLayout:
+        """Return the geometry of the target's KV on this rank.
+
+        Raises ConfigError if there are fewer heads than ranks.
+        """
+        return self.target.kv_layout(self.ranks, self.dtype, self.rank)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of all weights on one rank, those of the draft included."""
+        weights = weight_bytes(self.target, self.ranks, self.dtype)
+        if self.draft is not None and self.has_draft:
+            weights += weight_bytes(self.draft, self.draft_ranks, self.dtype)
+        return weights
+
+    @property
+    def max_forward_tokens(self) -> int:
+        """Return the query tokens of the largest forward, the same on all ranks with any plans."""
+        outer = self.settings.num_draft_tokens or MAX_DRAFT
+        inner = self.settings.num_inner_draft_tokens or MAX_INNER_DRAFT
+        return max(outer, inner, MAX_CATCH_UP) + 2
+
+    # -- levels ------------------------------------------------------------------------------------
+
+    @property
+    def has_retrieval(self) -> bool:
+        """Return whether a level drafts on a retrieval cache."""
+        return "retrieval" in LEVELS[self.mode]
+
+    @property
+    def has_split(self) -> bool:
+        """Return whether a level drafts on the high bytes of split layers."""
+        return "split" in LEVELS[self.mode]
+
+    @property
+    def may_retrieve(self) -> bool:
+        """Return whether layers may have a retrieval cache: all, or those that are not split."""
+        return self.has_retrieval or self.has_split
+
+    @property
+    def has_draft(self) -> bool:
+        """Return whether this mode uses a draft model."""
+        return "draft" in LEVELS[self.mode]
+
+    @property
+    def int8_retrieval(self) -> bool:
+        """Return whether the retrieval cache stores 8-bit elements.
+
+        The default is yes if elements have 16 bits and KV can be offloaded.
+        """
+        setting = self.settings.int8_retrieval
+        return self.copies and self.dtype.itemsize == 2 if setting is None else setting
+
+    # -- strategy: mode and retrieval budget -------------------------------------------------------
+
+    @property
+    def strategy(self) -> Strategy:
+        """Return the mode, and the budget: by default DEFAULT_RETRIEVAL_BUDGET."""
+        return Strategy(self.mode, self.settings.retrieval_budget or DEFAULT_RETRIEVAL_BUDGET)
+
+    @property
+    def has_choice(self) -> bool:
+        """Return whether mode or budget are selected per request."""
+        return self.selects_budget or len(self.candidate_modes) > 1
+
+    @property
+    def candidate_modes(self) -> list[str]:
+        """Return the modes to consider: this one and, with mode `auto`, its split variant."""
+        split = f"split-{self.mode}"
+        can_split = self.copies and split_format(self.dtype) is not None
+        return [self.mode, split] if can_split and self.settings.mode == "auto" else [self.mode]
+
+    @property
+    def selects_budget(self) -> bool:
+        """Return whether the mode has a retrieval budget and the settings leave it open."""
+        return self.may_retrieve and self.settings.retrieval_budget is None
+
+    def candidate_budgets(self, context: int) -> list[int]:
+        """Return the budgets to consider for `context` tokens, up to the first that covers them.
+
+        The configured one alone, if there is one, or a chunk, if it is larger than any.
+        """
+        if not self.selects_budget:
+            return [self.strategy.budget]
+        chunk = self.settings.chunk_size
+        end = 2 * max(RETRIEVAL_BUDGETS[0], chunk, context)
+        return [budget for budget in RETRIEVAL_BUDGETS if chunk <= budget < end] or [chunk]
+
+    def with_strategy(self, strategy: Strategy) -> Requirements:
+        """Return these requirements with a fixed mode and budget."""
+        settings = replace(self.settings, mode=strategy.mode, retrieval_budget=strategy.budget)
+        return replace(self, mode=strategy.mode, settings=settings)
+
+
+def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the last rank's weights, the maximum over ranks."""
+    return parameter_count(config, ranks) * dtype.itemsize
+
+
+def draft_ranks(draft: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
+    """Return the default number of tensor-parallel ranks of a draft model."""
+    large = weight_bytes(draft, 1, dtype) >= SPLIT_DRAFT_BYTES
+    return ranks if large and draft.kv_heads >= ranks else 1

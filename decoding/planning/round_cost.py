@@ -1,0 +1,116 @@
+"""The seconds and the yield of one decoding round.
+
+time per token = (max(link, compute) of a verification + drafting) / tokens per verification
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from decoding.config.defaults import (
+    ACCEPTANCE,
+    DEFAULT_RETRIEVAL_BUDGET,
+    INNER_ACCEPTANCE,
+    REJECTION_EXPONENT,
+    SPLIT_REJECTION,
+    UNCOVERED_EXPONENT,
+)
+from decoding.planning.plan import Plan
+from decoding.speculation.draft_length import best_length, expected_tokens
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """The seconds of one decoding round, as a function of the number of draft tokens."""
+
+    link_s: float  # transfer of the host layers' KV
+    compute_s: Callable[[int], float]  # verification compute, by number of draft tokens
+    drafted_s: float  # per draft token
+    acceptance: float  # probability that a draft token is accepted if all before it are
+    uncovered_s: float = 0.0  # copies that compute-bound verifications cannot hide
+    other_s: float = 0.0  # measured verification time explained by neither link nor compute
+
+    def verification_s(self, drafted: int) -> float:
+        """Return the seconds of a verification."""
+        return max(self.link_s, self.compute_s(drafted) + self.uncovered_s) + self.other_s
+
+    def verification_bound(self, drafted: int) -> str:
+        """Return what bounds a verification: link or compute."""
+        compute = self.compute_s(drafted) + self.uncovered_s
+        return "link" if self.link_s >= compute else "compute"
+
+    def tokens(self, drafted: int) -> float:
+        """Return the expected number of tokens per round."""
+        return expected_tokens(self.acceptance, drafted)
+
+    def best_length(self, lengths: Iterable[int]) -> tuple[int, float]:
+        """Return the draft length with the fewest seconds per token, and those seconds."""
+        return best_length(
+            lengths, self.acceptance, lambda n: self.verification_s(n) + n * self.drafted_s
+        )
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Acceptance rates of draft tokens: by the target, and by the level below it."""
+
+    target: float = ACCEPTANCE  # proposals of a retrieval cache or of prompt lookup
+    inner: float = INNER_ACCEPTANCE  # proposals of a draft model, to any level
+    budget: int = DEFAULT_RETRIEVAL_BUDGET  # the retrieval budget `target` refers to
+    # Whether all levels share the noise of a position (`deterministic`). `target` and `inner` are
+    # rates with independent noise.
+    is_coupled: bool = False
+
+    def rate(self, plan: Plan) -> float:
+        """Return the target's acceptance rate with a plan's budget and split layers."""
+        needs = plan.requirements
+        if not needs.may_retrieve:
+            return self.draft_rate if needs.has_draft else self._coupled(1 - self.target)
+        return self._coupled(self._default_rejection * rejection_ratio(plan))
+
+    def retrieval_rate(self, budget: int) -> float:
+        """Return the acceptance rate of tokens drafted on a retrieval cache of this budget."""
+        return self._coupled(self._default_rejection * retrieval_rejection_ratio(budget))
+
+    @property
+    def draft_rate(self) -> float:
+        """Return the acceptance rate of a draft model's tokens by the level above it."""
+        return self._coupled(1 - self.inner)
+
+    def _coupled(self, rejection: float) -> float:
+        """Return the acceptance rate, given the rejection rate with independent noise.
+
+        Noise shared by all levels raises a rejection rate r to at most 2r / (1 + r), and this upper
+        bound is used (Daliri, Musco and Suresh, arXiv 2408.07978). Greedy decoding has no noise, so
+        its rate does not change.
+        """
+        rejection = min(1.0, rejection)
+        return 1 - (2 * rejection / (1 + rejection) if self.is_coupled else rejection)
+
+    @property
+    def _default_rejection(self) -> float:
+        """Return the rejection rate with DEFAULT_RETRIEVAL_BUDGET."""
+        return (1 - self.target) / retrieval_rejection_ratio(self.budget)
+
+
+def retrieval_rejection_ratio(budget: int) -> float:
+    """Return the rejection rate of a retrieval budget relative to DEFAULT_RETRIEVAL_BUDGET.
+
+    It falls with a power of the budget (docs/memory.md).
+    """
+    return (budget / DEFAULT_RETRIEVAL_BUDGET) ** -REJECTION_EXPONENT
+
+
+def rejection_ratio(plan: Plan) -> float:
+    """Return the target's rejection rate relative to the default budget without split layers."""
+    needs, memory = plan.requirements, plan.memory
+    if not needs.may_retrieve:
+        return 1.0
+    retrieval = retrieval_rejection_ratio(needs.strategy.budget)
+    if not needs.has_split:
+        return retrieval
+    layers = needs.target.layers
+    split = SPLIT_REJECTION * memory.split_layers / layers
+    uncovered = (layers - memory.resident_layers - memory.split_layers) / layers
+    return split + max(0.0, retrieval - split) * uncovered**UNCOVERED_EXPONENT
