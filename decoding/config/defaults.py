@@ -120,13 +120,13 @@ PRIOR_TOKENS = 24.0
 OWN_HISTORY_TOKENS = 200.0
 # Weight of a request after the next one with the same strategy.
 HISTORY_DECAY = 0.5
+# Weight of a request in the ratios of other strategies, measured to predicted seconds.
+UNUSED_DRIFT = 0.1
 # A switch needs predicted seconds per token of at most this share of the current ones.
 SWITCH_THRESHOLD = 0.95
-# Minimum verified draft tokens and rounds of a request that updates the measured costs.
+# Minimum verified draft tokens and rounds of a request that calibrates the cost model.
 MIN_TESTED = 32
 MIN_ROUNDS = 2
-# A verification that takes this many times its link time is considered bound by compute.
-COMPUTE_BOUND_RATIO = 1.2
 # Bytes of a copy, and seconds of copying, when the link's rate is measured at startup. The bytes
 # are those of a slot of the transfer ring.
 LINK_PROBE_BYTES = 4 << 20

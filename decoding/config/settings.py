@@ -274,12 +274,12 @@ class Settings:
             )
 
     @property
-    def draft_lengths(self) -> range:
+    def draft_length_range(self) -> range:
         """Return the allowed draft lengths for the target."""
         return _lengths(self.num_draft_tokens, MAX_DRAFT)
 
     @property
-    def inner_draft_lengths(self) -> range:
+    def inner_draft_length_range(self) -> range:
         """Return the allowed draft lengths for a level below the target."""
         return _lengths(self.num_inner_draft_tokens, MAX_INNER_DRAFT)
 

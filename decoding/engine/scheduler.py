@@ -205,7 +205,7 @@ class Scheduler:
         caches = state.sequence.caches
         # timings of shared offloaded rounds do not show what one request alone would cost
         if stats.concurrency == 1 or not caches.plan.uses_link:
-            self.sessions.record(caches, stats.rounds)
+            self.sessions.record(caches, stats.rounds, stats.concurrency)
         self._finish(state, keep=True)
 
     def _finish(self, state: RequestState, keep: bool = False) -> None:

@@ -111,10 +111,15 @@ class SequenceManager:
         """Return the memory plans of all open sequences on this rank."""
         return [session.plan.memory for session in _states(self.executor)]
 
-    def record(self, session: SequenceState, rounds: Sequence[RoundStats]) -> None:
-        """Record a finished sequence's rounds, on which later choices of strategy are based."""
+    def record(
+        self, session: SequenceState, rounds: Sequence[RoundStats], concurrency: int = 1
+    ) -> None:
+        """Record a finished sequence's rounds, on which later choices of strategy are based.
+
+        `concurrency`: how many sequences shared forwards with it; not those it was planned for.
+        """
         spec = replace(session.plan.spec, prompt=len(session.prompt))
-        self.planner.record(replace(session.plan, spec=spec), rounds)
+        self.planner.record(replace(session.plan, spec=spec, concurrency=concurrency), rounds)
 
     def run_worker(self) -> bool:
         """Take part in the next sequence that rank 0 opens, and in those opened before it closes.
@@ -167,7 +172,9 @@ class SequenceManager:
                 "no mode and retrieval budget fit all ranks: set `mode` and `retrieval_budget`, or "
                 "free memory on the fullest GPU."
             )
-        plan = self.planner.choose({key: candidates[key] for key in candidates if key in common})
+        fitting = {key: plan for key, plan in candidates.items() if key in common}
+        with self.group.sync_errors():
+            plan = self.planner.choose(fitting)
         strategy, reason = self.group.broadcast((plan.requirements.strategy, plan.reason))
         return replace(candidates[strategy], reason=reason)
 

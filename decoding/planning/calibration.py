@@ -6,17 +6,18 @@ distribution is the same with any of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import log
 from statistics import median_high
 
 from decoding.config.defaults import (
-    COMPUTE_BOUND_RATIO,
     HISTORY_DECAY,
     MIN_ROUNDS,
     MIN_TESTED,
     OWN_HISTORY_TOKENS,
     PRIOR_TOKENS,
+    UNUSED_DRIFT,
 )
 from decoding.planning.plan import Plan
 from decoding.planning.requirements import Strategy
@@ -32,23 +33,33 @@ class StrategyHistory:
     rejected: float = 0.0
     # tokens that would give as many rejections with DEFAULT_RETRIEVAL_BUDGET
     default_tested: float = 0.0
-    drafting: float = 1.0  # measured seconds per draft token, relative to predicted ones
+    drafting: float | None = None  # measured seconds per draft token, relative to predicted ones
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What the last request in one mode measured of its verifications."""
+    """Measured seconds of verifications in one mode, relative to predicted ones."""
 
-    compute: float = 1.0  # measured seconds of compute, relative to predicted ones
-    other_s: float = 0.0  # explained by neither link nor compute
+    link: float = 1.0
+    compute: float = 1.0
+
+    def blend(self, other: Verification, weight: float) -> Verification:
+        """Return the mean of both, `other` with this weight."""
+        return Verification(
+            _blend(self.link, other.link, weight), _blend(self.compute, other.compute, weight)
+        )
 
 
 class Calibration:
-    """Ratios of measured to predicted seconds, and measured rejections, of past requests."""
+    """Ratios of measured to predicted seconds, and measured rejections, of past requests.
+
+    A new ratio counts as much as all older ones of the same strategy. Those of other strategies
+    drift towards it, so that one whose requests were slow for another reason is tried again.
+    """
 
     def __init__(self) -> None:
         self._history: dict[Strategy, StrategyHistory] = {}
-        # measurements of the last request in each mode, oldest first
+        # measurements by mode, that of the last request at the end
         self._verifications: dict[str, Verification] = {}
 
     @property
@@ -56,11 +67,13 @@ class Calibration:
         """Return whether no request has been measured yet."""
         return not self._history
 
-    def record_rejections(self, plan: Plan, rounds: Sequence[RoundStats]) -> bool:
-        """Record the draft tokens of a finished request; return whether they are informative.
+    def record(
+        self, plan: Plan, rounds: Sequence[RoundStats], predict: Callable[[Plan], RoundCost]
+    ) -> bool:
+        """Record the rounds of a finished request; return whether they are informative.
 
         Those of a prompt within the retrieval budget are not: they are drafted with the target's
-        whole cache, and predict nothing for longer prompts.
+        whole cache, and predict nothing for longer prompts. `predict` returns the profile's cost.
         """
         drafted = [stats for stats in rounds if stats.drafted]
         rejected = sum(stats.accepted < stats.drafted for stats in drafted)
@@ -69,48 +82,47 @@ class Calibration:
         is_whole = plan.requirements.may_retrieve and plan.spec.prompt <= strategy.budget
         if len(drafted) < MIN_ROUNDS or tested < MIN_TESTED or is_whole:
             return False
-        drafting = self._closest(strategy).drafting
-        past = self._history.setdefault(strategy, StrategyHistory(drafting=drafting))
+        past = self._history.setdefault(strategy, StrategyHistory())
         past.tested = HISTORY_DECAY * past.tested + tested
         past.rejected = HISTORY_DECAY * past.rejected + rejected
         past.default_tested *= HISTORY_DECAY
         past.default_tested += tested * rejection_ratio(plan)
+        predicted = predict(plan)
+        if predicted.drafted_s:
+            drafted_s = median_high(stats.draft_s / stats.drafted for stats in drafted)
+            self._record_drafting(strategy, drafted_s / predicted.drafted_s)
+        whole_s = median_high(stats.verify_s for stats in drafted)
+        length = median_high(stats.drafted for stats in drafted)
+        self._record_verification(strategy.mode, predicted, whole_s, length)
         return True
 
-    def record_seconds(
-        self, plan: Plan, predicted: RoundCost, rounds: Sequence[RoundStats]
-    ) -> None:
-        """Record the seconds of an informative request, given its predicted cost.
-
-        A verification that takes much longer than the link is bound by compute. Of one that does
-        not, the compute is only known to have been hidden.
-        """
-        strategy = plan.requirements.strategy
-        drafted = [stats for stats in rounds if stats.drafted]
-        drafted_s = median_high(stats.draft_s / stats.drafted for stats in drafted)
-        if predicted.drafted_s:
-            self._history[strategy].drafting = drafted_s / predicted.drafted_s
-        whole_s = median_high(stats.verify_s for stats in drafted)
-        compute_s = predicted.compute_s(median_high(stats.drafted for stats in drafted))
-        ratio = max(0.0, whole_s - predicted.uncovered_s) / compute_s
-        other_s = 0.0
-        if whole_s <= COMPUTE_BOUND_RATIO * predicted.link_s:
-            ratio = min(ratio, self._verification(strategy.mode).compute)
-            hidden_s = ratio * compute_s + predicted.uncovered_s
-            other_s = max(0.0, whole_s - max(predicted.link_s, hidden_s))
-        self._verifications.pop(strategy.mode, None)
-        self._verifications[strategy.mode] = Verification(ratio, other_s)
-
     def scaled(self, plan: Plan, predicted: RoundCost) -> RoundCost:
-        """Return the cost of a round, corrected by past requests; their acceptance is in it."""
-        strategy = plan.requirements.strategy
-        verification = self._verification(strategy.mode)
+        """Return the cost of a round with corrected seconds."""
+        ratios = self._verification(plan.requirements.mode)
         return replace(
             predicted,
-            compute_s=lambda drafted: verification.compute * predicted.compute_s(drafted),
-            drafted_s=self._closest(strategy).drafting * predicted.drafted_s,
-            other_s=verification.other_s,
+            link_s=ratios.link * predicted.link_s,
+            compute_s=lambda drafted: ratios.compute * predicted.compute_s(drafted),
+            drafted_s=self.drafting(plan) * predicted.drafted_s,
         )
+
+    def drafting(self, plan: Plan) -> float:
+        """Return the ratio of the seconds of drafting: that of the closest measured budget.
+
+        It is of the same mode if that has been measured.
+        """
+        strategy = plan.requirements.strategy
+        measured = {key: past.drafting for key, past in self._history.items() if past.drafting}
+        same_mode = [key for key in measured if key.mode == strategy.mode]
+        closest = min(
+            same_mode or measured,
+            key=lambda past: (
+                max(past.budget, strategy.budget) / min(past.budget, strategy.budget),
+                past.budget,
+            ),
+            default=None,
+        )
+        return measured[closest] if closest is not None else 1.0
 
     def rejection(self, plan: Plan, prior: float) -> float:
         """Return the probability that a draft token is rejected if all before it are accepted.
@@ -132,21 +144,47 @@ class Calibration:
         tested = sum(past.default_tested for past in self._history.values())
         return min(1.0, (PRIOR_TOKENS * prior + ratio * rejected) / (PRIOR_TOKENS + tested))
 
+    def _record_drafting(self, strategy: Strategy, ratio: float) -> None:
+        for key, past in self._history.items():
+            if key == strategy:
+                past.drafting = _blend(past.drafting or ratio, ratio, 1 - HISTORY_DECAY)
+            elif past.drafting is not None:
+                past.drafting = _blend(past.drafting, ratio, UNUSED_DRIFT)
+
+    def _record_verification(
+        self, mode: str, predicted: RoundCost, whole_s: float, length: int
+    ) -> None:
+        """Record the median seconds of verifications of `length` draft tokens.
+
+        Either the link or the compute explains them: the one that needs the smaller correction. The
+        other one took no longer.
+        """
+        past = self._verification(mode)
+        link = whole_s / predicted.link_s if predicted.link_s else past.link
+        compute = max(0.0, whole_s - predicted.uncovered_s) / predicted.compute_s(length)
+        is_link_bound = predicted.link_s and (
+            _distance(link, past.link) <= _distance(compute, past.compute)
+        )
+        if is_link_bound:
+            measured = Verification(link, min(past.compute, compute))
+        else:
+            measured = Verification(min(past.link, link), compute)
+        for other, ratios in self._verifications.items():
+            self._verifications[other] = ratios.blend(measured, UNUSED_DRIFT)
+        own = past.blend(measured, 1 - HISTORY_DECAY) if mode in self._verifications else measured
+        self._verifications.pop(mode, None)
+        self._verifications[mode] = own
+
     def _verification(self, mode: str) -> Verification:
-        """Return what the last request in a mode measured, or in any mode if there was none."""
+        """Return the ratios of a mode, or of the last measured one if it was not measured."""
         last = next(reversed(self._verifications.values()), Verification())
         return self._verifications.get(mode, last)
 
-    def _closest(self, strategy: Strategy) -> StrategyHistory:
-        """Return the history of the closest budget, in the same mode if there is one."""
-        if self.is_empty:
-            return StrategyHistory()
-        same_mode = [past for past in self._history if past.mode == strategy.mode]
-        closest = min(
-            same_mode or self._history,
-            key=lambda past: (
-                max(past.budget, strategy.budget) / min(past.budget, strategy.budget),
-                past.budget,
-            ),
-        )
-        return self._history[closest]
+
+def _blend(past: float, measured: float, weight: float) -> float:
+    return past + weight * (measured - past)
+
+
+def _distance(ratio: float, other: float) -> float:
+    """Return how far apart two ratios are, as the logarithm of a factor."""
+    return abs(log(max(ratio, 1e-9) / max(other, 1e-9)))

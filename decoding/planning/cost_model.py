@@ -39,10 +39,7 @@ class CostModel:
 
     def record(self, plan: Plan, rounds: Sequence[RoundStats]) -> bool:
         """Record a finished request's rounds; return whether they were informative."""
-        if not self.calibration.record_rejections(plan, rounds):
-            return False
-        self.calibration.record_seconds(plan, self._predicted(plan), rounds)
-        return True
+        return self.calibration.record(plan, rounds, self._predicted)
 
     def round_cost(self, plan: Plan) -> RoundCost:
         """Return the cost of a round."""
@@ -55,6 +52,7 @@ class CostModel:
     def forecast(self, plan: Plan) -> Forecast:
         """Return the predicted times of one request out of `plan.concurrency` in a batch."""
         spec, needs, cost = plan.spec, plan.requirements, self.round_cost(plan)
+        drafting = self.calibration.drafting(plan)
         length, token_s = self._best_length(plan, cost)
         deferred_bytes = plan.prompt_spec.deferred_bytes(spec.prompt)
         prefill_s, prefill_bound = self._target(needs).prefill(
@@ -68,9 +66,9 @@ class CostModel:
             verification_bound=cost.verification_bound(length),
             link_s=cost.link_s,
             compute_s=cost.compute_s(length),
-            split_s=self.on_device_s(plan, 1) if needs.has_split else 0.0,
-            retrieval_s=self.retrieval_s(plan),
-            draft_s=self.draft_s(plan),
+            split_s=drafting * self.on_device_s(plan, 1) if needs.has_split else 0.0,
+            retrieval_s=drafting * self.retrieval_s(plan),
+            draft_s=drafting * self.draft_s(plan),
             drafting_s=length * cost.drafted_s,
             num_draft_tokens=length,
             tokens_per_verification=cost.tokens(length),
@@ -128,7 +126,7 @@ class CostModel:
         needs = plan.requirements
         if needs.mode == "plain":
             return 0, cost.verification_s(0)
-        return cost.best_length(needs.settings.draft_lengths)
+        return cost.best_length(needs.settings.draft_length_range)
 
     def _target(self, requirements: Requirements) -> ForwardCost:
         """Return the cost of the target's forwards."""
@@ -163,7 +161,7 @@ class CostModel:
             prior = 1 - acceptance.retrieval_rate(budget)
             rate = 1 - self.calibration.retrieval_rejection(budget, prior)
         _, drafted_s = best_length(
-            needs.settings.inner_draft_lengths,
+            needs.settings.inner_draft_length_range,
             rate,
             lambda n: self.on_device_s(plan, n + 1) + n * token_s,
         )

@@ -24,7 +24,7 @@ class Trust(Enum):
     """
 
     NONE = "no profile of this machine"
-    UNSPLIT = "the shipped profile of the same GPUs"
+    UNSPLIT = "the shipped profile of the same GPUs, or measured without rates of split layers"
     ALL = "measured on this machine, or a description of it"
 
 
@@ -188,18 +188,13 @@ class HardwareProfile:
     def trust_in(self, name: str) -> Trust:
         """Return what this profile, which `name` gave, may decide."""
         is_measured = None not in (self.reconstruct_rate, self.high_bits_rate)
-        return Trust.ALL if is_measured and not self.is_shipped(name) else Trust.UNSPLIT
+        return Trust.ALL if is_measured and name not in _shipped() else Trust.UNSPLIT
 
     @classmethod
     def _assumed(cls, gpu: str, ranks: int) -> HardwareProfile:
         """Return the profile of an unknown machine, which measured rounds correct."""
         profile = ASSUMED_CPU if not gpu else cls.from_name("1x4090" if ranks == 1 else "2x4090")
         return replace(profile, gpus=ranks)
-
-    @staticmethod
-    def is_shipped(name: str) -> bool:
-        """Return whether `from_name` resolves a name to a shipped profile."""
-        return name in _shipped()
 
     @classmethod
     def _from_content(cls, name: str, content: Any) -> HardwareProfile:
@@ -231,8 +226,8 @@ class HardwareProfile:
         return cls(name, **values)
 
 
-# Rounded from those of a cloud machine with two cores (docs/results/model-smollm2-cpu.json). Memory
-# is measured by each engine.
+# Rounded from `tierforce probe --model smollm2` on two cores of an AMD EPYC. An engine measures its
+# memory itself.
 ASSUMED_CPU = HardwareProfile(
     name="an unknown CPU",
     gpus=1,
@@ -240,20 +235,21 @@ ASSUMED_CPU = HardwareProfile(
     host_memory=1e12,
     link_in=1e10,
     link_out=1e10,
-    memory_rate=2e10,
-    matmul=7e10,
+    memory_rate=1.5e10,
+    matmul=2e11,
     all_reduce_s=1e-4,
     all_reduce_rate=1e9,
-    layer_s=9e-4,
-    kv_rate=5e9,
-    attention=8e10,
-    prefill_attention=1e11,
-    score_rate=2e9,
-    reconstruct_rate=1e9,
-    high_bits_rate=1e9,
-    forward_s=2e-3,
+    layer_s=3e-4,
+    kv_rate=6e9,
+    attention=1e11,
+    prefill_attention=1.5e11,
+    score_rate=2.5e9,
+    reconstruct_rate=1.3e9,
+    high_bits_rate=1.7e9,
+    int8_rate=4.5e9,
+    forward_s=7e-3,
     sample_s=2e-3,
-    draw_s=4e-3,
+    draw_s=7e-3,
     runs_ahead=False,
 )
 

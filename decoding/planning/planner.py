@@ -46,14 +46,21 @@ class Planner:
         InsufficientMemoryError, stating the longest context that would fit.
         """
         memory = Memory.of(self.costs.hardware, self.requirements).divided(concurrency)
-        return self.choose(self.candidates(prompt, max_new_tokens, memory))
+        try:
+            return self.choose(self.candidates(prompt, max_new_tokens, memory))
+        except InsufficientMemoryError as error:
+            longest = self.longest_prompt(prompt, max_new_tokens, memory)
+            hint = "No shorter context would fit either."
+            if longest:
+                hint = f"{longest + max_new_tokens} tokens of context would fit."
+            raise InsufficientMemoryError(f"{error} {hint}", error.host_bytes) from error
 
     def candidates(self, prompt: int, max_new_tokens: int, memory: Memory) -> dict[Strategy, Plan]:
         """Return the plan of each strategy that fits; only those that differ for this request.
 
         A split mode is left out if the other mode offloads nothing. If nothing fits, raises the
         InsufficientMemoryError of the strategy that fits the device and lacks the least host
-        memory, with the longest context that would fit.
+        memory.
         """
         needs = self.requirements
         plans: dict[Strategy, Plan] = {}
@@ -69,21 +76,14 @@ class Planner:
         if plans:
             return plans
         lacking_host = [error for error in errors if error.host_bytes]
-        error = min(lacking_host or errors[:1], key=lambda each: each.host_bytes)
-        longest = self._longest_prompt(prompt, max_new_tokens, memory)
-        hint = "No shorter context would fit either."
-        if longest:
-            hint = f"{longest + max_new_tokens} tokens of context would fit."
-        raise InsufficientMemoryError(f"{error} {hint}", error.host_bytes) from error
+        raise min(lacking_host or errors[:1], key=lambda each: each.host_bytes)
 
     def choose(self, candidates: Candidates) -> Plan:
         """Return the plan of the fastest strategy, or of the one in use if it is hardly slower."""
-        if not self.requirements.has_choice:
-            (plan,) = candidates.values()
-            return plan
         if len(candidates) == 1:
             (plan,) = candidates.values()
-            return replace(plan, reason="the only one that fits or differs")
+            reason = "the only one that fits or differs" if self.requirements.has_choice else "set"
+            return replace(plan, reason=reason)
         if not self.costs.calibration.is_empty:
             return self._fastest(candidates)
         if self.costs.trust is Trust.NONE:
@@ -100,8 +100,8 @@ class Planner:
     def alternatives(self, plan: Plan) -> list[Plan]:
         """Return the plans of the same request with plain decoding, and with or without split KV.
 
-        Each gets all the memory. One that does not fit is left out, and so are split layers that
-        the settings, the dtype or resident layers rule out.
+        Each gets all the memory. One that does not fit is left out, and so is the split variant if
+        another mode is set, the dtype cannot be split or all layers are resident.
         """
         needs = self.requirements
         others = [replace(plan.requirements, mode="plain")]
@@ -112,7 +112,7 @@ class Planner:
         return list(self._fitting(others, plan))
 
     def max_concurrent(self, plan: Plan, limit: int) -> Plan:
-        """Return the plan with the most requests, at most `limit`, that cost each no memory.
+        """Return the plan with the most requests, at most `limit`, each as on its own.
 
         Returns `plan` itself if batching does not pay.
         """
@@ -178,7 +178,7 @@ class Planner:
             why += f"; budget {larger[0]} does not fit"
         return replace(plan, reason=why)
 
-    def _longest_prompt(self, prompt: int, max_new_tokens: int, memory: Memory) -> int:
+    def longest_prompt(self, prompt: int, max_new_tokens: int, memory: Memory) -> int:
         """Return how many of `prompt` tokens would fit with the best strategy; 0 if none do."""
         needs, fixed = self.requirements, [self.requirements]
         if needs.has_choice:

@@ -21,6 +21,7 @@ from decoding.planning.memory_plan import MemoryRequirements
 from decoding.planning.requirements import Requirements
 from decoding.speculation.draft_length import NOISE_POSITIONS
 from offload.cache.streaming_shape import StreamingCacheSpec
+from offload.errors import InvalidRequestError
 from offload.kernels.batch_invariant_shape import ROW_BLOCK, working_bytes
 from offload.layout import ceil_div
 from offload.retrieval.policy_specs import POLICY_SPECS
@@ -39,6 +40,11 @@ class RequestSpec:
     requirements: Requirements
     prompt: int  # tokens
     max_new_tokens: int
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequestError for an empty prompt."""
+        if self.prompt < 1:
+            raise InvalidRequestError(f"a prompt needs at least 1 token, found {self.prompt}.")
 
     @property
     def tokens(self) -> int:

@@ -29,11 +29,10 @@ class RoundCost:
     drafted_s: float  # per draft token
     acceptance: float  # probability that a draft token is accepted if all before it are
     uncovered_s: float = 0.0  # copies that compute-bound verifications cannot hide
-    other_s: float = 0.0  # measured verification time explained by neither link nor compute
 
     def verification_s(self, drafted: int) -> float:
         """Return the seconds of a verification."""
-        return max(self.link_s, self.compute_s(drafted) + self.uncovered_s) + self.other_s
+        return max(self.link_s, self.compute_s(drafted) + self.uncovered_s)
 
     def verification_bound(self, drafted: int) -> str:
         """Return what bounds a verification: link or compute."""

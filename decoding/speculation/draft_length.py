@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from decoding.config.defaults import MAX_DRAFT, MAX_INNER_DRAFT
 from decoding.config.settings import Settings
 
 NOISE_POSITIONS = 128  # positions with cached noise, with Gumbel coupling
@@ -198,8 +197,8 @@ Lengths = tuple[DraftLength, ...]
 
 def draft_lengths(settings: Settings) -> Lengths:
     """Return fixed lengths for options that are set, else adaptive ones; reused across requests."""
-    inner = (settings.num_inner_draft_tokens, MAX_INNER_DRAFT)
-    options = ((settings.num_draft_tokens, MAX_DRAFT), inner, inner)
+    inner = settings.inner_draft_length_range
+    ranges = settings.draft_length_range, inner, inner
     return tuple(
-        Adaptive(max_length) if length is None else Fixed(length) for length, max_length in options
+        Fixed(lengths[0]) if len(lengths) == 1 else Adaptive(lengths[-1]) for lengths in ranges
     )

@@ -17,6 +17,8 @@ from decoding.engine.request import Request, Status
 from decoding.engine.session import SequenceState
 from decoding.engine.session_manager import SequenceManager
 from decoding.planning import planner
+from decoding.planning.plan import Plan
+from decoding.planning.planner import Planner
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
 from offload.memory.host_arena import HostArena
 from parallel.model.layers import VocabParallelEmbedding
@@ -113,6 +115,18 @@ def test_a_batch_of_one_runs_the_same_forwards(
         run_batch(engine, batch, 4)
         assert counter.take() == forwards
         assert engine.stats.levels[0].stats.forwards <= len(forwards[id(models.target)])
+
+
+def test_rounds_are_recorded_with_the_requests_that_shared_them(
+    models: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with those that memory was planned for: their predicted times differ."""
+    recorded: list[Plan] = []
+    monkeypatch.setattr(Planner, "record", lambda planner, plan, rounds: recorded.append(plan))
+    with models.engine("hierarchical", link="view", **SMALL) as engine:
+        run_batch(engine, requests(FULL, SIZES)[:1], 4)
+        run_batch(engine, requests(FULL, [(90, 20), (80, 20)]), 4)
+    assert [plan.concurrency for plan in recorded] == [1, 2, 2]
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))

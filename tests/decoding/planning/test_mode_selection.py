@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,16 +62,7 @@ def modes(requirements: Requirements, memory: Memory, prompt: int = PROMPT) -> s
 
 
 def longest_prompt(requirements: Requirements, memory: Memory) -> int:
-    """Return the longest prompt of up to `2 * PROMPT` tokens that the error message says fits."""
-    with pytest.raises(InsufficientMemoryError) as error:
-        plans_of(requirements, memory, 2 * PROMPT)
-    found = re.search(r"(\d+) tokens of context would fit", str(error.value))
-    return int(found[1]) - NEW if found else 0
-
-
-def transfer_s(requirements: Requirements, rate: float) -> float:
-    """Return the seconds to transfer all KV at `rate` bytes/s."""
-    return requirements.layout.bytes(PROMPT) / rate
+    return planner_of(requirements).longest_prompt(2 * PROMPT, NEW, memory)
 
 
 def rounds(drafted: int, accepted: int, draft_s: float, verify_s: float) -> list[RoundStats]:

@@ -84,6 +84,12 @@ def rounds(
     return [RoundStats(drafted, accepted, drafted + 1, draft_s * drafted, verify_s)] * count
 
 
+def test_the_measured_rate_of_the_link_replaces_that_of_a_profile(pair: Pair) -> None:
+    runtime = runtime_of(pair, 130)
+    assert runtime.costs(3e9).hardware.link_in == 3e9
+    assert runtime.costs(None).hardware.link_in == ASSUMED_CPU.link_in
+
+
 def test_a_configured_budget_is_the_only_one(pair: Pair) -> None:
     plans = feasible(runtime_of(pair, 300, retrieval_budget=777), PROMPT, NEW)
     assert list(plans) == [777]
