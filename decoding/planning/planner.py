@@ -8,7 +8,8 @@ budget are those that the cost model predicts to be fastest; layers get the rest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from decoding.config.defaults import (
@@ -45,10 +46,10 @@ class Planner:
         It is one of `concurrency` requests, which share the memory and each batch. Raises
         InsufficientMemoryError, stating the longest context that would fit.
         """
-        memory = Memory.of(self.costs.hardware, self.requirements).divided(concurrency)
         try:
-            return self.choose(self.candidates(prompt, max_new_tokens, memory))
+            return self._plan(prompt, max_new_tokens, concurrency)
         except InsufficientMemoryError as error:
+            memory = Memory.of(self.costs.hardware, self.requirements).divided(concurrency)
             longest = self.longest_prompt(prompt, max_new_tokens, memory)
             hint = "No shorter context would fit either."
             if longest:
@@ -109,7 +110,12 @@ class Planner:
         can_split = plan.layers_on_host and split_format(needs.dtype) is not None
         if mode != plan.requirements.mode and mode in LEVELS and can_split:
             others.append(replace(needs, mode=mode, settings=replace(needs.settings, mode=mode)))
-        return list(self._fitting(others, plan))
+        plans = []
+        for requirements in others:
+            with suppress(InsufficientMemoryError):
+                planner = Planner(requirements, self.costs)
+                plans.append(planner._plan(plan.spec.prompt, plan.spec.max_new_tokens))
+        return plans
 
     def max_concurrent(self, plan: Plan, limit: int) -> Plan:
         """Return the plan with the most requests, at most `limit`, each as on its own.
@@ -120,15 +126,26 @@ class Planner:
         if not concurrency_pays(plan.requirements, uses_graphs=self.costs.hardware.runs_ahead):
             return plan
         size = plan.spec.prompt, plan.spec.max_new_tokens
-        return max_concurrent(lambda count: self.plan(*size, count), limit, plan)
+        return max_concurrent(lambda count: self._plan(*size, count), limit, plan)
 
-    def _fitting(self, others: Iterable[Requirements], plan: Plan) -> Iterator[Plan]:
-        for requirements in others:
-            planner = Planner(requirements, self.costs)
-            try:
-                yield planner.plan(plan.spec.prompt, plan.spec.max_new_tokens)
-            except InsufficientMemoryError:
-                continue
+    def longest_prompt(self, prompt: int, max_new_tokens: int, memory: Memory) -> int:
+        """Return how many of `prompt` tokens would fit with the best strategy; 0 if none do."""
+        needs, fixed = self.requirements, [self.requirements]
+        if needs.has_choice:
+            budget = needs.candidate_budgets(0)[0]
+            fixed = [needs.with_strategy(Strategy(mode, budget)) for mode in needs.candidate_modes]
+        low, high = 0, prompt
+        while low < high:
+            middle = ceil_div(low + high, 2)
+            if any(_fits(RequestSpec(each, middle, max_new_tokens), memory) for each in fixed):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _plan(self, prompt: int, max_new_tokens: int, concurrency: int = 1) -> Plan:
+        memory = Memory.of(self.costs.hardware, self.requirements).divided(concurrency)
+        return self.choose(self.candidates(prompt, max_new_tokens, memory))
 
     def _fastest(self, candidates: Candidates) -> Plan:
         """Return the fastest plan, or the one in use if it is hardly slower."""
@@ -177,21 +194,6 @@ class Planner:
         if larger:
             why += f"; budget {larger[0]} does not fit"
         return replace(plan, reason=why)
-
-    def longest_prompt(self, prompt: int, max_new_tokens: int, memory: Memory) -> int:
-        """Return how many of `prompt` tokens would fit with the best strategy; 0 if none do."""
-        needs, fixed = self.requirements, [self.requirements]
-        if needs.has_choice:
-            budget = needs.candidate_budgets(0)[0]
-            fixed = [needs.with_strategy(Strategy(mode, budget)) for mode in needs.candidate_modes]
-        low, high = 0, prompt
-        while low < high:
-            middle = ceil_div(low + high, 2)
-            if any(_fits(RequestSpec(each, middle, max_new_tokens), memory) for each in fixed):
-                low = middle
-            else:
-                high = middle - 1
-        return low
 
 
 def max_concurrent(
