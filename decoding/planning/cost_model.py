@@ -110,11 +110,12 @@ class CostModel:
     def _predicted(self, plan: Plan) -> RoundCost:
         """Return the cost of a round by the profile's rates, with measured acceptance."""
         acceptance = 1 - self.calibration.rejection(plan, 1 - self.acceptance.rate(plan))
+        reconstruction_s = plan.concurrency * self._reconstruction_s(plan)
         return RoundCost(
             link_s=plan.concurrency * plan.link_bytes / self.hardware.link_in,
             compute_s=lambda drafted: (
                 self._verification_s(plan, drafted + 1)
-                + plan.concurrency * self._reconstruction_s(plan)
+                + reconstruction_s
                 + plan.concurrency * self._selection_s(plan, expected_tokens(acceptance, drafted))
             ),
             drafted_s=self._drafted_s(plan),

@@ -83,7 +83,7 @@ class Plan:
         """Return the layout of a target cache that holds the prompt alone, with these layers."""
         return self._placed(replace(self.spec, max_new_tokens=0))
 
-    @property
+    @cached_property
     def retrieval_layers(self) -> list[int]:
         """Return the layers that have a retrieval cache."""
         needs, placement = self.requirements, enumerate(self.prompt_spec.placement())

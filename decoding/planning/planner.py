@@ -46,10 +46,10 @@ class Planner:
         It is one of `concurrency` requests, which share the memory and each batch. Raises
         InsufficientMemoryError, stating the longest context that would fit.
         """
+        memory = self._memory(concurrency)
         try:
-            return self._plan(prompt, max_new_tokens, concurrency)
+            return self.choose(self.candidates(prompt, max_new_tokens, memory))
         except InsufficientMemoryError as error:
-            memory = Memory.of(self.costs.hardware, self.requirements).divided(concurrency)
             longest = self.longest_prompt(prompt, max_new_tokens, memory)
             hint = "No shorter context would fit either."
             if longest:
@@ -113,8 +113,7 @@ class Planner:
         plans = []
         for requirements in others:
             with suppress(InsufficientMemoryError):
-                planner = Planner(requirements, self.costs)
-                plans.append(planner._plan(plan.spec.prompt, plan.spec.max_new_tokens))
+                plans.append(Planner(requirements, self.costs)._plan_same_size(plan))
         return plans
 
     def max_concurrent(self, plan: Plan, limit: int) -> Plan:
@@ -125,8 +124,7 @@ class Planner:
         # Short forwards are captured as CUDA graphs on a GPU.
         if not concurrency_pays(plan.requirements, uses_graphs=self.costs.hardware.runs_ahead):
             return plan
-        size = plan.spec.prompt, plan.spec.max_new_tokens
-        return max_concurrent(lambda count: self._plan(*size, count), limit, plan)
+        return max_concurrent(lambda count: self._plan_same_size(plan, count), limit, plan)
 
     def longest_prompt(self, prompt: int, max_new_tokens: int, memory: Memory) -> int:
         """Return how many of `prompt` tokens would fit with the best strategy; 0 if none do."""
@@ -143,9 +141,13 @@ class Planner:
                 high = middle - 1
         return low
 
-    def _plan(self, prompt: int, max_new_tokens: int, concurrency: int = 1) -> Plan:
-        memory = Memory.of(self.costs.hardware, self.requirements).divided(concurrency)
-        return self.choose(self.candidates(prompt, max_new_tokens, memory))
+    def _plan_same_size(self, plan: Plan, concurrency: int = 1) -> Plan:
+        """Plan a request of the size of another one's plan; its error has no hint."""
+        size = plan.spec.prompt, plan.spec.max_new_tokens
+        return self.choose(self.candidates(*size, self._memory(concurrency)))
+
+    def _memory(self, concurrency: int) -> Memory:
+        return Memory.of(self.costs.hardware, self.requirements).divided(concurrency)
 
     def _fastest(self, candidates: Candidates) -> Plan:
         """Return the fastest plan, or the one in use if it is hardly slower."""
