@@ -49,8 +49,8 @@ def resident(context: Context) -> None:
         context.compute |= times
         if before is not None:
             after = _device_bytes(context) or before
-            context.add("device memory of forwards and CUDA graphs", (after - before) / 1e6, "MB")
-        for name, value in session.runner.counts.items():
+            context.add("device memory of forwards", (after - before) / 1e6, "MB")
+        for name, value in session.slot.graphs.counts.items():
             context.add(f"CUDA graphs: {name}", "none" if value is None else value)
 
 
@@ -213,7 +213,7 @@ def _report_rounds(context: Context, session: SequenceState) -> None:
     context.add("tokens drafted per round", stats.drafted_per_forward or 0.0)
     what = "tokens per verification (meaningless with random weights)"
     context.add(what, stats.tokens_per_forward or 0.0)
-    for name, value in session.runner.counts.items():
+    for name, value in session.slot.graphs.counts.items():
         context.add(f"CUDA graphs: {name}", "none" if value is None else value)
 
 

@@ -99,7 +99,7 @@ def decode_loop(
     decoder.on_logits = on_logits
     started = time.perf_counter()
     while (missing := session.plan.spec.max_new_tokens - 1 - decoder.stats.produced) > 0:
-        run(decoder.round(missing), lambda request: session.run_forward([request])[0])
+        run(decoder.round(missing), lambda request: session.slot.graphs.run([request])[0])
         if time.perf_counter() - started > limit:
             break
     return decoder, time.perf_counter() - started

@@ -71,7 +71,7 @@ def forward_times(session: SequenceState, repeats: int) -> dict[str, float]:
     if session.draft is not None and session.runtime.draft is not None:
         short.append(("draft_1", session.runtime.draft, session.draft, 1))
     for name, level, cache, rows in short:
-        measured = short_forwards(session.runner, level, cache, tokens[:rows], 5 * repeats)
+        measured = short_forwards(session.slot.graphs, level, cache, tokens[:rows], 5 * repeats)
         times |= {f"{name}{suffix}": ms for suffix, ms in measured.items()}
     return times
 
@@ -80,7 +80,6 @@ def short_forwards(
     run: GraphRunner, model: Transformer, cache: StaticCache, tokens: torch.Tensor, repeats: int
 ) -> dict[str, float]:
     """Return times with the session's runner and, if it uses CUDA graphs, also without graphs."""
-    run.warm_up(model, tokens, cache, len(tokens))
     times = {"": median_ms(model, cache, tokens, repeats, run)}
     if run.enabled:
         times["_not_recorded"] = median_ms(model, cache, tokens, repeats)

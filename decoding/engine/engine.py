@@ -239,7 +239,7 @@ class Engine:
         """Take part in all requests until rank 0 closes the engine; for the other ranks."""
         while self.sessions.run_worker():
             pass
-        self.group.graph_capturer.reset()  # as in `close`, which may not be called
+        self._free_graphs()  # as in `close`, which may not be called
 
     @contextmanager
     def keep_workers_alive(self) -> Iterator[None]:
@@ -271,9 +271,13 @@ class Engine:
         """
         if self.group.rank == 0:
             self.sessions.executor.send(Stop())
+        self._free_graphs()
+        self.runtime.link.close()
+
+    def _free_graphs(self) -> None:
+        self.sessions.slots.free_caches()
         if self.group.size > 1:
             self.group.graph_capturer.reset()
-        self.runtime.link.close()
 
     def _check_concurrency(self, concurrency: int) -> None:
         if self.runtime.settings.deterministic and concurrency > 1:

@@ -2,17 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from decoding.config.settings import LEVELS
 from decoding.models.runtime import Runtime
-from decoding.planning.plan import Plan
+from decoding.planning.plan import Memory, Plan
+from offload.cache.static_shape import StaticCache
 from offload.cache.streaming import StreamingCache
+from offload.memory.host_arena import HostArena
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
 from offload.tiered.cache import TieredCache
 from offload.tiered.device_view import OnDeviceCache
+from offload.traffic import ByteCounters
+from parallel.config.parameter_count import MAX_GRAPH_TOKENS
+from parallel.execution.cuda_graphs import GraphRunner
 from parallel.execution.executor import Level
+from parallel.model.transformer import Transformer
+
+# Tokens that a level has not read when it drafts next: the last one it drafted and, of each level
+# above, the one that follows an accepted draft.
+MAX_PENDING = 4
+
+
+class SequenceSlot:
+    """The place of one sequence at a time, and what that leaves to the next one.
+
+    It is host memory and, if short forwards are captured as CUDA graphs, the caches that they were
+    captured on.
+    """
+
+    def __init__(self, arena: HostArena, graphs: GraphRunner, index: int = 0):
+        """Start without caches; `index` is the slot's in the engine."""
+        self.arena, self.graphs, self.index = arena, graphs, index
+        self.share: Memory | None = None  # memory its sequence may use; None: all that is free
+        self.retrieval: RetrievalCache | None = None
+        self.draft: StreamingCache | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes of device memory of the caches."""
+        caches = (self.retrieval, self.draft)
+        return sum(cache.device_bytes for cache in caches if cache is not None)
+
+    def fit(self, plan: Plan) -> None:
+        """Free the caches that the next sequence cannot reuse."""
+        needs = plan.requirements
+        if self.retrieval is not None and not (
+            needs.has_retrieval and self.retrieval.shape.has_buffers_of(plan.spec.retrieval)
+        ):
+            self.graphs.release(self.retrieval)
+            self.retrieval = None
+        if self.draft is not None and not needs.has_draft:
+            self.graphs.release(self.draft)
+            self.draft = None
+
+    def free(self) -> None:
+        """Free the caches and all graphs on them."""
+        for cache in (self.retrieval, self.draft):
+            if cache is not None:
+                self.graphs.release(cache)
+        self.retrieval = self.draft = None
+
+    def capture(self, levels: Sequence[Level]) -> None:
+        """Capture the short forwards of a sequence's levels, unless an earlier one did.
+
+        All ranks call it when the caches are empty.
+        """
+        for level in levels:
+            if isinstance(level.cache, StaticCache):
+                self.graphs.capture(level.model, level.cache, level.graph_sizes, self.index)
 
 
 class DecodingLevels:
@@ -22,9 +81,13 @@ class DecodingLevels:
     that observes it, and the draft model if this rank runs one. An inner level may be missing.
     """
 
-    def __init__(self, runtime: Runtime, plan: Plan):
-        """Allocate the caches as planned. Raises InsufficientMemoryError."""
-        self._runtime, self._plan = runtime, plan
+    def __init__(self, runtime: Runtime, plan: Plan, slot: SequenceSlot):
+        """Allocate the caches as planned, except those that the slot has.
+
+        Raises InsufficientMemoryError.
+        """
+        self._runtime, self._plan, self._slot = runtime, plan, slot
+        slot.fit(plan)
         self.target = self._target_cache()
         self.levels = [Level("target", runtime.target, self.target)]
         self.retrieval = self._retrieval_cache()
@@ -42,22 +105,22 @@ class DecodingLevels:
         runtime, spec = self._runtime, self._plan.spec
         config, device = runtime.target.config, runtime.target.group.device
         rotary = config.rotary(spec.prompt, spec.tokens, runtime.dtype, device)
-        return TieredCache(self._plan.target_spec, runtime.link, rotary, runtime.arena)
+        return TieredCache(self._plan.target_spec, runtime.link, rotary, self._slot.arena)
 
     def _retrieval_cache(self) -> RetrievalCache | None:
         """Return a cache that observes the target's in some layers; None if there are none."""
         plan = self._plan
         if not plan.retrieval_layers:
             return None
-        retrieval = RetrievalCache(
-            self.target.layout,
-            plan.spec.retrieval,
-            POLICIES[plan.requirements.settings.policy](),
-            self.target.rotary,
-            self._runtime.target.group.device,
-            plan.selection_interval,
-            plan.retrieval_layers,
-        )
+        spec, rotary = plan.spec.retrieval, self.target.rotary
+        policy = POLICIES[plan.requirements.settings.policy]()
+        retrieval, interval = self._slot.retrieval, plan.selection_interval
+        if retrieval is not None:
+            retrieval.reset(spec, policy, rotary, interval)
+        else:
+            device, layers = self._runtime.target.group.device, plan.retrieval_layers
+            layout = self.target.layout
+            retrieval = RetrievalCache(layout, spec, policy, rotary, device, interval, layers)
         self.target.observers.append(retrieval)
         return retrieval
 
@@ -67,17 +130,43 @@ class DecodingLevels:
 
     def _retrieval_level(self) -> Level:
         """Return the target's weights on the retrieval cache."""
-        assert self.retrieval is not None
-        return Level("retrieval", self._runtime.target, self.retrieval)
+        retrieval = self.retrieval
+        assert retrieval is not None
+        if self._slot.graphs.enabled:
+            self._slot.retrieval = retrieval
+        longest = self._plan.requirements.settings.inner_draft_length_range[-1] + 2
+        # a verification has two tokens or more
+        sizes = _graph_sizes(2, min(longest, MAX_GRAPH_TOKENS))
+        return Level("retrieval", self._runtime.target, retrieval, graph_sizes=sizes)
 
     def _draft_level(self) -> Level | None:
         """Return the draft model on a cache of its own; None if this rank does not run it."""
-        model = self._runtime.draft
+        model, slot = self._runtime.draft, self._slot
         if model is None:
             return None
+        self.draft = slot.draft or self._draft_cache(model)
+        self.draft.reset()
+        self.draft.traffic = ByteCounters()
+        if slot.graphs.enabled:
+            slot.draft = self.draft
+        sizes = _graph_sizes(1, MAX_PENDING)
+        return Level("draft", model, self.draft, model.group.size > 1, sizes)
+
+    def _draft_cache(self, model: Transformer) -> StreamingCache:
         spec = self._plan.spec.draft
         dtype, device = model.embed.weight.dtype, model.group.device
         rotary = model.config.rotary(spec.slots, spec.slots, dtype, device)
         layout = model.config.kv_layout(model.group.size, dtype, model.group.rank)
-        self.draft = StreamingCache(layout, spec, rotary, device)
-        return Level("draft", model, self.draft, is_sharded=model.group.size > 1)
+        return StreamingCache(layout, spec, rotary, device)
+
+
+def _graph_sizes(shortest: int, longest: int) -> list[int]:
+    """Return the numbers of tokens of which forwards are captured; others are padded to the next.
+
+    They are powers of two from `shortest` on, and `longest`.
+    """
+    sizes = []
+    while shortest < longest:
+        sizes.append(shortest)
+        shortest *= 2
+    return [*sizes, longest]

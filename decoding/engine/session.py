@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from decoding.engine.draft_prefill import prefill_draft
-from decoding.engine.levels import DecodingLevels
+from decoding.engine.levels import DecodingLevels, SequenceSlot
 from decoding.models.runtime import Runtime
 from decoding.planning.activations import prefill_chunk
-from decoding.planning.plan import Memory, Plan
+from decoding.planning.plan import Plan
 from decoding.planning.request_spec import RequestSpec
 from decoding.prefix_cache.manager import PrefixCacheManager
 from decoding.prefix_cache.store import is_worth_saving
@@ -24,9 +23,7 @@ from offload.layout import ceil_div, shares
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import head_blocks, read_layer
 from offload.tiered.prefill import Prefill
-from parallel.execution.batched_forward import ForwardRequest
 from parallel.execution.cuda_graphs import GraphRunner
-from parallel.execution.executor import OpenSequence
 from parallel.model.pipeline import PrefillStep, PrefillSteps, part_of_prefill, run_steps
 
 
@@ -45,6 +42,7 @@ class SequenceState:
         plan: Plan | None = None,
         prefix_cache: PrefixCacheManager | None = None,
         name: str = "",
+        slot: SequenceSlot | None = None,
     ):
         """Allocate everything that the sequence needs. Raises InsufficientMemoryError.
 
@@ -56,8 +54,11 @@ class SequenceState:
                 runtime's, placed in all free memory.
             prefix_cache: prompts cached on disk.
             name: display name in the prompt cache.
+            slot: its place; by default one of its own, with the runtime's arena.
         """
         self.runtime = runtime
+        group, captures = runtime.target.group, bool(runtime.settings.graphs)
+        self.slot = slot or SequenceSlot(runtime.arena, GraphRunner(captures, group.graph_capturer))
         runtime.link.peak_bytes()
         self.peaks: dict[str, int | None] = {}  # peak memory by phase (`Link.peak_bytes`)
         self.prompt = torch.tensor(prompt, device=runtime.target.group.device)
@@ -66,10 +67,10 @@ class SequenceState:
         self._prefix_cache, self._name = prefix_cache, name
         self.saving: BackgroundWriter | None = None  # saves the last prefilled prompt
         self.loaded_tokens = 0  # prompt tokens loaded from disk
-        self.share: Memory | None = None  # memory it may use; None: all that is free
 
     def prefill(self) -> Tensor:
         """Prefill the prompt at once (`prefill_steps`); return the logits (1, V)."""
+        self.capture_graphs()
         return run_steps(self.prefill_steps())
 
     def prefill_steps(self) -> PrefillSteps:
@@ -136,36 +137,24 @@ class SequenceState:
         own = rope_key(self.plan.spec.prompt, self.capacity)
         return own == rope_key(prompt_tokens, prompt_tokens + max_new_tokens)
 
-    @cached_property
-    def runner(self) -> GraphRunner:
-        """The runner of the sequence's forwards after prefill."""
-        runtime = self.runtime
-        return GraphRunner(bool(runtime.settings.graphs), runtime.target.group.graph_capturer)
-
-    def run_forward(self, forwards: Sequence[ForwardRequest]) -> list[Tensor]:
-        """Run forwards as one on this rank, the first on a cache of this sequence."""
-        return self.runner.run(forwards)
-
-    def evict_shared_graphs(self, other: OpenSequence) -> None:
-        """Free captured graphs that use another sequence's caches."""
-        if "runner" in self.__dict__:
-            self.runner.evict(level.cache for level in other.levels)
+    def capture_graphs(self) -> None:
+        """Capture short forwards as CUDA graphs; before prefill. All ranks call it."""
+        self.slot.capture(self.levels)
 
     def close(self) -> None:
-        """End the sequence: wait for saving and copies, and free captured graphs."""
+        """End the sequence: wait for saving and copies."""
         if self.saving is not None:
             self.saving.wait()
-        self._evict_graphs()
+        self._detach()
         self.peaks["decoding"] = self.runtime.link.peak_bytes()
 
-    def _evict_graphs(self) -> None:
-        """Free captured graphs, and wait for copies that use the caches."""
+    def _detach(self) -> None:
+        """Wait for copies that use the caches, so that these can be freed or reused."""
         self.runtime.link.drain()
         for level in self.levels:
             if isinstance(level.cache, TieredCache):
                 # breaks a reference cycle: observers reference the target's cache
                 level.cache.observers.clear()
-        self.runner.evict()
 
     def _save(self, logits: Tensor) -> None:
         """Start to save the prompt, unless rank 0 is still saving or logits are not finite.
@@ -208,7 +197,7 @@ class SequenceState:
         self.plan = plan
         # maximum tokens that `extend` prefills at once; `SequenceManager` takes the ranks' minimum
         self.extend_chunk = plan.extend_chunk
-        levels = DecodingLevels(self.runtime, plan)
+        levels = DecodingLevels(self.runtime, plan, self.slot)
         self.target, self.levels = levels.target, levels.levels
         self.retrieval, self.draft = levels.retrieval, levels.draft
 
@@ -222,14 +211,15 @@ class SequenceState:
             layout, tokens = self.target.layout, self.target.length
             # a reader holds its layer's memory: none of them may live longer
             layers = [read_layer(read, layout, tokens) for read in self.target.host_readers()]
-        self._evict_graphs()
-        # frees the old caches and captured graphs before new ones are allocated
-        self.__dict__.pop("runner", None)
+        self._detach()
+        # frees the old caches before new ones are allocated
         self.levels, self.retrieval, self.draft = [], None, None
         del self.target
         plan = self._plan_first(reserve)
         with group.sync_errors():
             self._make_caches(plan)
+        self.capture_graphs()
+        with group.sync_errors():
             with Prefill(self.target, tokens) as prefill:
                 for layer in range(len(layers)):
                     prefill.load_blocks(layer, head_blocks(layers.pop(0)))
@@ -244,7 +234,7 @@ class SequenceState:
             try:
                 with self.runtime.target.group.sync_errors():
                     spec = RequestSpec(plan.requirements, prompt, max_new_tokens)
-                    memory = self.share or self.runtime.memory()
+                    memory = self.slot.share or self.runtime.memory(self.slot.device_bytes)
                     return replace(Plan.place(spec, memory), reason=plan.reason)
             except InsufficientMemoryError:
                 if max_new_tokens == reserve[-1]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from decoding.engine.levels import SequenceSlot
 from decoding.engine.session import SequenceState
 from decoding.models.runtime import Runtime
 from decoding.planning.memory_plan import MemoryPlan
@@ -15,6 +16,7 @@ from decoding.speculation.draft_length import RoundStats
 from offload.errors import InsufficientMemoryError, TierForceError
 from offload.memory.host_arena import HostArena
 from offload.tiered.prefill import copy_prefix
+from parallel.execution.cuda_graphs import GraphRunner
 from parallel.execution.executor import Close, Open, TensorParallelExecutor
 from parallel.ranks.process_group import TensorParallelGroup
 
@@ -28,8 +30,9 @@ class SequenceManager:
         rate = runtime.link_rate() if runtime.requirements.has_choice else None
         with self.group.sync_errors():
             self.planner = Planner(runtime.requirements, runtime.costs(rate))
-        self.executor = TensorParallelExecutor(self.group)
-        self._arenas = _Arenas(runtime)
+        graphs = GraphRunner(bool(runtime.settings.graphs), self.group.graph_capturer)
+        self.executor = TensorParallelExecutor(self.group, graphs)
+        self.slots = Slots(runtime, self.executor)
         self._free = Memory(0, 0)  # the free memory when no sequence was open
         self.prefix_cache = runtime.prefix_cache()
 
@@ -139,16 +142,18 @@ class SequenceManager:
     def _open(self, command: Open) -> SequenceState:
         prompt, max_new_tokens = command.prompt, command.max_new_tokens
         if not self.executor.sequences:
-            self._arenas.trim(command.concurrency)
+            self.slots.trim(command.concurrency)
         self._update_free()
         memory = self._free.divided(command.concurrency)
         plan = self._plan(len(prompt), max_new_tokens, memory)
         with self.group.sync_errors():
-            in_use = [session.runtime.arena for session in _states(self.executor)]
-            runtime = replace(self.runtime, arena=self._arenas.unused(in_use))
-            cache = self.prefix_cache
-            session = SequenceState(runtime, prompt, max_new_tokens, plan, cache, command.name)
-            session.share = memory if command.concurrency > 1 else None
+            slot = self.slots.unused()
+            slot.share = memory if command.concurrency > 1 else None
+            session = SequenceState(
+                self.runtime, prompt, max_new_tokens, plan, self.prefix_cache, command.name, slot
+            )
+        session.capture_graphs()
+        with self.group.sync_errors():
             if command.shared:
                 source = self.executor.sequences[command.source]
                 assert isinstance(source, SequenceState)
@@ -192,35 +197,51 @@ class SequenceManager:
 
     def _memory(self) -> Memory:
         """Return what the next sequence may use on this rank if no other is open."""
-        memory = self.runtime.memory()
-        return replace(memory, host=memory.host + self._arenas.other_bytes)
+        memory = self.runtime.memory(self.slots.reusable_bytes)
+        return replace(memory, host=memory.host + self.slots.other_host_bytes)
 
 
-class _Arenas:
-    """Host memory: an arena for each concurrent sequence, kept for those that follow."""
+class Slots:
+    """A slot for each concurrent sequence, kept for those that follow."""
 
-    def __init__(self, runtime: Runtime):
-        self._new = partial(HostArena, runtime.link, runtime.dtype)
-        self._arenas = [runtime.arena]
+    def __init__(self, runtime: Runtime, executor: TensorParallelExecutor):
+        self._new_arena = partial(HostArena, runtime.link, runtime.dtype)
+        self._executor = executor
+        self._slots = [SequenceSlot(runtime.arena, executor.graphs)]
 
     @property
-    def other_bytes(self) -> int:
+    def other_host_bytes(self) -> int:
         """Bytes of all arenas but the runtime's own."""
-        return sum(arena.nbytes for arena in self._arenas[1:])
+        return sum(slot.arena.nbytes for slot in self._slots[1:])
+
+    @property
+    def reusable_bytes(self) -> int:
+        """Bytes of device memory of the slots that are not in use."""
+        return sum(slot.device_bytes for slot in self._unused())
 
     def trim(self, count: int) -> None:
-        """Free all arenas but the first `count`."""
-        for arena in self._arenas[count:]:
-            arena.free()
-        del self._arenas[count:]
+        """Free all slots but the first `count`; none is in use."""
+        for slot in self._slots[count:]:
+            slot.free()
+            slot.arena.free()
+        del self._slots[count:]
 
-    def unused(self, in_use: Sequence[HostArena]) -> HostArena:
-        """Return an arena that is not in use, a new one if all are."""
-        for arena in self._arenas:
-            if all(arena is not each for each in in_use):
-                return arena
-        self._arenas.append(self._new())
-        return self._arenas[-1]
+    def unused(self) -> SequenceSlot:
+        """Return the first slot that is not in use, a new one if all are."""
+        for slot in self._unused():
+            return slot
+        slot = SequenceSlot(self._new_arena(), self._executor.graphs, len(self._slots))
+        self._slots.append(slot)
+        return slot
+
+    def free_caches(self) -> None:
+        """Free the caches that finished sequences left, and their CUDA graphs."""
+        for slot in self._slots:
+            slot.free()
+
+    def _unused(self) -> list[SequenceSlot]:
+        in_use = [session.slot for session in _states(self._executor)]
+        return [slot for slot in self._slots if slot not in in_use]
 
 
 def _states(executor: TensorParallelExecutor) -> list[SequenceState]:

@@ -147,15 +147,16 @@ class Runtime:
         """Return the bytes of all weights on this rank."""
         return parameter_bytes(*(model for model in (self.target, self.draft) if model is not None))
 
-    def memory(self) -> Memory:
+    def memory(self, reusable: int = 0) -> Memory:
         """Return the memory that is now available to the next request on this rank.
 
-        On a CPU, device memory is host memory, which all ranks share.
+        It includes `reusable` bytes of caches on the device. On a CPU, device memory is host
+        memory, which all ranks share.
         """
         limit, group = self.settings.device_memory, self.target.group
         on_cpu = group.device.type == "cpu"
         host = host_available() // group.size + self.arena.nbytes
-        available = self.link.device_available() // (group.size if on_cpu else 1)
+        available = self.link.device_available() // (group.size if on_cpu else 1) + reusable
         if limit is None:
             return Memory(int(available * USABLE_SHARE), host)
         usable = available if on_cpu else int(available * USABLE_SHARE)

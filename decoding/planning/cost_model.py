@@ -86,8 +86,9 @@ class CostModel:
         drafted = _inner_draft(needs) if needs.draft is not None and needs.has_draft else 0
         kv_scale = self.hardware.int8_share if needs.int8_retrieval else 1.0
         budget = min(needs.strategy.budget, plan.spec.prompt)
+        captured = bool(needs.settings.graphs)
         return self._target(needs).seconds(
-            drafted + 1, budget, plan.concurrency, kv_scale, _captures(needs)
+            drafted + 1, budget, plan.concurrency, kv_scale, captured
         )
 
     def draft_s(self, plan: Plan) -> float:
@@ -97,7 +98,7 @@ class CostModel:
             return 0.0
         cost = ForwardCost(self.hardware, needs.draft, needs.draft_ranks, needs.dtype)
         attended = plan.spec.draft.window
-        return cost.seconds(1, attended, plan.concurrency, captured=_captures(needs))
+        return cost.seconds(1, attended, plan.concurrency, captured=bool(needs.settings.graphs))
 
     def on_device_s(self, plan: Plan, query_tokens: int) -> float:
         """Return the seconds of a forward over the on-device part of the target's cache."""
@@ -185,9 +186,3 @@ class CostModel:
 
 def _inner_draft(requirements: Requirements) -> int:
     return requirements.settings.num_inner_draft_tokens or INNER_DRAFT
-
-
-def _captures(requirements: Requirements) -> bool:
-    """Return whether short forwards on caches of fixed size are CUDA graphs, on a GPU."""
-    settings = requirements.settings
-    return settings.graphs is not False and not settings.deterministic

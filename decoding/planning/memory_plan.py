@@ -19,6 +19,7 @@ class MemoryRequirements:
     tables: int  # rotary tables
     hidden: int  # the prompt's hidden states, live during prefill
     forwards: int = 0  # scratch of a decoding forward
+    captured: int = 0  # the part of it that CUDA graphs keep during prefill
     splitting: bool = False  # whether offloaded layers keep high bytes on the device if they fit
     # if only streamed layers have retrieval: bytes per streamed layer, and the shared scratch
     streamed_retrieval: int = 0
@@ -67,7 +68,7 @@ def device_breakdown(
         **shape.device_breakdown(True),
         **fixed,
         "hidden states": requirements.hidden,
-        "forward": 0,
+        "forward": requirements.captured,
     }
     decode = {
         **shape.device_breakdown(False),

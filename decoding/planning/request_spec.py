@@ -111,6 +111,7 @@ class RequestSpec:
             tables=2 * self.tokens * target.rotary_dim * needs.dtype.itemsize,
             hidden=self.hidden_bytes(self.prompt),
             forwards=self._forward_bytes,
+            captured=self._captured_bytes,
             splitting=needs.has_split,
             streamed_retrieval=0 if needs.has_retrieval else layer,
             selection=0 if needs.has_retrieval else shared,
@@ -124,11 +125,25 @@ class RequestSpec:
         return (tokens * needs.target.hidden + activations) * needs.dtype.itemsize
 
     @property
+    def _captured_bytes(self) -> int:
+        """Return the scratch bytes of captured forwards, which their graphs keep."""
+        needs = self.requirements
+        if not (needs.settings.graphs and (needs.has_retrieval or needs.has_draft)):
+            return 0
+        rows = min(needs.max_forward_tokens, MAX_GRAPH_TOKENS)
+        row = self._row_elements + needs.target.vocab
+        return rows * row * needs.dtype.itemsize + self._masked_bytes + moe_scratch_bytes(needs)
+
+    @property
+    def _row_elements(self) -> int:
+        """Return the elements of a query token's activations in a decoding forward."""
+        return ALLOCATOR_FACTOR * activation_elements(self.requirements)
+
+    @property
     def _forward_bytes(self) -> int:
         """Return the scratch bytes of a decoding forward, beside the caches."""
         needs, target = self.requirements, self.requirements.target
-        row = ALLOCATOR_FACTOR * activation_elements(needs) * needs.dtype.itemsize
-        row += PROBS_BYTES_PER_LOGIT * target.vocab
+        row = self._row_elements * needs.dtype.itemsize + PROBS_BYTES_PER_LOGIT * target.vocab
         rows = needs.max_forward_tokens
         batch_invariant = 0
         if needs.settings.deterministic:

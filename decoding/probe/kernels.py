@@ -147,12 +147,12 @@ class _Kernels:
         cache = StreamingCache(config.kv_layout(1, self.dtype), shape, rotary, device)
         group = TensorParallelGroup(device=device)
         model = random_model(config, group, self.dtype)
+        run = GraphRunner(captured and cuda_graphs_supported(group), group.graph_capturer)
+        run.capture(model, cache, [rows])
         for chunk in torch.zeros(context, dtype=torch.int64, device=device).split(_VERIFIED_ROWS):
             model(chunk, cache, 1)
             cache.advance(len(chunk))
         tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        run = GraphRunner(captured and cuda_graphs_supported(group), group.graph_capturer)
-        run.warm_up(model, tokens, cache, rows)
         # Read before each forward, so that weights come from memory, as after a long context.
         other_data = torch.ones(_KV_BYTES[device.type] // 4, device=device)
         repeats = max(RUNS, _SHORT_FORWARDS // rows)

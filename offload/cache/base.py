@@ -64,12 +64,21 @@ class Cache(ABC):
         for name in self._state:
             value = getattr(self, name)
             state[name] = value.clone() if isinstance(value, Tensor) else deepcopy(value)
+        state["tensors"] = [tensor.clone() for tensor in self.state_tensors]
         return state
+
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        """Return tensors that decoding changes, beside the attributes in `_state`."""
+        return []
 
     @torch.inference_mode()
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to the state of a snapshot."""
-        for name, value in snapshot.items():
+        state = dict(snapshot)
+        for tensor, saved in zip(self.state_tensors, state.pop("tensors"), strict=True):
+            tensor.copy_(saved)
+        for name, value in state.items():
             if isinstance(value, Tensor):
                 getattr(self, name).copy_(value)  # in place: captured graphs use its address
             else:

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from offload.attention import masked_attention
-from offload.attention.head_major import attend_by_heads
+from offload.attention.head_major import attend_by_heads, token_slice
 from offload.cache.base import Cache
 from offload.rotary import Rotary
 
 
 class StaticCache(Cache):
-    """A cache with a slot for each token that a forward attends to, as `StaticForward` needs."""
+    """A cache with a slot for each token that a forward attends to, as `StaticForward` needs.
 
-    slots: int  # tokens per head that a forward may attend to
+    Its buffers have one slot more: padding is written there, and it is never attended to.
+    """
+
+    slots: int  # tokens per head that a forward may attend to, without the slot for padding
     window_offset = 0  # first slot of a layer's own buffer
     rotary: Rotary
 
@@ -36,10 +40,10 @@ class StaticCache(Cache):
 
     @abstractmethod
     def buffers(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's KV (2, Hkv, slots, D), and its keys before rotation if it keeps them.
+        """Return the layer's KV (2, Hkv, n, D), and its keys before rotation if it keeps them.
 
-        Those are (Hkv, slots, D). All keep their addresses, and every slot's content is finite. The
-        slots before `window_offset` are not included.
+        Those are (Hkv, n, D). The n slots are those from `window_offset` on, and the one for
+        padding. All keep their addresses, and every slot's content is finite.
         """
 
     def has_room(self, rows: int) -> bool:
@@ -61,55 +65,76 @@ class StaticCache(Cache):
         The KV is valid until the next is yielded.
         """
         kv, _ = self.buffers(layer)
-        yield slice(None), kv
+        yield slice(None), token_slice(kv, 0, self.slots)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a forward's `tokens` tokens in a cache; 0 tokens leave the cache as it is."""
+
+    tokens: int
+    slot: int = 0  # the first token's
+    position: int = 0  # the first token's
+    first_valid_slot: int = 0
+
+    @classmethod
+    def after(cls, cache: StaticCache, tokens: int) -> Place:
+        """Place the next forward's tokens after the cached ones; count the bytes it attends to.
+
+        Raises ValueError if they do not fit.
+        """
+        cache.begin_forward(tokens)
+        slot, position = cache.slot_and_position(cache.length)
+        if not cache.has_room(tokens):  # a sliding cache raises in `begin_forward`
+            raise ValueError(f"{tokens} tokens at slot {slot} do not fit a buffer of {cache.slots}")
+        cache.traffic.attended += cache.slot_bytes(0, cache.slots)
+        return cls(tokens, slot, position, cache.first_valid_slot())
 
 
 class StaticForward:
-    """Forwards of `rows` tokens on a cache; after `prepare`, everything else can be captured."""
+    """Forwards of up to `rows` tokens on a cache; after `place`, everything else can be captured.
+
+    Tokens that a forward lacks are padding, whose results are of no use.
+    """
 
     length = 0  # unused: the start is in device memory
     is_batch_invariant = False
 
     def __init__(self, cache: StaticCache, rows: int):
         kv, _ = cache.buffers(0)
-        device = kv.device
-        self._cache = cache
-        # (3, 1): slot and position of the first token, and the first valid slot
-        self._start = torch.zeros(3, 1, dtype=torch.int64, device=device)
-        self._first = 0  # slot of the first token, on the host
-        self._steps = torch.arange(rows, device=device)
-        self._columns = torch.arange(cache.slots, device=device)
+        self.cache = cache
+        # (3, 1): number of tokens, slot of the first one, and the first valid slot
+        self._start = torch.zeros(3, 1, dtype=torch.int64, device=kv.device)
+        self._steps = torch.arange(rows, device=kv.device)
+        self._columns = torch.arange(cache.slots, device=kv.device)
+        # copied from the sequence's tables: the next sequence on this cache has others
+        cos, sin = cache.rotary.cos, cache.rotary.sin
+        self._angles = cos[:1].repeat(rows, 1, 1), sin[:1].repeat(rows, 1, 1)
 
-    def prepare(self, skipped: int = 0) -> None:
-        """Set the next forward to start after the cached tokens, and `skipped` others."""
-        cache = self._cache
-        rows = len(self._steps)
-        cache.begin_forward(skipped + rows)
-        slot, position = cache.slot_and_position(cache.length + skipped)
-        if not cache.has_room(skipped + rows):  # a sliding cache raises in `begin_forward`
-            raise ValueError(f"{rows} tokens at slot {slot} do not fit a buffer of {cache.slots}")
-        self._first = slot
-        for tensor, value in zip(
-            self._start, (slot, position, cache.first_valid_slot()), strict=True
-        ):
-            tensor.fill_(value)
-        cache.traffic.attended += cache.slot_bytes(0, cache.slots)
+    def place(self, place: Place) -> None:
+        """Set where the next forward's tokens are."""
+        numbers = (place.tokens, place.slot, place.first_valid_slot)
+        for tensor, number in zip(self._start, numbers, strict=True):
+            tensor.fill_(number)
+        end, rotary = place.position + place.tokens, self.cache.rotary
+        for angles, table in zip(self._angles, (rotary.cos, rotary.sin), strict=True):
+            angles[: place.tokens].copy_(table[place.position : end])
 
-    def rows(self) -> Tensor:
-        """Return the first layer's KV of these tokens (2, Hkv, T, D), as a view of the buffer.
+    def written(self, place: Place) -> Tensor:
+        """Return the first layer's KV of tokens placed there (2, Hkv, T, D), a view of the buffer.
 
         A forward should write it.
         """
-        kv, _ = self._cache.buffers(0)
-        first = self._first - self._cache.window_offset
-        return kv[:, :, first : first + len(self._steps)]
+        kv, _ = self.cache.buffers(0)
+        first = place.slot - self.cache.window_offset
+        return token_slice(kv, first, first + place.tokens)
 
     def begin_forward(self, rows: int) -> None:
-        """Compute slots, angles and mask from the start in device memory."""
-        slot, position, first_valid_slot = self._start
-        slots = slot + self._steps  # (T,)
-        self._slots = slots - self._cache.window_offset  # slots in a layer's own buffer
-        self._angles = self._cache.rotary.angles(position + self._steps)
+        """Compute slots and mask from the start in device memory."""
+        tokens, slot, first_valid_slot = self._start
+        scratch = self.cache.slots
+        slots = torch.where(self._steps < tokens, slot + self._steps, scratch)  # (T,)
+        self._slots = slots - self.cache.window_offset  # slots in a layer's own buffer
         future = self._columns > slots[:, None]  # (T, slots)
         hidden = future | (self._columns < first_valid_slot)
         mask = torch.zeros_like(hidden, dtype=torch.float32)
@@ -117,14 +142,14 @@ class StaticForward:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Write the tokens' KV and return their attention, as `Cache.attend`; `start` is unused."""
-        kv, raw = self._cache.buffers(layer)
-        rotary = self._cache.rotary
+        kv, raw = self.cache.buffers(layer)
+        rotary = self.cache.rotary
         self._write(kv[0], rotary.apply(k, self._angles, layer))
         self._write(kv[1], v)
         if raw is not None:
             self._write(raw, k)
         q = rotary.apply(q, self._angles, layer)
-        return attend_by_heads(q, kv.shape[1], self._cache.head_groups(layer), self._masked)
+        return attend_by_heads(q, k.shape[1], self.cache.head_groups(layer), self._masked)
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, _ = masked_attention(q, k, v, self._mask)

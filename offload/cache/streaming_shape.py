@@ -28,12 +28,12 @@ class StreamingCacheSpec:
         return self.sinks + self.window + self.slack
 
     def kv_buffer(self, layout: KVLayout) -> tuple[int, ...]:
-        """Return the shape of keys, rotated by slot, and values (layers, 2, Hkv, slots, D)."""
-        return layout.shape(layout.layers, self.slots)
+        """Return the shape of keys, rotated by slot, and values (layers, 2, Hkv, slots + 1, D)."""
+        return layout.shape(layout.layers, self.slots + 1)  # one for padding: `StaticCache`
 
     def raw_buffer(self, layout: KVLayout) -> tuple[int, ...]:
-        """Return the shape of keys before rotation (layers, Hkv, slots, D)."""
-        return layout.layers, layout.heads, self.slots, layout.head_dim
+        """Return the shape of keys before rotation (layers, Hkv, slots + 1, D)."""
+        return layout.layers, layout.heads, self.slots + 1, layout.head_dim
 
     def device_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory of the cache."""

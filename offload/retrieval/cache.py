@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from offload.retrieval.selection import SelectionPolicy, Selector
 from offload.retrieval.shape import OBSERVED_KEYS, RetrievalCacheSpec
 from offload.retrieval.store import make_store
 from offload.rotary import Rotary
+from offload.traffic import ByteCounters
 
 
 class RetrievalCache(StaticCache):
@@ -59,12 +60,20 @@ class RetrievalCache(StaticCache):
         if layers is None:
             layers = range(layout.layers)
         self._index = {layer: index for index, layer in enumerate(layers)}  # layer -> buffer
+        self.slots = shape.slots
+        self.reset(shape, policy, rotary, min_interval)
+        self._store = make_store(replace(layout, layers=len(layers)), shape, device)
+        self.window_offset = self._store.window_offset
+
+    def reset(
+        self, shape: RetrievalCacheSpec, policy: SelectionPolicy, rotary: Rotary, min_interval: int
+    ) -> None:
+        """Begin another sequence, whose spec must have the same buffers."""
+        self.length = 0
+        self.traffic = ByteCounters()
         self.shape = shape
         self.selector = Selector(policy, shape, min_interval)
         self.rotary = rotary
-        self.slots = shape.slots
-        self._store = make_store(replace(layout, layers=len(layers)), shape, device)
-        self.window_offset = self._store.window_offset
 
     @property
     def device_bytes(self) -> int:
@@ -103,17 +112,9 @@ class RetrievalCache(StaticCache):
     def head_groups(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
         return self._store.head_groups(self._index[layer], 0, self.slots)
 
-    def snapshot(self) -> dict[str, Any]:
-        state = super().snapshot()
-        state["store"] = [tensor.clone() for tensor in self._store.tensors]
-        return state
-
-    @torch.inference_mode()
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        state = dict(snapshot)
-        for tensor, saved in zip(self._store.tensors, state.pop("store"), strict=True):
-            tensor.copy_(saved)
-        super().restore(state)
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        return self._store.tensors
 
     def crop(self, length: int) -> None:
         self.selector.check_crop(length)
@@ -160,7 +161,7 @@ class RetrievalCache(StaticCache):
 
         Raises ValueError if they do not fit.
         """
-        kv, _ = self.buffers(layer)
+        kv = token_slice(self._store.window(self._index[layer]), 0, self.slots - self.window_offset)
         slot, _ = self.slot_and_position(start)
         write_tokens(kv[:, heads], k, v, slot - self.window_offset)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.layout import KVLayout, ceil_div
 
@@ -79,21 +79,28 @@ class RetrievalCacheSpec:
 
     @property
     def slots(self) -> int:
-        """Tokens per head that a forward may attend to."""
+        """Tokens per head that a forward may attend to.
+
+        Buffers have room for one more, for padding (`StaticCache`).
+        """
         window = self.window + self.block + self.rows
         if self.quantised:
             return self.selected_slots + window + self.append_room
         return max(self.budget, self.chunk + window) + self.append_room
 
     def kv_buffer(self, layout: KVLayout) -> tuple[int, ...]:
-        """Return the shape of keys and values (layers, 2, Hkv, slots, D)."""
-        return layout.shape(layout.layers, self.slots)
+        """Return the shape of keys and values (layers, 2, Hkv, slots + 1, D)."""
+        return layout.shape(layout.layers, self.slots + 1)
+
+    def has_buffers_of(self, other: RetrievalCacheSpec) -> bool:
+        """Return whether caches of both specs have the same buffers."""
+        return replace(other, context=self.context) == self
 
     def layer_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory of one layer."""
         if not self.quantised:
-            return layout.bytes(self.slots, 1)
-        window = self.slots - self.selected_slots
+            return layout.bytes(self.slots + 1, 1)
+        window = self.slots + 1 - self.selected_slots
         return self.quantised_bytes(layout, self.selected_slots, window)
 
     @staticmethod

@@ -41,7 +41,10 @@ class RetrievalStore(ABC):
 
     @abstractmethod
     def window(self, index: int) -> Tensor:
-        """Return a layer's buffer (2, Hkv, n, D), to which tokens of the window are written."""
+        """Return a layer's buffer (2, Hkv, n, D), to which tokens of the window are written.
+
+        Its last slot is for padding.
+        """
 
     @abstractmethod
     def head_groups(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
@@ -109,7 +112,7 @@ class Int8Store(RetrievalStore):
         self._shape = shape
         self.window_offset = shape.selected_slots
         codes = layout.shape(layout.layers, shape.selected_slots)
-        window = layout.shape(layout.layers, shape.slots - shape.selected_slots)
+        window = layout.shape(layout.layers, shape.slots + 1 - shape.selected_slots)
         self._heads = shape.shared_heads(layout)
         some_heads = replace(layout, heads=self._heads)
         _, *shared = some_heads.shape(1, shape.slots)

@@ -2,17 +2,19 @@
 model takes hundreds.
 
 Capture follows gpt-fast and torch's notes on CUDA graphs: inputs and results stay at fixed
-addresses, and a warm-up runs first. A graph is compared with the launches it captured as soon as it
-is captured, one slot further. A forward that cannot be captured, or whose graph gives other
-results, keeps running eagerly. All ranks decide together: a collective is replayed by all or none.
+addresses, and a warm-up runs first. A graph is compared with the launches it captured before its
+first use. A forward that cannot be captured, or whose graph gives other results, runs eagerly. All
+ranks decide together: a collective is replayed by all or none.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,18 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.cache.base import Cache
-from offload.cache.static_shape import StaticCache, StaticForward
+from offload.cache.static_shape import Place, StaticCache, StaticForward
 from offload.errors import TierForceError
-from parallel.config.parameter_count import MAX_GRAPH_TOKENS, MAX_STATIC_TOKENS
+from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.execution.batched_forward import ForwardRequest, batched_hidden_states, run_forward
 from parallel.model.transformer import Transformer
 from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.process_group import TensorParallelGroup
 
-USES = 16  # forwards with one key before it is captured: rare keys do not pay for it
-# Limit of graphs on a device: no more batched forwards, which have many keys, are captured then.
-# Each graph holds its launches and logits in device memory.
-MAX_GRAPHS = 48
+# Limit of graphs on a device, from which on no forwards of several sequences are captured. Each
+# graph holds its launches in device memory.
+MAX_GRAPHS = 96
 # largest difference of a replay from the launches, as a share of the largest expected value
 _TOLERANCE = 0.01
 
@@ -69,49 +70,28 @@ def _may_support(group: TensorParallelGroup) -> bool:
 
 
 class GraphRunner:
-    """Runs a sequence's forwards, and those batched with other sequences; replays the short ones.
+    """Runs forwards, and replays those that were captured on the caches of the engine's slots.
 
-    Graphs need a `StaticCache`. Forwards with one key (caches, tokens, rows) are captured once they
-    are frequent. `counts` holds how many keys are replayed, how many were refused, why the first
+    A slot is the place of one sequence at a time: a `StaticCache` for each model, which the next
+    sequence reuses. So a slot's forwards are captured once, before its first sequence: each
+    model's, on its cache alone and shared with the slots before it. A forward that was not captured
+    with its own slots and number of tokens is padded to the next that was, or runs eagerly.
+
+    `counts` holds how many kinds of forwards are replayed, how many were refused, why the first
     was, and the seconds spent.
     """
 
-    def __init__(self, enabled: bool, capturer: GraphCapturer, uses: int | None = None):
-        """Start without captured graphs.
-
-        Args:
-            enabled: whether forwards are captured; if not, all run eagerly.
-            capturer: the group's.
-            uses: forwards with a key until it is captured, at least 1; USES by default.
-        """
+    def __init__(self, enabled: bool, capturer: GraphCapturer):
+        """Start without captured graphs; if not `enabled`, all forwards run eagerly."""
         self.enabled = enabled
         self.capturer = capturer
-        self.uses = USES if uses is None else uses
         self.counts: dict[str, Any] = {"replayed": 0, "refused": 0, "why": None, "seconds": 0.0}
-        self._keys: dict[tuple[int, ...], _GraphKey] = {}  # key: tokens, rows, and the caches' ids
+        self._forwards: dict[Transformer, _SlotForwards] = {}
 
     @property
     def report(self) -> dict[str, Any] | None:
         """The live `counts`; None if all forwards run eagerly."""
         return self.counts if self.enabled else None
-
-    def warm_up(self, model: Transformer, tokens: Tensor, cache: StaticCache, rows: int) -> None:
-        """Run such forwards until they are replayed or refused; the cache does not advance."""
-        for _ in range(self.uses if self.enabled else 0):
-            self(model, tokens, cache, rows)
-
-    def evict(self, caches: Iterable[Cache] | None = None) -> None:
-        """Free the graphs on any of these caches, by default all of them.
-
-        Called when the caches' sequence ends.
-        """
-        if caches is None:
-            self._keys.clear()
-            return
-        evicted = {id(cache) for cache in caches}
-        for key in list(self._keys):
-            if not evicted.isdisjoint(key[2:]):
-                del self._keys[key]
 
     def __call__(self, model: Transformer, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
         """Return logits (rows, V) of the last `rows` of tokens (T,), after the cache's content."""
@@ -122,177 +102,216 @@ class GraphRunner:
     def run(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
         """Run requests of one model, on caches of several sequences, as one forward.
 
-        Returns the logits of each. All ranks of the model call it with the same requests. In a
-        shared graph all sequences have the same number of query tokens, so that there are few keys:
-        the shorter ones are padded with tokens whose results are ignored.
+        Returns the logits of each. All ranks of the model call it with the same requests.
         """
-        width = max(len(request.tokens) for request in requests)
-        rows = max(request.rows for request in requests)
-        is_short = width <= MAX_GRAPH_TOKENS and len(requests) * width <= MAX_STATIC_TOKENS
-        if not (self.enabled and is_short and _have_slots(requests, width)):
-            return run_forward(requests)
-        key = (width, rows, *(id(request.cache) for request in requests))
-        if key not in self._keys:
-            self._keys[key] = _GraphKey(requests, width, rows)
-        entry = self._keys[key]
-        if entry.captured is not None:
-            return entry.split_logits(entry.captured.replay(requests), requests)
-        entry.uses += 1
-        # a capture needs a slot more, to be compared one further
-        if entry.is_refused or entry.uses % self.uses or not _have_slots(requests, width + 1):
-            return run_forward(requests)
-        started = time.perf_counter()
-        logits = self._capture(entry, requests)
-        self.counts["seconds"] += time.perf_counter() - started
-        return logits
+        model = requests[0].model
+        forwards = self._forwards.get(model) if isinstance(model, Transformer) else None
+        captured = forwards.find(requests) if forwards else None
+        return run_forward(requests) if captured is None else captured.replay(requests)
 
-    def _capture(self, entry: _GraphKey, requests: Sequence[ForwardRequest]) -> list[Tensor]:
-        """Capture and compare a graph, unless a rank objects; return the logits of the forward."""
+    @torch.inference_mode()
+    def capture(
+        self, model: Transformer, cache: StaticCache, sizes: Sequence[int], slot: int = 0
+    ) -> None:
+        """Capture the short forwards on a slot's cache that were not captured yet.
+
+        All ranks of the model call it before the slot's next sequence.
+
+        Args:
+            model: the model of these forwards.
+            cache: the slot's cache for this model. It is empty, and its content is overwritten. If
+                it is another one than before, the graphs on that one are freed.
+            sizes: numbers of tokens per sequence that are captured.
+            slot: index of the slot.
+        """
+        if not self.enabled:
+            return
+        started = time.perf_counter()
+        forwards = self._forwards.setdefault(model, _SlotForwards())
+        forwards.set_cache(slot, cache)
+        shared = tuple(range(slot + 1))
+        for slots, tokens in product(dict.fromkeys(((slot,), shared)), sizes):
+            is_short = len(slots) * tokens <= MAX_STATIC_TOKENS and _has_two_places(cache, tokens)
+            if is_short and forwards.lacks(slots, tokens):
+                self._capture(model, forwards, slots, tokens, cache)
+        self.counts["seconds"] += time.perf_counter() - started
+
+    def release(self, cache: StaticCache) -> None:
+        """Free the graphs on a cache, and forget it."""
+        for forwards in self._forwards.values():
+            forwards.release(cache)
+
+    def _capture(
+        self,
+        model: Transformer,
+        forwards: _SlotForwards,
+        slots: tuple[int, ...],
+        tokens: int,
+        empty: StaticCache,
+    ) -> None:
+        """Capture a forward and compare it with its launches, unless a rank objects."""
+        gather = model.group.gather
         is_full = self.capturer.count >= MAX_GRAPHS
-        if len(requests) > 1 and any(entry.model.group.gather(is_full)):
-            return run_forward(requests)  # retried when finished sequences' graphs are evicted
-        if self._is_refused(entry, self.capturer.broken):  # before any rank captures in vain
-            return run_forward(requests)
-        captured = _CapturedGraph(entry, requests)
-        captured.launch(requests)  # warm-up that a capture needs
+        if len(slots) > 1 and any(gather(is_full)):
+            return  # captured for a later sequence, if slots' graphs are freed
+        forwards.captured[slots, tokens] = None
+        # before any rank captures in vain
+        if self._is_refused(gather(self.capturer.broken)):
+            return
+        captured = _CapturedForward(model, forwards.caches(slots), tokens)
+        captured.launch(empty)  # warm-up that a capture needs
         objection = None
         try:
             captured.graph = self.capturer.capture(captured.run)
         except (RuntimeError, TierForceError) as error:  # an operation that cannot be captured
             objection = repr(error.__cause__ or error)
         # before any rank replays a collective, all have captured it
-        if not self._is_refused(entry, objection) and not self._is_refused(
-            entry, captured.difference(requests)
-        ):
-            entry.captured = captured
+        if self._is_refused(gather(objection)):
+            return
+        if not self._is_refused(gather(captured.difference(empty))):
+            forwards.captured[slots, tokens] = captured
             self.counts["replayed"] += 1
-        return entry.split_logits(captured.launch(requests), requests)
 
-    def _is_refused(self, entry: _GraphKey, objection: str | None) -> bool:
-        """Return whether any rank of the model objects to this graph; if so, mark it refused."""
-        gathered = entry.model.group.gather(objection)
+    def _is_refused(self, gathered: Sequence[str | None]) -> bool:
+        """Return whether any rank of the model objects to a graph."""
         objections = [reason for reason in gathered if reason is not None]
         if not objections:
             return False
-        entry.is_refused = True
         self.counts["refused"] += 1
         self.counts["why"] = self.counts["why"] or objections[0]
         return True
 
 
-def _have_slots(requests: Sequence[ForwardRequest], width: int) -> bool:
-    """Return whether forwards of `width` tokens on the requests' caches can be captured."""
-    return all(
-        isinstance(request.cache, StaticCache) and request.cache.has_room(width)
-        for request in requests
-    )
+class _SlotForwards:
+    """The captured forwards of one model."""
+
+    def __init__(self) -> None:
+        self._caches: dict[int, StaticCache] = {}  # slot -> cache
+        # (slots, tokens of each) -> forward; None if it was refused
+        self.captured: dict[tuple[tuple[int, ...], int], _CapturedForward | None] = {}
+
+    def set_cache(self, slot: int, cache: StaticCache) -> None:
+        """Set a slot's cache, and free the graphs on another one that it had."""
+        previous = self._caches.get(slot)
+        if previous is not cache and previous is not None:
+            self.release(previous)
+        self._caches[slot] = cache
+
+    def release(self, cache: StaticCache) -> None:
+        """Free the graphs on a cache, and forget it."""
+        released = {slot for slot, each in self._caches.items() if each is cache}
+        for slot in released:
+            del self._caches[slot]
+        for key in [key for key in self.captured if not released.isdisjoint(key[0])]:
+            del self.captured[key]
+
+    def caches(self, slots: Sequence[int]) -> list[StaticCache]:
+        """Return the caches of these slots, but for those that have none."""
+        return [self._caches[slot] for slot in slots if slot in self._caches]
+
+    def lacks(self, slots: tuple[int, ...], tokens: int) -> bool:
+        """Return whether a forward was not captured, and could be."""
+        return len(self.caches(slots)) == len(slots) and (slots, tokens) not in self.captured
+
+    def find(self, requests: Sequence[ForwardRequest]) -> _CapturedForward | None:
+        """Return the smallest captured forward that has room for the requests, if there is one."""
+        caches = [request.cache for request in requests]
+        slots = {slot for slot, cache in self._caches.items() if cache in caches}
+        width = max(len(request.tokens) for request in requests)
+        fitting = [
+            (len(each), tokens, captured)
+            for (each, tokens), captured in self.captured.items()
+            if captured is not None and tokens >= width and slots.issubset(each)
+        ]
+        if len(slots) < len(caches) or not fitting or not all(map(_has_room, requests)):
+            return None
+        _, _, captured = min(fitting, key=itemgetter(0, 1))
+        return captured
 
 
-class _GraphKey:
-    """Forwards of one model on the same caches, with the same tokens and rows per sequence."""
+class _CapturedForward:
+    """A forward in static shapes on the caches of some slots, with `tokens` tokens on each.
 
-    def __init__(self, requests: Sequence[ForwardRequest], width: int, rows: int):
-        model = requests[0].model
-        assert isinstance(model, Transformer)
-        self.model = model
-        self.width, self.rows = width, rows
-        self.captured: _CapturedGraph | None = None  # if it may be replayed
-        self.is_refused = False
-        self.uses = 0
+    Its inputs are at the addresses that its graph reads.
+    """
 
-    def split_logits(self, logits: Tensor, requests: Sequence[ForwardRequest]) -> list[Tensor]:
-        """Split logits, (rows, V) of each sequence, into those that each request needs."""
-        own = logits.split(self.rows)
-        return [part[-request.rows :] for part, request in zip(own, requests, strict=True)]
-
-
-class _CapturedGraph:
-    """A forward in static shapes, with input buffers at the addresses that its graph reads."""
-
-    def __init__(self, entry: _GraphKey, requests: Sequence[ForwardRequest]):
-        self._static = [_static_forward(request, entry.width) for request in requests]
-        self._tokens = [request.tokens.new_zeros(entry.width) for request in requests]
-        # end of each sequence's own tokens in the concatenation of all
-        self._ends = self._tokens[0].new_zeros(len(requests))
-        # Partials: bound methods would make a reference cycle that outlives the sequence.
-        self.run: Callable[[], Tensor]
-        if len(requests) == 1:
-            self.run = partial(entry.model, self._tokens[0], self._static[0], entry.rows)
-        else:
-            offsets = torch.arange(-entry.rows, 0, device=self._ends.device)
-            self.run = partial(
-                _logits_at_ends, entry.model, self._tokens, self._static, self._ends, offsets
-            )
+    def __init__(self, model: Transformer, caches: Sequence[StaticCache], tokens: int):
+        self._static = [StaticForward(cache, tokens) for cache in caches]
+        device = model.embed.weight.device
+        self._tokens = [torch.zeros(tokens, dtype=torch.int64, device=device) for _ in caches]
+        # A partial: a bound method would make a reference cycle, which would outlive the caches.
+        self.run: Callable[[], Tensor] = partial(_logits, model, self._tokens, self._static)
         self.graph: Callable[[], Tensor] = self.run
 
-    def prepare(self, requests: Sequence[ForwardRequest], skipped: int = 0) -> None:
-        """Write the next forward's input to its buffers, to run after the caches' content.
+    def replay(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
+        """Return the logits (rows, V) of each request by replaying the graph."""
+        by_cache = {id(request.cache): request for request in requests}
+        for static, tokens in zip(self._static, self._tokens, strict=True):
+            request = by_cache.get(id(static.cache))
+            if request is None:
+                static.place(Place(0))
+                continue
+            static.place(Place.after(static.cache, len(request.tokens)))
+            tokens[: len(request.tokens)].copy_(request.tokens)
+        by_slot = self.graph().split(len(self._tokens[0]))
+        own = dict(zip((id(static.cache) for static in self._static), by_slot, strict=True))
+        parts = [own[id(request.cache)][: len(request.tokens)] for request in requests]
+        # copies: the next replay overwrites them
+        return [part[-each.rows :].clone() for part, each in zip(parts, requests, strict=True)]
 
-        Between them, `skipped` slots are left as they are.
+    def launch(self, empty: StaticCache) -> None:
+        """Launch the forward on a cache that is empty, and leave those of other slots as they are.
+
+        It is captured like this.
         """
-        for index, (static, buffer, request) in enumerate(
-            zip(self._static, self._tokens, requests, strict=True)
-        ):
-            static.prepare(skipped)
-            count = len(request.tokens)
-            buffer[:count].copy_(request.tokens)
-            if len(requests) > 1:
-                self._ends[index].fill_(index * len(buffer) + count)
+        width = len(self._tokens[0])
+        for static in self._static:
+            place = Place(width, empty.window_offset) if static.cache is empty else Place(0)
+            static.place(place)
+        self.run()
 
-    def difference(self, requests: Sequence[ForwardRequest]) -> str | None:
+    def difference(self, empty: StaticCache) -> str | None:
         """Return how a replay differs from the launches that were captured, None if it does not.
 
-        They are run one slot further than they were captured, where a position that is baked in
-        shows. The forward itself has to be launched afterwards, since they write to its slots.
+        It gets other tokens, in other slots and at other positions than those of the capture: those
+        that are baked in show.
         """
-        self.prepare(requests, skipped=1)
-        for static in self._static:
-            static.rows().zero_()  # reveals a replay that writes its KV elsewhere
-        replayed, replayed_kv = self.graph().clone(), self._written_kv()
-        launched, launched_kv = self.run(), self._written_kv()
+        width = len(self._tokens[0])
+        (static,) = (static for static in self._static if static.cache is empty)
+        last = empty.slots - width
+        place = Place(width, last, empty.rotary.length - width, first_valid_slot=1)
+        static.place(place)
+        for tokens in self._tokens:
+            tokens.fill_(1)
+        written = static.written(place)
+        written.zero_()  # reveals a replay that writes its KV elsewhere
+        replayed, replayed_kv = self.graph().clone(), written.clone()
+        launched = self.run()
         logits_error = _difference(replayed, launched)
-        kv_error = _difference(replayed_kv, launched_kv)
+        kv_error = _difference(replayed_kv, written)
         if logits_error <= _TOLERANCE and kv_error <= _TOLERANCE:  # false if one is NaN
             return None
         return f"replayed logits are off by {logits_error:.2g}, written KV by {kv_error:.2g}"
 
-    def _written_kv(self) -> Tensor:
-        """Return a copy of the first layer's KV in the slots that the forward writes to."""
-        return torch.cat([static.rows().flatten() for static in self._static])
 
-    def launch(self, requests: Sequence[ForwardRequest]) -> Tensor:
-        """Return the logits (R, V) of the forward in static shapes, launched by the host."""
-        self.prepare(requests)
-        return self.run().clone()
-
-    def replay(self, requests: Sequence[ForwardRequest]) -> Tensor:
-        """Return the logits of the replayed graph."""
-        self.prepare(requests)
-        return self.graph().clone()  # the next replay overwrites them
-
-
-def _static_forward(request: ForwardRequest, width: int) -> StaticForward:
+def _has_room(request: ForwardRequest) -> bool:
     assert isinstance(request.cache, StaticCache)
-    return StaticForward(request.cache, width)
+    return request.cache.has_room(len(request.tokens))
+
+
+def _has_two_places(cache: StaticCache, tokens: int) -> bool:
+    """Return whether so many tokens fit in two places: a graph is compared in the second."""
+    return tokens < min(cache.slots - cache.window_offset, cache.rotary.length)
 
 
 @torch.inference_mode()
-def _logits_at_ends(
-    model: Transformer,
-    tokens: Sequence[Tensor],
-    caches: Sequence[StaticForward],
-    ends: Tensor,
-    offsets: Tensor,
+def _logits(
+    model: Transformer, tokens: Sequence[Tensor], caches: Sequence[StaticForward]
 ) -> Tensor:
-    """Run tokens (T,) of each sequence in one forward; return logits, (rows, V) of each.
-
-    They belong to the tokens at `offsets` (rows,), all negative, from each of `ends` (sequences,).
-    Both are in device memory.
-    """
-    x = batched_hidden_states(model, tokens, caches)
-    indices = (ends[:, None] + offsets).flatten()
-    # A sequence with fewer tokens than `rows` has leading indices before its own tokens.
-    return model.logits(x.index_select(0, indices.clamp(min=0)))
+    """Run tokens (T,) of each sequence in one forward; return all logits (all T, V)."""
+    if len(caches) == 1:
+        return model(tokens[0], caches[0], len(tokens[0]))
+    return model.logits(batched_hidden_states(model, tokens, caches))
 
 
 def _difference(x: Tensor, expected: Tensor) -> float:

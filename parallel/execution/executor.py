@@ -19,6 +19,7 @@ from offload.cache.base import Cache
 from offload.errors import TierForceError
 from offload.memory.host import trim_heap
 from parallel.execution.batched_forward import ForwardRequest
+from parallel.execution.cuda_graphs import GraphRunner
 from parallel.model.pipeline import PrefillSteps, Progress
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup, ints_to_device_async
@@ -35,6 +36,8 @@ class Level:
     model: Transformer
     cache: Cache
     is_sharded: bool = True  # all ranks run its forwards together
+    # numbers of query tokens that its forwards are captured with, as CUDA graphs
+    graph_sizes: Sequence[int] = ()
 
 
 class OpenSequence(Protocol):
@@ -42,17 +45,6 @@ class OpenSequence(Protocol):
 
     levels: list[Level]  # sharded levels come first, in the same order on all ranks
     max_tokens: int  # query tokens of its longest forward
-
-    def run_forward(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
-        """Run requests of one model as one forward, and return the logits of each.
-
-        The first request is on one of this sequence's caches, the others on those of other ones.
-        """
-        ...
-
-    def evict_shared_graphs(self, other: OpenSequence) -> None:
-        """Free the graphs captured here of forwards shared with another sequence."""
-        ...
 
     def prefill_steps(self) -> PrefillSteps:
         """Prefill its prompt, in steps."""
@@ -135,9 +127,6 @@ class Extend:
     def run(self, executor: TensorParallelExecutor) -> None:
         executor.set_lengths(self.index, self.lengths)
         sequence = executor.sequences[self.index]
-        if self.reserve:  # no other graph may keep the caches that are replaced
-            for other in executor.sequences:
-                other.evict_shared_graphs(sequence)
         steps = sequence.extend_steps(self.tokens, self.cached, self.reserve)
         executor.prefills[sequence] = steps
 
@@ -164,8 +153,7 @@ class Forward:
     requests: Sequence[ForwardRequest]
 
     def run(self, executor: TensorParallelExecutor) -> list[Tensor]:
-        index, _ = executor.locate(self.requests[0].cache)
-        return executor.sequences[index].run_forward(self.requests)
+        return executor.graphs.run(self.requests)
 
     def pack(self, executor: TensorParallelExecutor) -> list[int]:
         """Return the numbers of the message."""
@@ -195,8 +183,8 @@ class Forward:
 class TensorParallelExecutor:
     """The open sequences, in the same order on all ranks, and the commands they run on them."""
 
-    def __init__(self, group: TensorParallelGroup):
-        self.group = group
+    def __init__(self, group: TensorParallelGroup, graphs: GraphRunner):
+        self.group, self.graphs = group, graphs
         self.sequences: list[OpenSequence] = []
         self.prefills: dict[OpenSequence, PrefillSteps] = {}  # unfinished ones
         self.open_sequence: Callable[[Open], object] | None = None  # in `worker_loop`
@@ -211,8 +199,6 @@ class TensorParallelExecutor:
         self.sequences.remove(sequence)
         if (steps := self.prefills.pop(sequence, None)) is not None:
             steps.close()
-        for other in self.sequences:
-            other.evict_shared_graphs(sequence)
         sequence.close()
         trim_heap()
 

@@ -98,7 +98,7 @@ def count_tokens(
         "target", trace.model, trace.target, inner, Fixed(draft), sampling, randomness
     )
     while (missing := 200 - decoder.stats.produced) > 0:
-        run(decoder.round(missing), lambda request: trace.session.run_forward([request])[0])
+        run(decoder.round(missing), lambda request: trace.session.slot.graphs.run([request])[0])
     trace.rewind()
     return decoder.stats.produced, decoder.stats.forwards
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import parallel.execution.cuda_graphs
 from decoding import GREEDY
 from parallel.execution.batched_forward import ForwardRequest
 from parallel.execution.cuda_graphs import GraphRunner
@@ -30,22 +29,22 @@ def test_experts_are_captured_with_static_shapes_only(
 ) -> None:
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     model = load_model(checkpoint(**OTHERS["qwen3_moe"]), group, "float32")
-    runner = GraphRunner(True, group.graph_capturer, 1)
+    runner = GraphRunner(True, group.graph_capturer)
     caches = [streaming_cache(model) for _ in range(5)]
+    for slot, cache in enumerate(caches):
+        runner.capture(model, cache, [9, 17], slot)
     for count in (9, 17, 17, 9):
         tokens = random_tokens(count).to(group.device)
         runner.run([ForwardRequest(model, cache, tokens, 1) for cache in caches])
         for cache in caches:
             cache.advance(1)
     assert group.graph_capturer.broken is None
-    assert (runner.counts["replayed"], runner.counts["refused"]) == (1, 0)
+    # each alone; up to five of 9 tokens, and up to three of 17
+    assert (runner.counts["replayed"], runner.counts["refused"]) == (10 + 4 + 2, 0)
 
 
 @pytest.mark.parametrize("name", slow_except(["smollm3", "phi3", "qwen3_moe"], 1))
-def test_captured_graphs_match_the_cpu(
-    name: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
+def test_captured_graphs_match_the_cpu(name: str, checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint(**OTHERS[name])
     expected = Pair(folder, folder).generate("plain", PROMPT, NEW)
     pair = Pair(folder, folder, TensorParallelGroup(device=torch.device("cuda", 0)))

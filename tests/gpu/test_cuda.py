@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import decoding.prefix_cache.writer
-import parallel.execution.cuda_graphs
 import support.ranks
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.app.options import Common
@@ -122,7 +121,6 @@ def test_concurrent_requests_match_sequential_ones(
     mode: str, resident: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With captured short forwards, batched or not; the last request ends alone."""
-    monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     engine = open_engine(
         group, mode, gpu_kv_layers=resident, num_draft_tokens=5, num_inner_draft_tokens=2
@@ -145,12 +143,9 @@ def test_concurrent_requests_match_sequential_ones(
     ("mode", "int8"),
     slow_except([("retrieval", False), ("retrieval", True), ("hierarchical", True)], 2),
 )
-def test_captured_graphs_do_not_change_output(
-    mode: str, int8: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_graphs_do_not_change_output(mode: str, int8: bool, expected: list[int]) -> None:
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     assert cuda_graphs_supported(group)
-    monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     choices: dict[str, Any] = {
         "gpu_kv_layers": 2,
         "num_draft_tokens": 7,
@@ -160,7 +155,7 @@ def test_captured_graphs_do_not_change_output(
     counts = []
     for graphs in (True, False):
         engine = open_engine(group, mode, graphs=graphs, **choices)
-        for _ in range(2 if graphs else 1):  # the second request captures again
+        for _ in range(2 if graphs else 1):  # the second request replays the same graphs
             assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected
             if graphs:
                 assert engine.stats.cuda_graphs is not None
@@ -175,16 +170,30 @@ def test_captured_graphs_do_not_change_output(
     assert counts[0] == counts[1] == counts[2]
 
 
+def test_caches_that_a_request_leaves_are_free_for_the_next() -> None:
+    """Their memory counts as available, and is freed if the next request cannot reuse them."""
+    group = TensorParallelGroup(device=torch.device("cuda", 0))
+    engine = open_engine(group, "auto", retrieval_budget=None, gpu_kv_layers=2)
+    available = []
+    for part in (PROMPT, PROMPT[40:], PROMPT[-60:]):
+        assert list(engine.generate(part, NEW, GREEDY))
+        (slot,) = engine.sessions.slots._slots
+        assert slot.retrieval is not None
+        assert slot.draft is not None
+        available.append(engine.sessions._memory().device)
+        assert slot.device_bytes > 2 << 20
+    assert max(available) - min(available) < 1 << 20  # inputs of graphs
+    engine.close()
+    assert slot.device_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     slow_except([("hierarchical", "float32"), ("split-retrieval", "bfloat16")], 1),
 )
 @pytest.mark.slow
-def test_conversation_with_tiers_and_captured_graphs(
-    mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversation_with_tiers_and_captured_graphs(mode: str, dtype: str) -> None:
     """Also from a shorter common prefix, with a chunked prefill, and with larger caches."""
-    monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     choices: dict[str, Any] = {
         "gpu_kv_layers": 2,
@@ -216,7 +225,7 @@ def test_conversation_with_tiers_and_captured_graphs(
 def test_several_sequences_share_a_prefix(mode: str, resident: int) -> None:
     """Copied from layers of all kinds, while other requests are prefilled and run."""
     group = TensorParallelGroup(device=torch.device("cuda", 0))
-    engine = open_engine(group, mode, graphs=False, gpu_kv_layers=resident, prefill_chunk=64)
+    engine = open_engine(group, mode, gpu_kv_layers=resident, prefill_chunk=64)
     prompts = [PROMPT, PROMPT[:280] + PROMPT[:40], PROMPT[100:], PROMPT[:280] + PROMPT[40:90]]
     requests = [Request(prompt, NEW, GREEDY) for prompt in prompts]
     with engine.conversation(room=60, concurrency=4):
@@ -628,7 +637,6 @@ def start_with_wrong_sums(numbers: int) -> None:
 
 def generate_on_own_gpu(mode: str) -> tuple[list[int], dict[str, Any]]:
     with gpu_or_standin():
-        parallel.execution.cuda_graphs.USES = 2
         runners, initialize = [], GraphRunner.__init__
 
         def record_runner(self: GraphRunner, *arguments: Any) -> None:

@@ -17,7 +17,6 @@ from parallel.model.transformer import Transformer
 from parallel.ranks.graph_capture import GraphCapturer
 from support.links import CPU
 
-USES = 3
 LogitsFn = Callable[[], Tensor]
 
 
@@ -52,8 +51,7 @@ def stale_graph(function: LogitsFn) -> LogitsFn:
 
 def fixed_slot_graph(function: LogitsFn) -> LogitsFn:
     """Return a graph that always writes to the slots of its capture."""
-    args = function.args  # type: ignore[attr-defined]
-    forwards = args[2] if isinstance(args[0], Transformer) else [args[1]]
+    _, _, forwards = function.args  # type: ignore[attr-defined]
     starts = [(forward._start, forward._start.clone()) for forward in forwards]
 
     def replay() -> Tensor:
@@ -82,13 +80,13 @@ def streaming_cache(model: Transformer) -> StreamingCache:
 def count_replays(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Return a list that gets the numbers of sequences and of ranks of each replay from now on."""
     sizes: list[tuple[int, int]] = []
-    replay = parallel.execution.cuda_graphs._CapturedGraph.replay
+    replay = parallel.execution.cuda_graphs._CapturedForward.replay
 
-    def counted_replay(self: Any, requests: Sequence[ForwardRequest]) -> Tensor:
+    def counted_replay(self: Any, requests: Sequence[ForwardRequest]) -> list[Tensor]:
         model = requests[0].model
         assert isinstance(model, Transformer)
         sizes.append((len(requests), model.group.size))
         return replay(self, requests)
 
-    patch.setattr(parallel.execution.cuda_graphs._CapturedGraph, "replay", counted_replay)
+    patch.setattr(parallel.execution.cuda_graphs._CapturedForward, "replay", counted_replay)
     return sizes

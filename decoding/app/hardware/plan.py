@@ -128,6 +128,8 @@ def plan(
         deterministic=deterministic,
         # An engine decides by the size of its GPU's L2 cache (`Link.l2_bytes`).
         int8_retrieval=machine.int8_retrieval,
+        # An engine decides by a self-test of its GPU (`cuda_graphs_supported`).
+        graphs=machine.runs_ahead and not deterministic,
     )
     requirements = _requirements(model, draft, settings, int(machine.gpus))
     _check_draft_vocabulary(model, draft, requirements)

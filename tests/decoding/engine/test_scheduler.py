@@ -20,7 +20,6 @@ from decoding.planning import planner
 from decoding.planning.plan import Plan
 from decoding.planning.planner import Planner
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
-from offload.memory.host_arena import HostArena
 from parallel.model.layers import VocabParallelEmbedding
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
@@ -372,7 +371,7 @@ def test_memory_is_divided_before_sequences_are_opened(checkpoint: Callable[...,
             plan = completion.stats.plan.memory
             assert 0 < plan.resident_layers < 8
             assert 3 * plan.device_bytes <= limit - weights
-        arenas: list[HostArena] = engine.sessions._arenas._arenas
+        arenas = [slot.arena for slot in engine.sessions.slots._slots]
         assert len(arenas) == 3
         assert all(arena.nbytes for arena in arenas)
 
@@ -406,7 +405,7 @@ def test_a_request_too_large_for_its_share_runs_alone(checkpoint: Callable[..., 
     options = {"device_memory": weights + need + 1000, "gpu_kv_layers": 8}
     with models.engine("plain", **options) as engine:
         completions = list(engine.generate_batch(batch, 3))
-        assert len(engine.sessions._arenas._arenas) == 1
+        assert len(engine.sessions.slots._slots) == 1
     assert [completion.stats.concurrency for completion in completions] == [3, 3, 3, 1]
     assert completions[-1].request is batch[1]
     order = {id(request): index for index, request in enumerate(batch)}

@@ -99,7 +99,7 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
     """Compare allocated and planned tiers, before and after prefill; return the plan."""
     with session_of(case, link, room) as (session, plan):
         assert session.plan.memory == plan.memory
-        rotary, arena, retrieval = session.target.rotary, session.runtime.arena, session.retrieval
+        rotary, arena, retrieval = session.target.rotary, session.slot.arena, session.retrieval
         others = (rotary, arena, retrieval)
         for tiers in plan.breakdown:
             assert storage_bytes(session.target, *others) == sum(

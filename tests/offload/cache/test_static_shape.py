@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.cache.static_shape import StaticCache, StaticForward
+from offload.cache.static_shape import Place, StaticCache, StaticForward
 from offload.cache.streaming import StreamingCache
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.retrieval.selection import POLICIES
@@ -32,31 +32,37 @@ from support.links import CPU, make_test_link
 from support.reference import random_rotary
 from support.slow import slow_except
 
-DRAFT = 6
+DRAFT, ROWS = 6, 5
 SHAPE = RetrievalCacheSpec(48, 4, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
 
 
 class StaticForwards:
-    """The static forwards of a cache, one per number of query tokens, for the cache's lifetime."""
+    """The static forwards of a cache, of up to `rows` tokens, for the cache's lifetime."""
 
-    def __init__(self, cache: StaticCache):
-        self.cache = cache
-        self.forwards: dict[int, StaticForward] = {}
+    def __init__(self, cache: StaticCache, rows: int = ROWS):
+        self.static, self.rows = StaticForward(cache, rows), rows
+        self.counts: set[int] = set()  # numbers of tokens
 
     def forward(self, tokens: list[QKV]) -> Tensor:
-        rows = len(tokens[0][0])
-        static = self.forwards.setdefault(rows, StaticForward(self.cache, rows))
-        static.prepare()
-        static.begin_forward(rows)
-        return torch.stack(
-            [static.attend(layer, *qkv, static.length) for layer, qkv in enumerate(tokens)]
-        )
+        count = len(tokens[0][0])
+        self.counts.add(count)
+        out = self.forward_at(Place.after(self.static.cache, count), tokens)
+        return out[:, :count]
+
+    def forward_at(self, place: Place, tokens: list[QKV]) -> Tensor:
+        self.static.place(place)
+        self.static.begin_forward(self.rows)
+        padded = concat(tokens, random_qkv(self.rows - len(tokens[0][0])))
+        return torch.stack([self.static.attend(layer, *qkv, 0) for layer, qkv in enumerate(padded)])
 
 
 def assert_same(
     cache: StaticCache, static: StaticForwards, tokens: list[QKV], expected: Tensor
 ) -> None:
-    """Assert that a static forward repeats the output and the KV of the forward just made."""
+    """Assert that a static forward repeats the output and the KV of the forward just made.
+
+    Only the slot for padding differs.
+    """
     slot, _ = cache.slot_and_position(cache.length)
     slot -= cache.window_offset
     rows = slice(slot, slot + len(tokens[0][0]))
@@ -72,6 +78,8 @@ def assert_same(
         for actual, expected_buffer in zip(cache.buffers(layer), saved, strict=True):
             assert (actual is None) == (expected_buffer is None)
             if actual is not None and expected_buffer is not None:
+                slots = slice(cache.slots - cache.window_offset)
+                actual, expected_buffer = actual[..., slots, :], expected_buffer[..., slots, :]
                 torch.testing.assert_close(actual, expected_buffer, atol=1e-6, rtol=1e-6)
 
 
@@ -96,7 +104,7 @@ def test_static_forwards_equal_others_on_a_retrieval_cache(
     for _ in range(12):
         sequence, _ = speculate(target, middle, sequence, DRAFT, rng, check)
     assert target.boundary > start
-    assert set(static.forwards) == {1, 2, 3}
+    assert static.counts == {1, 2, 3}
 
 
 def test_static_forwards_equal_others_on_a_streaming_cache() -> None:
@@ -115,9 +123,22 @@ def test_a_forward_past_the_buffer_is_an_error() -> None:
     target, middle = cache_pair(make_test_link("view"), 2, replace(SHAPE, append_room=0, rows=1))
     prefill(target, random_qkv(70), 32)
     room = middle.slots - middle.slot_and_position(middle.length)[0]
-    StaticForwards(middle).forward(random_qkv(room))
+    StaticForwards(middle, room).forward(random_qkv(room))
     with pytest.raises(ValueError, match=f"do not fit a buffer of {middle.slots}"):
-        StaticForwards(middle).forward(random_qkv(room + 1))
+        StaticForwards(middle, room + 1).forward(random_qkv(room + 1))
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_padding_alone_leaves_the_cache_as_it_is(quantised: bool) -> None:
+    target, middle = cache_pair(make_test_link("view"), 2, replace(SHAPE, quantised=quantised))
+    prefill(target, random_qkv(70), 32)
+    slots = slice(middle.slots - middle.window_offset)
+    before = [middle.buffers(layer)[0][:, :, slots].clone() for layer in range(LAYOUT.layers)]
+    out = StaticForwards(middle).forward_at(Place(0), random_qkv(0))
+    assert out.isfinite().all()
+    for layer, saved in enumerate(before):
+        assert torch.equal(middle.buffers(layer)[0][:, :, slots], saved)
+    assert (middle.length, middle.traffic.attended) == (70, 0)
 
 
 @pytest.mark.parametrize("quantised", [False, True])

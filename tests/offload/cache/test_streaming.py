@@ -185,8 +185,8 @@ def test_bfloat16_agrees_with_float32() -> None:
 
 def test_device_and_attended_bytes() -> None:
     cache = streaming()
-    # keys twice, before and after rotation
-    assert cache.device_bytes == SHAPE.device_bytes(LAYOUT) == LAYOUT.bytes(SLOTS) * 3 // 2
+    # keys twice, before and after rotation, and a slot for padding
+    assert cache.device_bytes == SHAPE.device_bytes(LAYOUT) == LAYOUT.bytes(SLOTS + 1) * 3 // 2
     forward(cache, random_qkv(SLOTS))
     cache.advance(SLOTS)
     forward(cache, random_qkv(2))

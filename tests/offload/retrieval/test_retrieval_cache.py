@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.cache.static_shape import StaticForward
+from offload.cache.static_shape import Place, StaticForward
 from offload.layout import KVLayout
 from offload.memory.link import Link
 from offload.retrieval import cache as retrieval
@@ -293,11 +293,11 @@ def test_device_and_attended_bytes(quantised: bool) -> None:
     assert middle.traffic.attended == selected * token + LAYOUT.bytes(13 + 3)
     assert middle.device_bytes == shape.device_bytes(LAYOUT)
     if quantised:
-        window = shape.slots - shape.budget
+        window = shape.slots + 1 - shape.budget  # with a slot for padding
         shared = LAYOUT.bytes(shape.slots, 1)
         assert middle.device_bytes == 48 * token + LAYOUT.bytes(window) + shared
     else:
-        assert middle.device_bytes == LAYOUT.bytes(shape.slots)
+        assert middle.device_bytes == LAYOUT.bytes(shape.slots + 1)
     assert (middle.traffic.link_in, middle.traffic.link_out) == (0, 0)
 
 
@@ -346,7 +346,7 @@ def test_dequantising_heads_in_parts_gives_the_same_outputs(
         target.advance(7)
         outs.append(forward(middle, probe))
         static = StaticForward(middle, 3)
-        static.prepare()
+        static.place(Place.after(middle, 3))
         static.begin_forward(3)
         by_layer = [static.attend(layer, *qkv, 0) for layer, qkv in enumerate(probe)]
         outs.append(torch.stack(by_layer))
@@ -364,3 +364,29 @@ def test_heads_are_dequantised_in_parts_of_about_equal_size() -> None:
         layout = KVLayout(32, heads, 128, torch.bfloat16)
         shape = RetrievalCacheSpec.of(budget, 8, 1 << 20, 66, 134)
         assert replace(shape, quantised=True).shared_heads(layout) == heads_at_once
+
+
+@both_stores
+def test_a_reset_cache_is_like_a_new_one(quantised: bool) -> None:
+    """Of a sequence with another length and other rotary tables, in the same buffers."""
+    shape = replace(SHAPE, quantised=quantised)
+    target, used = cache_pair(make_test_link("view"), 2, shape)
+    prefill(target, random_qkv(90), 32)
+    forward(used, random_qkv(3))
+    buffer = used.buffers(1)[0].data_ptr()
+    sequence, probe, outs = random_qkv(70), random_qkv(3), []
+    for is_reset in (True, False):
+        target, middle = cache_pair(make_test_link("view"), 2, replace(shape, context=100))
+        target.rotary = middle.rotary = ROTARY
+        if is_reset:
+            assert used.shape.has_buffers_of(middle.shape)
+            used.reset(middle.shape, POLICIES["attention"](), ROTARY, 1)
+            target.observers[:] = [used]
+            middle = used
+        prefill(target, sequence, 32)
+        outs.append(forward(middle, probe))
+        outs.append(torch.tensor(middle.traffic.attended))
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[3])
+    assert used.buffers(1)[0].data_ptr() == buffer
+    assert not used.shape.has_buffers_of(replace(used.shape, budget=44))

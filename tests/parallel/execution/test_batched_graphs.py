@@ -1,6 +1,4 @@
-"""Batched forwards are captured like those of one sequence: each combination of sequences and
-numbers of query tokens once it is frequent, until one of these sequences ends.
-"""
+"""Batched forwards are captured on the caches of the first slots, and replayed for any of them."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 from support.batches import SMALL, requests, run_alone, run_batch, tokens
 from support.captures import (
-    USES,
     ScriptedCapturer,
     count_replays,
     exact_graph,
@@ -48,9 +45,13 @@ def caches_at(model: Transformer, lengths: Sequence[int]) -> list[StreamingCache
     """Return caches that hold so many tokens, each of its own sequence."""
     caches = [streaming_cache(model) for _ in lengths]
     for seed, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
-        model(random_tokens(length, seed=seed), cache, 1)
-        cache.advance(length)
+        prefill(model, cache, length, seed)
     return caches
+
+
+def prefill(model: Transformer, cache: StreamingCache, length: int, seed: int) -> None:
+    model(random_tokens(length, seed=seed), cache, 1)
+    cache.advance(length)
 
 
 def forward_requests(
@@ -66,71 +67,89 @@ def forward_requests(
     ]
 
 
-def advance(forwards: Sequence[ForwardRequest]) -> None:
-    for request in forwards:
-        request.cache.advance(len(request.tokens))
+def captured_caches(
+    runner: GraphRunner, model: Transformer, lengths: Sequence[int], sizes: Sequence[int]
+) -> list[StreamingCache]:
+    """Return caches that hold so many tokens, each in its own slot, where forwards are captured."""
+    caches = list[StreamingCache]()
+    for slot, length in enumerate(lengths):
+        cache = streaming_cache(model)
+        runner.capture(model, cache, sizes, slot)
+        prefill(model, cache, length, slot)
+        caches.append(cache)
+    return caches
 
 
 @pytest.mark.parametrize("lengths", [(5, 31, 120), (120, 31, 5)])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_sequences_of_any_lengths_share_replays(
-    lengths: tuple[int, ...], rows: int, draft: Transformer
+    lengths: tuple[int, ...],
+    rows: int,
+    draft: Transformer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if a window slides, even if only for the padding, if tokens are rolled back, and if
-    sequences have different numbers of query tokens.
+    """All of them or some, also if a window slides, if tokens are rolled back, and if sequences
+    have different numbers of query tokens. Those that take no part stay as they are.
     """
     capturer = ScriptedCapturer(exact_graph)
-    runner = GraphRunner(True, capturer, USES)
-    caches, plain = caches_at(draft, lengths), caches_at(draft, lengths)
+    runner = GraphRunner(True, capturer)
+    caches, plain = captured_caches(runner, draft, lengths, [2, 3]), caches_at(draft, lengths)
+    assert runner.counts["replayed"] == capturer.captures == 2 * 5  # slots 0, 1, 2, 0-1 and 0-2
+    replays = count_replays(monkeypatch)
     for seed in range(16):
         counts = (2, 2, 3) if seed % 2 else (2, 2, 2)
-        for cache in plain:
-            cache.begin_forward(max(counts))
-        results = runner.run(forward_requests(draft, caches, counts, seed, rows))
-        expected = run_forward(forward_requests(draft, plain, counts, seed, rows))
+        taken = [[0, 1, 2], [0, 2], [2], [1, 2]][seed % 4]
+        some, others = [caches[slot] for slot in taken], [plain[slot] for slot in taken]
+        few = [counts[slot] for slot in taken]
+        results = runner.run(forward_requests(draft, some, few, seed, rows))
+        expected = run_forward(forward_requests(draft, others, few, seed, rows))
         for logits, reference in zip(results, expected, strict=True):
             assert len(logits) == rows
             torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
-        for cache, count in zip((*caches, *plain), counts * 2, strict=True):
+        for cache, count in zip((*some, *others), few * 2, strict=True):
             cache.advance(count)
             cache.crop(cache.length - seed % 2)
-    assert (runner.counts["replayed"], runner.counts["refused"]) == (2, 0)
-    assert capturer.captures == 2
+    assert [size for size, _ in replays] == [3, 2, 1, 2] * 4
+    assert capturer.captures == 10
     assert max(cache._dropped for cache in caches) > 0
 
 
-def test_a_shared_graph_is_compared_at_other_lengths_of_all(draft: Transformer) -> None:
-    runner = GraphRunner(True, ScriptedCapturer(fixed_slot_graph), USES)
-    caches = caches_at(draft, (5, 31, 40))
-    for seed in range(USES):
-        assert runner.counts["refused"] == 0
-        runner.run(forward_requests(draft, caches, (1, 1, 1), seed))
-    assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 1)
+def test_a_shared_graph_is_compared_in_another_place(draft: Transformer) -> None:
+    runner = GraphRunner(True, ScriptedCapturer(exact_graph))
+    captured_caches(runner, draft, [5], [1])
+    runner.capturer.script = fixed_slot_graph  # type: ignore[attr-defined]
+    runner.capture(draft, streaming_cache(draft), [1], 1)
+    assert (runner.counts["replayed"], runner.counts["refused"]) == (1, 2)
     assert "off by" in runner.counts["why"]
 
 
-def test_evicting_a_sequence_frees_its_shared_graphs(draft: Transformer) -> None:
+def test_capturing_leaves_the_sequences_in_other_slots_as_they_are(draft: Transformer) -> None:
+    runner, plain = GraphRunner(True, ScriptedCapturer(exact_graph)), streaming_cache(draft)
+    (cache,) = captured_caches(runner, draft, [31], [2])
+    prefill(draft, plain, 31, 0)
+    attended = cache.traffic.attended
+    runner.capture(draft, streaming_cache(draft), [2], 1)
+    assert (cache.length, cache.traffic.attended) == (31, attended)
+    for mine, other in zip(cache.buffers(0), plain.buffers(0), strict=True):
+        torch.testing.assert_close(mine[..., :31, :], other[..., :31, :])
+    tokens = random_tokens(2)
+    torch.testing.assert_close(draft(tokens, cache, 1), draft(tokens, plain, 1))
+
+
+def test_a_new_cache_frees_the_graphs_that_its_slot_shared(draft: Transformer) -> None:
     gc.collect()
     gc.disable()
     try:
         capturer = ScriptedCapturer(exact_graph)
-        runner, caches = GraphRunner(True, capturer, USES), caches_at(draft, (5, 31, 40))
-        for seed in range(USES + 2):
-            for subset in (caches, caches[:2]):
-                forwards = forward_requests(draft, subset, [1] * len(subset), seed)
-                runner.run(forwards)
-                advance(forwards)
-        assert capturer.count == runner.counts["replayed"] == 2
-        evicted = weakref.ref(caches[2])
-        runner.evict([caches.pop()])
-        del forwards, subset
-        assert evicted() is None
-        assert capturer.count == 1
-        seconds = runner.counts["seconds"]
-        runner.run(forward_requests(draft, caches, (1, 1), 99))
-        assert runner.counts["seconds"] == seconds  # nothing is captured: it was replayed
-        runner.evict(caches[1:])
-        assert capturer.count == 0
+        runner = GraphRunner(True, capturer)
+        caches = captured_caches(runner, draft, (5, 31, 40), [1])
+        assert capturer.count == 5
+        replaced = weakref.ref(caches.pop())
+        runner.capture(draft, streaming_cache(draft), [1], 2)
+        assert replaced() is None
+        assert (capturer.count, capturer.captures) == (5, 7)
+        runner.release(caches[0])
+        assert capturer.count == 2  # the other slots' own
     finally:
         gc.enable()
 
@@ -138,36 +157,28 @@ def test_evicting_a_sequence_frees_its_shared_graphs(draft: Transformer) -> None
 def test_only_graphs_of_batched_forwards_are_limited(
     draft: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel.execution.cuda_graphs, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(parallel.execution.cuda_graphs, "MAX_GRAPHS", 3)
     capturer = ScriptedCapturer(exact_graph)
-    runner, caches = GraphRunner(True, capturer, 1), caches_at(draft, (5, 31))
-
-    def graphs_after(count: int, subset: list[StreamingCache]) -> int:
-        """Run such forwards; return the number of captured graphs."""
-        for seed in range(2):
-            forwards = forward_requests(draft, subset, [count] * len(subset), seed)
-            runner.run(forwards)
-            advance(forwards)
-        return capturer.count
-
-    assert [graphs_after(count, caches) for count in (1, 2, 3)] == [1, 2, 2]
-    assert [graphs_after(count, caches[:1]) for count in (1, 2)] == [3, 4]
-    runner.evict(caches[1:])
-    caches[1:] = caches_at(draft, (9,))
-    assert capturer.count == 2
-    runner.evict(caches[:1])
-    assert graphs_after(3, caches) == 1
-    assert (runner.counts["replayed"], runner.counts["refused"]) == (5, 0)
+    runner = GraphRunner(True, capturer)
+    caches = captured_caches(runner, draft, (5, 31, 9), [1, 2])
+    assert capturer.count == 6  # each slot's own
+    for cache in caches[1:]:
+        runner.release(cache)
+    runner.capture(draft, caches[1], [1], 1)
+    assert capturer.count == 3
+    runner.release(caches[0])
+    runner.capture(draft, caches[0], [1], 0)
+    runner.capture(draft, caches[1], [1], 1)  # there is room for a shared one now
+    assert capturer.count == 3
+    assert (runner.counts["replayed"], runner.counts["refused"]) == (9, 0)
 
 
 def test_a_batched_forward_of_many_tokens_runs_eagerly(draft: Transformer) -> None:
-    capturer, lengths = ScriptedCapturer(exact_graph), [5] * 5
-    runner, caches = GraphRunner(True, capturer, 1), caches_at(draft, lengths)
-    max_count = MAX_STATIC_TOKENS // len(lengths)
-    for count in (max_count + 1, max_count):
-        assert capturer.captures == 0
-        runner.run(forward_requests(draft, caches, [1] * 4 + [count], 0))
-    assert capturer.captures == 1
+    capturer = ScriptedCapturer(exact_graph)
+    runner = GraphRunner(True, capturer)
+    longest = MAX_STATIC_TOKENS // 5
+    captured_caches(runner, draft, [5] * 5, [longest, longest + 1])
+    assert capturer.captures == 2 * 5 + 2 * 4 - 1  # not five of the longest
 
 
 SIZES = [(60, 12), (33, 20), (90, 16), (41, 12)]  # one starts later, and one ends alone
@@ -185,7 +196,6 @@ def demo() -> Pair:
 def test_concurrent_requests_match_sequential_ones(
     mode: str, resident: int | None, demo: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     replays, batch = count_replays(monkeypatch), requests(GREEDY, SIZES)
     with demo.engine(mode, graphs=False, gpu_kv_layers=resident, **SMALL) as engine:
         expected = run_alone(engine, batch)
@@ -203,7 +213,6 @@ Results = list[tuple[list[list[int]], dict[str, Any], list[tuple[int, int]]]]
 
 def run_rank() -> Results:
     """Run concurrent requests on two ranks; the second captures by a script of `SCRIPTS`."""
-    parallel.execution.cuda_graphs.USES = 2
     group, results = TensorParallelGroup.from_environment("cpu"), Results()
     pair = Pair(DEMO / "target", DEMO / "draft", group)
     for script in SCRIPTS:

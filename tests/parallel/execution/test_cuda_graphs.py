@@ -1,28 +1,25 @@
-"""Forwards are captured once they are frequent, compared before use, and replayed on all ranks or
-on none.
+"""Short forwards are captured once for a slot, compared before use, and replayed on all ranks or on
+none.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-import parallel.execution.cuda_graphs
 from decoding import GREEDY, Engine, Settings
-from parallel.config.parameter_count import MAX_GRAPH_TOKENS
+from offload.cache.streaming import StreamingCache
 from parallel.execution.cuda_graphs import GraphRunner, cuda_graphs_supported
 from parallel.model.loading import load_model
 from parallel.model.transformer import Transformer
-from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.process_group import TensorParallelGroup
 from support.captures import (
-    USES,
     LogitsFn,
     ScriptedCapturer,
     exact_graph,
@@ -35,7 +32,7 @@ from support.captures import (
 )
 from support.driving import tiered_cache
 from support.engines import DEMO, Pair
-from support.links import CPU, make_test_link
+from support.links import make_test_link
 from support.models import random_tokens
 from support.prompts import prompt
 from support.ranks import run_ranks
@@ -47,12 +44,27 @@ def draft() -> Transformer:
     return load_model(DEMO / "draft", TensorParallelGroup(), "float32")
 
 
-def check_logits(runner: GraphRunner, model: Transformer, forwards: int) -> None:
-    """Assert that forwards of one and two tokens in turn give the logits of an eager model."""
-    cache, plain = streaming_cache(model), streaming_cache(model)
+SIZES = [1, 2]
+
+
+def captured_runner(
+    script: Callable[[LogitsFn], LogitsFn], model: Transformer, sizes: Sequence[int] = SIZES
+) -> tuple[GraphRunner, StreamingCache]:
+    """Return a runner, and a cache on which forwards of these sizes are captured by a script."""
+    runner, cache = GraphRunner(True, ScriptedCapturer(script)), streaming_cache(model)
+    runner.capture(model, cache, sizes)
+    return runner, cache
+
+
+def check_logits(
+    runner: GraphRunner, model: Transformer, cache: StreamingCache, forwards: int, longest: int = 2
+) -> None:
+    """Assert that forwards of 1 to `longest` tokens in turn give the logits of an eager model."""
+    plain = streaming_cache(model)
     for seed in range(forwards):
-        tokens = random_tokens(1 + seed % 2, seed=seed)
-        logits, expected = runner(model, tokens, cache, 1), model(tokens, plain, 1)
+        tokens = random_tokens(1 + seed % longest, seed=seed)
+        rows = min(2, len(tokens))
+        logits, expected = runner(model, tokens, cache, rows), model(tokens, plain, rows)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
         cache.advance(len(tokens))
         plain.advance(len(tokens))
@@ -64,6 +76,7 @@ def check_logits(runner: GraphRunner, model: Transformer, forwards: int) -> None
         (exact_graph, None),
         (inaccurate_graph, "replayed logits are off by 0.02, written KV by 0"),
         (stale_graph, "off by "),
+        (fixed_slot_graph, "off by "),
         (failed_capture, "RuntimeError('operation not permitted when stream is capturing')"),
         (nan_graph, "off by nan"),
     ],
@@ -71,12 +84,14 @@ def check_logits(runner: GraphRunner, model: Transformer, forwards: int) -> None
 def test_a_graph_is_compared_before_it_is_replayed(
     script: Any, why: str | None, draft: Transformer
 ) -> None:
-    runner = GraphRunner(True, ScriptedCapturer(script), USES)
-    check_logits(runner, draft, 24)
-    counts = runner.counts
+    """In another place than that of its capture, where a position that is baked in shows."""
+    runner, cache = captured_runner(script, draft)
+    counts = dict(runner.counts)
     assert (counts["replayed"], counts["refused"]) == ((2, 0) if why is None else (0, 2))
     assert counts["seconds"] > 0
     assert (counts["why"] is None) if why is None else (why in counts["why"])
+    check_logits(runner, draft, cache, 24)
+    assert runner.counts == counts  # nothing is captured while a sequence is decoded
 
 
 def test_a_replay_replaces_the_launches(
@@ -87,66 +102,80 @@ def test_a_replay_replaces_the_launches(
     def counting(function: LogitsFn) -> LogitsFn:
         return lambda: replayed.append(1) or function()
 
-    runner, cache = GraphRunner(True, ScriptedCapturer(counting), USES), streaming_cache(draft)
     forward = Transformer.forward
     monkeypatch.setattr(
         Transformer, "forward", lambda *arguments: launched.append(1) or forward(*arguments)
     )
+    runner, cache = captured_runner(counting, draft, [1])
+    # before the capture, in the replay that is compared, and the launches it is compared with
+    assert (len(replayed), len(launched)) == (1, 3)
     for seed in range(10):
         runner(draft, random_tokens(1, seed=seed), cache, 1)
         cache.advance(1)
-    replays = 10 - USES
-    assert len(replayed) == 1 + replays  # one of them to compare the graph
-    # eager; before the capture, to compare, and for the logits; within replays
-    assert len(launched) == (USES - 1) + 3 + len(replayed)
+    assert (len(replayed), len(launched)) == (11, 13)  # none outside of replays
 
 
-def test_a_graph_is_compared_at_another_length(draft: Transformer) -> None:
-    """At the length of its capture a position that is baked in would not show."""
-    runner = GraphRunner(True, ScriptedCapturer(fixed_slot_graph), USES)
-    cache = streaming_cache(draft)
-    for seed in range(USES):
-        assert runner.counts["refused"] == 0
-        runner(draft, random_tokens(1, seed=seed), cache, 1)
-    assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 1)
+def test_a_forward_is_padded_to_the_next_captured_size(draft: Transformer) -> None:
+    """Also if the window slides, as often as without padding, and if tokens are rolled back."""
+    replayed: list[int] = []
 
+    def counting(function: LogitsFn) -> LogitsFn:
+        tokens = function.args[1][0]  # type: ignore[attr-defined]
+        return lambda: replayed.append(len(tokens)) or function()
 
-def test_a_comparison_leaves_the_sequence_as_it_was(draft: Transformer) -> None:
-    """With two query tokens it writes to a slot that the forward itself writes, too."""
-    runner, cache = GraphRunner(True, ScriptedCapturer(exact_graph), 1), streaming_cache(draft)
-    plain, tokens = streaming_cache(draft), random_tokens(2, seed=3)
-    for _ in range(2):
-        logits, expected = runner(draft, tokens, cache, 2), draft(tokens, plain, 2)
+    runner, cache = captured_runner(counting, draft, [1, 4])
+    plain = streaming_cache(draft)
+    replayed.clear()
+    for seed in range(60):
+        tokens = random_tokens(1 + seed % 5, seed=seed)
+        logits, expected = runner(draft, tokens, cache, 1), draft(tokens, plain, 1)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        for mine, other in zip(cache.buffers(0), plain.buffers(0), strict=True):
-            written = slice(0, cache.length + 2)
-            torch.testing.assert_close(mine[..., written, :], other[..., written, :])
-        cache.advance(2)
-        plain.advance(2)
+        for each in (cache, plain):
+            each.advance(len(tokens))
+            each.crop(each.length - seed % 2)
+        assert cache._dropped == plain._dropped
+    assert cache._dropped > 0
+    assert replayed == [1, 4, 4, 4] * 12  # five tokens are launched
+
+
+def test_nothing_is_captured_without_a_second_place(draft: Transformer) -> None:
+    """There a graph is compared."""
+    runner, cache = GraphRunner(True, ScriptedCapturer(exact_graph)), streaming_cache(draft)
+    cache.slots = 33
+    runner.capture(draft, cache, [32, 33])
     assert runner.counts["replayed"] == 1
 
 
-def test_nothing_is_captured_in_the_last_slot(draft: Transformer) -> None:
-    """A comparison would have no slot."""
+def test_a_slots_next_sequence_replays_its_graphs(draft: Transformer) -> None:
+    runner, cache = captured_runner(exact_graph, draft)
+    capturer = runner.capturer
+    assert isinstance(capturer, ScriptedCapturer)
+    check_logits(runner, draft, cache, 8)
+    cache.reset()
+    runner.capture(draft, cache, SIZES)
+    assert capturer.captures == 2
+    check_logits(runner, draft, cache, 8)
+    other = streaming_cache(draft)
+    runner.capture(draft, other, SIZES)  # in place of the first
+    assert (capturer.captures, capturer.count) == (4, 2)
+    check_logits(runner, draft, other, 8)
+    assert runner.counts["replayed"] == 4
+
+
+def test_nothing_is_captured_unless_enabled(draft: Transformer) -> None:
     capturer = ScriptedCapturer(exact_graph)
-    runner, cache = GraphRunner(True, capturer, 1), streaming_cache(draft)
-    cache.has_room = lambda rows: rows < 2  # type: ignore[method-assign]
-    runner(draft, random_tokens(1), cache, 1)
-    assert capturer.captures == 0
-
-
-def test_warm_up_runs_until_replays(draft: Transformer) -> None:
-    runner, cache = GraphRunner(True, GraphCapturer(CPU)), streaming_cache(draft)
-    runner.warm_up(draft, random_tokens(2), cache, 1)
-    assert runner.counts["replayed"] == 1
-    assert cache.length == 0
+    runner, cache = GraphRunner(False, capturer), streaming_cache(draft)
+    runner.capture(draft, cache, SIZES)
+    check_logits(runner, draft, cache, 4)
+    assert (capturer.captures, runner.report) == (0, None)
 
 
 def test_a_broken_capturer_is_not_called(draft: Transformer) -> None:
     capturer = ScriptedCapturer(exact_graph)
     capturer.broken = "a capture before this one"
-    runner = GraphRunner(True, capturer, USES)
-    check_logits(runner, draft, 20)
+    runner, cache = GraphRunner(True, capturer), streaming_cache(draft)
+    runner.capture(draft, cache, SIZES)
+    check_logits(runner, draft, cache, 8)
     assert capturer.captures == 0
     assert runner.counts["why"] == "a capture before this one"
 
@@ -157,9 +186,9 @@ def test_logits_outlive_the_next_forward(draft: Transformer) -> None:
     def in_place(function: LogitsFn) -> LogitsFn:  # like a CUDA graph
         return lambda: out.copy_(function())
 
-    runner, cache = GraphRunner(True, ScriptedCapturer(in_place), USES), streaming_cache(draft)
+    runner, cache = captured_runner(in_place, draft, [1])
     outs = []
-    for seed in range(USES + 4):
+    for seed in range(4):
         outs.append(runner(draft, random_tokens(1, seed=seed), cache, 1))
         cache.advance(1)
     assert runner.counts["replayed"] == 1
@@ -170,31 +199,27 @@ def test_logits_outlive_the_next_forward(draft: Transformer) -> None:
 
 
 def test_long_forwards_and_other_caches_run_eagerly(draft: Transformer) -> None:
-    capturer = ScriptedCapturer(failed_capture)
-    runner, cache = GraphRunner(True, capturer, 1), streaming_cache(draft)
+    runner, cache = captured_runner(stale_graph, draft, [])
+    runner._forwards[draft].captured[(0,), 2] = None  # refused
     other = tiered_cache(make_test_link("view"), 2)
-    for _ in range(3):
-        runner(draft, random_tokens(MAX_GRAPH_TOKENS + 1), cache, 1)
-    assert capturer.captures == 0
+    check_logits(runner, draft, cache, 8, longest=4)
     logits = torch.zeros(1, 5)
     assert torch.equal(runner(lambda *_: logits, random_tokens(1), other, 1), logits)  # type: ignore[arg-type]
 
 
-def test_an_evicted_cache_is_freed_without_garbage_collection(draft: Transformer) -> None:
+def test_a_released_cache_is_freed_without_garbage_collection(draft: Transformer) -> None:
     """Memory for the next request is planned right away, before a collection of cycles."""
     gc.collect()
     gc.disable()
     try:
-        runner, cache = GraphRunner(True, GraphCapturer(CPU), USES), streaming_cache(draft)
-        for seed in range(USES + 3):
-            runner(draft, random_tokens(1, seed=seed), cache, 1)
-            cache.advance(1)
-        runner(draft, random_tokens(2), cache, 1)  # a key without a graph
-        assert runner.counts["replayed"] == 1
-        evicted = weakref.ref(cache)
-        runner.evict()
+        runner, cache = captured_runner(exact_graph, draft)
+        check_logits(runner, draft, cache, 4)
+        assert runner.counts["replayed"] == 2
+        released = weakref.ref(cache)
+        runner.release(cache)
+        assert runner.capturer.count == 0
         del cache
-        assert evicted() is None
+        assert released() is None
     finally:
         gc.enable()
 
@@ -214,11 +239,11 @@ def demo() -> Pair:
         3,
     ),
 )
-def test_graphs_do_not_change_proposals_of_any_level(
-    mode: str, budget: int, demo: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Greedy output is the target's whatever is drafted; acceptance would change."""
-    monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
+def test_graphs_do_not_change_proposals_of_any_level(mode: str, budget: int, demo: Pair) -> None:
+    """Greedy output is the target's whatever is drafted; acceptance would change.
+
+    The second request replays the graphs of the first one's slot.
+    """
     choices: dict[str, Any] = {
         "retrieval_budget": budget,
         "link": "emulated:4",
@@ -228,17 +253,21 @@ def test_graphs_do_not_change_proposals_of_any_level(
     choices |= {"num_draft_tokens": 7, "num_inner_draft_tokens": 3, "prompt_lookup_ngram": 0}
     runs = []
     for graphs in (True, False):
+        captures = []
         with demo.engine(mode, graphs=graphs, **choices) as engine:
-            tokens = list(engine.generate(prompt("typing"), 20, GREEDY))
-            counts = engine.stats.as_dict()["cuda_graphs"]
-            if graphs:
-                assert counts["replayed"] > 0
-                assert (counts["refused"], counts["why"]) == (0, None)
-            else:
-                assert counts is None
-            levels = [level.stats for level in engine.stats.levels]
-            runs.append((tokens, [(stats.proposed, stats.accepted) for stats in levels]))
-    assert runs[0] == runs[1]
+            for tokens in (prompt("typing"), prompt("typing")[150:]):
+                output = list(engine.generate(tokens, 20, GREEDY))
+                captures.append(engine.stats.as_dict()["cuda_graphs"])
+                levels = [level.stats for level in engine.stats.levels]
+                runs.append((output, [(stats.proposed, stats.accepted) for stats in levels]))
+        first, second = captures
+        if graphs:
+            assert first["replayed"] > 0
+            assert (first["refused"], first["why"]) == (0, None)
+            assert second["replayed"] == first["replayed"]
+        else:
+            assert first is second is None
+    assert runs[:2] == runs[2:]
 
 
 # two ranks take turns on the cores: a shorter prompt, and fewer new tokens
@@ -263,7 +292,6 @@ def run_rank(tokens: list[int]) -> dict[Any, Any]:
 def generate(
     group: TensorParallelGroup, tokens: list[int], shard: bool
 ) -> tuple[list[int], bool, dict[str, Any] | None]:
-    parallel.execution.cuda_graphs.USES = 2
     settings = Settings(dtype="float32", retrieval_budget=300, graphs=True, shard_draft=shard)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     engine.scheduler.stop_tokens = frozenset()
@@ -297,8 +325,9 @@ def run_with_failing_capture(
 ) -> dict[str, Any]:
     model = load_model(DEMO / "draft", group, "float32")
     capturer = ScriptedCapturer(script if group.rank == failing_rank else exact_graph)
-    runner = GraphRunner(True, capturer, USES)
-    check_logits(runner, model, 20)
+    runner, cache = GraphRunner(True, capturer), streaming_cache(model)
+    runner.capture(model, cache, SIZES)
+    check_logits(runner, model, cache, 8)
     return runner.counts
 
 
@@ -307,8 +336,10 @@ def run_with_broken_capturer(
 ) -> tuple[int, dict[str, Any]]:
     capturer = ScriptedCapturer(exact_graph)
     capturer.broken = "a capture before this one" if group.rank == broken_rank else None
-    runner = GraphRunner(True, capturer, USES)
-    check_logits(runner, load_model(DEMO / "draft", group, "float32"), 14)
+    model = load_model(DEMO / "draft", group, "float32")
+    runner, cache = GraphRunner(True, capturer), streaming_cache(model)
+    runner.capture(model, cache, SIZES)
+    check_logits(runner, model, cache, 6)
     return capturer.captures, runner.counts
 
 

@@ -4,7 +4,7 @@ of each sequence alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +17,8 @@ from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
 from offload.tiered.shape import TieredCacheSpec
-from parallel.execution.batched_forward import ForwardRequest, run_forward
+from parallel.execution.batched_forward import ForwardRequest
+from parallel.execution.cuda_graphs import GraphRunner
 from parallel.execution.executor import (
     Close,
     Idle,
@@ -62,7 +63,6 @@ class PrefilledSequence:
             Level("retrieval", model, self.retrieval),
         ]
         self.is_closed = False
-        self.evicted: list[int] = []
         self.seed = seed
         self.size = 4 + seed % 3  # query tokens of a verification
         self.turns = [4, 0, 1, 2, 3] if seed == 9 else [0, 1, 2, 3, 4]  # order of its rounds
@@ -71,12 +71,6 @@ class PrefilledSequence:
         tokens = random_tokens(PROMPTS[self.seed], seed=self.seed)
         with Prefill(self.target, len(tokens)) as prefill:
             return (yield from self.levels[0].model.prefill_steps(tokens, prefill, 25))
-
-    def run_forward(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
-        return run_forward(requests)
-
-    def evict_shared_graphs(self, other: PrefilledSequence) -> None:
-        self.evicted.append(other.seed)
 
     def close(self) -> None:
         self.is_closed = True
@@ -100,6 +94,10 @@ class PrefilledSequence:
     def discarded(self, turn: int) -> ForwardRequest:
         """Return a request whose tokens are never committed."""
         return ForwardRequest(self.levels[1].model, self.retrieval, self.tokens(turn)[:2], 2)
+
+
+def eager_executor(group: TensorParallelGroup) -> TensorParallelExecutor:
+    return TensorParallelExecutor(group, GraphRunner(False, group.graph_capturer))
 
 
 def run_round(
@@ -133,7 +131,7 @@ def prefill_all(executor: TensorParallelExecutor, sequence: PrefilledSequence) -
 
 def run_alone(folder: Path, seed: int) -> tuple[list[Tensor], int]:
     """Return a sequence's logits if it is the only one, and the bytes it moved over the link."""
-    executor = TensorParallelExecutor(TensorParallelGroup())
+    executor = eager_executor(TensorParallelGroup())
     sequence = PrefilledSequence(load_model(folder, TensorParallelGroup()), seed)
     executor.add(sequence)
     logits = [prefill_all(executor, sequence)]
@@ -148,7 +146,7 @@ class Worker:
     def __init__(self, folder: Path):
         self.group = TensorParallelGroup.from_environment("cpu")
         self.model = load_model(folder, self.group)
-        self.executor = TensorParallelExecutor(self.group)
+        self.executor = eager_executor(self.group)
         self.opened: list[PrefilledSequence] = []
         self.logits: dict[int, list[Tensor]] = {}
 
@@ -208,7 +206,6 @@ def run_concurrently(folder: Path) -> tuple[dict[int, list[Tensor]], dict[int, i
             worker.run([third], turn)
         worker.close(third)
         worker.executor.send(Stop())
-    assert [sequence.evicted for sequence in worker.opened] == [[], [7], [8]]
     logits = {} if worker.group.rank else worker.logits
     return logits, {sequence.seed: sequence.target.traffic.link_in for sequence in worker.opened}
 

@@ -228,7 +228,7 @@ def test_compressed_offload_takes_three_quarters(tmp_path: Path) -> None:
 
 
 def test_the_budget_predicted_fastest_is_selected(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
+    (tmp_path / "mine.json").write_text(json.dumps(NUMBERS | {"device_memory": 240e6}))
     options = [
         "--draft",
         str(DEMO / "draft"),
