@@ -38,8 +38,7 @@ Concurrency = Annotated[
     int | None,
     typer.Option(
         help="Documents that are decoded together, sharing memory and forwards of the models. By "
-        f"default as many as fit without offloading another layer, at most {MAX_CONCURRENCY}; 1 "
-        "where short forwards are CUDA graphs and a layer takes longer to launch than to read.",
+        f"default as many as fit without offloading another layer, at most {MAX_CONCURRENCY}.",
         metavar="DOCUMENTS",
         min=1,
         rich_help_panel=MEMORY,

@@ -32,11 +32,6 @@ SPLIT_DRAFT_BYTES = 3 << 30
 
 # Maximum number of concurrent requests if none is set: more of them would save little.
 MAX_CONCURRENCY = 8
-# Bytes of a layer's weights on a rank, in the mean of the models whose short forwards are captured
-# as CUDA graphs, from which requests are batched into shared forwards, many of which are not
-# captured. Reading these bytes for each of eight requests at 2 TB/s takes 0.5 ms, as long as the
-# launches of a layer on the H200 that was measured (docs/results/gpu.md).
-SHARED_LAYER_BYTES = 120e6
 
 # -- the retrieval cache ---------------------------------------------------------------------------
 

@@ -166,7 +166,7 @@ def _graph_sizes(shortest: int, longest: int) -> list[int]:
     They are powers of two from `shortest` on, and `longest`.
     """
     sizes = []
-    while shortest < longest:
+    while 2 * shortest <= longest:
         sizes.append(shortest)
         shortest *= 2
     return [*sizes, longest]

@@ -11,7 +11,7 @@ from decoding.engine.session import SequenceState
 from decoding.models.runtime import Runtime
 from decoding.planning.memory_plan import MemoryPlan
 from decoding.planning.plan import Memory, Plan
-from decoding.planning.planner import Planner, concurrency_pays, max_concurrent
+from decoding.planning.planner import Planner, max_concurrent
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import InsufficientMemoryError, TierForceError
 from offload.memory.host_arena import HostArena
@@ -46,15 +46,12 @@ class SequenceManager:
     def max_concurrency(self, prompt_tokens: int, max_new_tokens: int, limit: int) -> int:
         """Return how many such sequences, at most `limit`, run concurrently at no cost to each.
 
-        Each gets the plan that one alone gets. The result is 1 if forwards are not shared, or
-        sharing them would not pay. All ranks call it. Raises InsufficientMemoryError on all ranks
-        if one alone would not fit.
+        Each gets the plan that one alone gets. The result is 1 if forwards are not shared. All
+        ranks call it. Raises InsufficientMemoryError on all ranks if one alone would not fit.
         """
-        settings = self.runtime.settings
-        pays = concurrency_pays(self.runtime.requirements, bool(settings.graphs))
         best = max_concurrent(
             lambda count: self.plan(prompt_tokens, max_new_tokens, count),
-            limit if pays and not settings.deterministic else 1,
+            1 if self.runtime.settings.deterministic else limit,
             any_rank=lambda holds: any(self.group.gather(holds)),
         )
         return best.concurrency

@@ -40,6 +40,11 @@ class MemoryPlan:
     deferred_layers: int = 0
     split_layers: int = 0  # host layers with their high bytes on the device
 
+    @property
+    def placement(self) -> tuple[int, int, int]:
+        """Return the numbers of resident, split and deferred layers."""
+        return self.resident_layers, self.split_layers, self.deferred_layers
+
 
 Phases = tuple[dict[str, int], dict[str, int]]  # bytes by tier, in prefill and in decoding
 

@@ -65,7 +65,8 @@ class Plan:
         """
         settings = spec.requirements.settings
         layers = settings.gpu_kv_layers, settings.split_kv_layers
-        placed = plan_memory(spec.memory, memory.device, memory.host, *layers)
+        needs = spec.shared_memory(memory.concurrency)
+        placed = plan_memory(needs, memory.device, memory.host, *layers)
         return cls(spec, placed, memory.concurrency)
 
     @property
@@ -126,9 +127,9 @@ class Plan:
     @property
     def breakdown(self) -> Phases:
         """Return the device bytes by tier, without weights, during prefill and during decoding."""
-        plan = self.memory
+        needs, plan = self.spec.shared_memory(self.concurrency), self.memory
         return device_breakdown(
-            self.spec.memory, plan.resident_layers, plan.deferred_layers, plan.split_layers
+            needs, plan.resident_layers, plan.deferred_layers, plan.split_layers
         )
 
     @property

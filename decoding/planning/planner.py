@@ -14,12 +14,10 @@ from dataclasses import replace
 
 from decoding.config.defaults import (
     DEFAULT_RETRIEVAL_BUDGET,
-    SHARED_LAYER_BYTES,
     SWITCH_THRESHOLD,
 )
 from decoding.config.settings import LEVELS
 from decoding.planning.cost_model import CostModel
-from decoding.planning.forward_cost import read_bytes
 from decoding.planning.hardware_profile import Trust
 from decoding.planning.plan import Memory, Plan
 from decoding.planning.request_spec import RequestSpec
@@ -117,13 +115,7 @@ class Planner:
         return plans
 
     def max_concurrent(self, plan: Plan, limit: int) -> Plan:
-        """Return the plan with the most requests, at most `limit`, each as on its own.
-
-        Returns `plan` itself if batching does not pay.
-        """
-        # Short forwards are captured as CUDA graphs on a GPU.
-        if not concurrency_pays(plan.requirements, uses_graphs=self.costs.hardware.runs_ahead):
-            return plan
+        """Return the plan with the most requests, at most `limit`, each as on its own."""
         return max_concurrent(lambda count: self._plan_same_size(plan, count), limit, plan)
 
     def longest_prompt(self, prompt: int, max_new_tokens: int, memory: Memory) -> int:
@@ -220,28 +212,10 @@ def max_concurrent(
             shared = plan(count)
         except InsufficientMemoryError:
             break
-        if any_rank(shared.memory != alone.memory):
+        if any_rank(shared.memory.placement != alone.memory.placement):
             break
         best = shared
     return best
-
-
-def concurrency_pays(requirements: Requirements, uses_graphs: bool) -> bool:
-    """Return whether batching concurrent requests pays, if memory allows it.
-
-    `uses_graphs`: whether short forwards are captured as CUDA graphs. A batched forward needs a new
-    capture for each combination of requests, so many forwards are launched eagerly. That must not
-    take longer than reading the shared weights, which do not include experts.
-    """
-    drafting = []
-    if requirements.has_retrieval:
-        drafting.append((requirements.target, requirements.ranks))
-    if requirements.draft is not None and requirements.has_draft:
-        drafting.append((requirements.draft, requirements.draft_ranks))
-    if not (uses_graphs and drafting):
-        return True
-    shared = sum(read_bytes(config, ranks, requirements.dtype, 0) for config, ranks in drafting)
-    return shared >= SHARED_LAYER_BYTES * sum(config.layers for config, _ in drafting)
 
 
 def _by_budget(

@@ -27,7 +27,7 @@ from offload.layout import ceil_div
 from offload.retrieval.policy_specs import POLICY_SPECS
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.shape import TieredCacheSpec
-from parallel.config.parameter_count import MAX_GRAPH_TOKENS
+from parallel.config.parameter_count import MAX_GRAPH_TOKENS, MAX_STATIC_TOKENS
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,15 @@ class RequestSpec:
             tables=2 * self.tokens * target.rotary_dim * needs.dtype.itemsize,
             hidden=self.hidden_bytes(self.prompt),
             forwards=self._forward_bytes,
-            captured=self._captured_bytes,
+            captured=self._captured_bytes(1),
             splitting=needs.has_split,
             streamed_retrieval=0 if needs.has_retrieval else layer,
             selection=0 if needs.has_retrieval else shared,
         )
+
+    def shared_memory(self, concurrency: int) -> MemoryRequirements:
+        """Return the memory requirements of one of `concurrency` requests: graphs share memory."""
+        return replace(self.memory, captured=self._captured_bytes(concurrency))
 
     def hidden_bytes(self, tokens: int) -> int:
         """Return the bytes of hidden states and activations of a layer-major prefill."""
@@ -124,15 +128,22 @@ class RequestSpec:
         activations = ALLOCATOR_FACTOR * chunk * activation_elements(needs)
         return (tokens * needs.target.hidden + activations) * needs.dtype.itemsize
 
-    @property
-    def _captured_bytes(self) -> int:
-        """Return the scratch bytes of captured forwards, which their graphs keep."""
+    def _captured_bytes(self, concurrency: int) -> int:
+        """Return a request's share of the scratch bytes of captured forwards.
+
+        Graphs keep them, in one memory pool for all requests.
+        """
         needs = self.requirements
         if not (needs.settings.graphs and (needs.has_retrieval or needs.has_draft)):
             return 0
-        rows = min(needs.max_forward_tokens, MAX_GRAPH_TOKENS)
-        row = self._row_elements + needs.target.vocab
-        return rows * row * needs.dtype.itemsize + self._masked_bytes + moe_scratch_bytes(needs)
+        rows = min(concurrency * self._captured_tokens, MAX_STATIC_TOKENS)
+        forward = rows * (self._row_elements + needs.target.vocab) * needs.dtype.itemsize
+        return (forward + self._masked_bytes + moe_scratch_bytes(needs)) // concurrency
+
+    @property
+    def _captured_tokens(self) -> int:
+        """Return the query tokens of a request's longest captured forward."""
+        return min(self.requirements.max_forward_tokens, MAX_GRAPH_TOKENS)
 
     @property
     def _row_elements(self) -> int:
@@ -172,9 +183,9 @@ class RequestSpec:
         needs = self.requirements
         if not needs.has_retrieval:
             return 0
-        rows = min(needs.max_forward_tokens, MAX_GRAPH_TOKENS)
         heads = needs.layout.heads * needs.target.heads // needs.target.kv_heads
-        return 4 * MASKED_VALUES_PER_SCORE * rows * heads * self.retrieval.slots
+        scores = self._captured_tokens * heads * self.retrieval.slots
+        return 4 * MASKED_VALUES_PER_SCORE * scores
 
     @property
     def _draft_bytes(self) -> int:

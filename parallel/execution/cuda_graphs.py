@@ -159,9 +159,9 @@ class GraphRunner:
         if self._is_refused(gather(self.capturer.broken)):
             return
         captured = _CapturedForward(model, forwards.caches(slots), tokens)
-        captured.launch(empty)  # warm-up that a capture needs
         objection = None
         try:
+            captured.launch(empty)  # warm-up that a capture needs
             captured.graph = self.capturer.capture(captured.run)
         except (RuntimeError, TierForceError) as error:  # an operation that cannot be captured
             objection = repr(error.__cause__ or error)

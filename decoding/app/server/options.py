@@ -6,6 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from decoding.config.defaults import MAX_CONCURRENCY
 from decoding.config.option import check_options, option
 from offload.errors import TierForceError
 from offload.regular_files import SMALL, read_regular
@@ -37,8 +38,7 @@ class ServeOptions:
     concurrency: int | None = option(
         "Requests that are answered together, sharing memory and forwards of the models, and "
         "conversations whose caches are kept. By default as many of the longest as fit without "
-        "offloading another layer; 1 where short forwards are CUDA graphs and a layer takes longer "
-        "to launch than to read.",
+        f"offloading another layer, at most {MAX_CONCURRENCY}.",
         value=None,
         unit="requests",
         minimum=1,

@@ -16,7 +16,6 @@ from decoding import GREEDY, Sampling
 from decoding.engine.request import Request, Status
 from decoding.engine.session import SequenceState
 from decoding.engine.session_manager import SequenceManager
-from decoding.planning import planner
 from decoding.planning.plan import Plan
 from decoding.planning.planner import Planner
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
@@ -440,17 +439,7 @@ def test_two_ranks_equal_one(mode: str, folders: Folders, models: Pair) -> None:
     assert outputs == expected
 
 
-def test_max_concurrency_is_above_one_only_if_sharing_pays(
-    models: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With captured graphs, layers as small as these take longer to launch than to run."""
-    for mode, graphs, count in (
-        ("retrieval", False, 5),
-        ("retrieval", True, 1),
-        ("plain", True, 5),
-    ):
-        with models.engine(mode, **SMALL, graphs=graphs) as engine:
-            assert engine.max_concurrency(100, 20, 5) == count
-    monkeypatch.setattr(planner, "SHARED_LAYER_BYTES", 1000)
-    with models.engine("retrieval", **SMALL, graphs=True) as engine:
+@pytest.mark.parametrize(("mode", "graphs"), [("retrieval", False), ("retrieval", True)])
+def test_as_many_requests_share_forwards_as_fit(mode: str, graphs: bool, models: Pair) -> None:
+    with models.engine(mode, **SMALL, graphs=graphs) as engine:
         assert engine.max_concurrency(100, 20, 5) == 5

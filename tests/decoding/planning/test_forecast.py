@@ -137,21 +137,6 @@ def test_concurrency_is_limited_by_the_placement_of_a_single_request() -> None:
         assert (per_hour[0] > per_hour[1]) == (count > 1)
 
 
-def test_with_cuda_graphs_only_large_layers_are_worth_sharing() -> None:
-    gpu = HardwareProfile.from_name("1xA100-80")
-    cpu = replace(gpu, runs_ahead=False)  # without CUDA graphs
-    small = replace(SEVEN, hidden=1024, intermediate=2048)
-
-    def count(target: ModelConfig, mode: str, machine: HardwareProfile) -> int:
-        requirements = requirements_of(target, mode, 1, retrieval_budget=512)
-        planner = Planner(requirements, CostModel(machine))
-        return planner.max_concurrent(planner.plan(2_000, 256), 4).concurrency
-
-    assert count(SEVEN, "retrieval", gpu) == count(SEVEN, "hierarchical", gpu) == 4
-    assert count(small, "retrieval", gpu) == 1
-    assert count(small, "retrieval", cpu) == count(small, "plain", gpu) == 4
-
-
 def test_higher_acceptance_gives_longer_drafts_and_fewer_seconds() -> None:
     planner = planner_on(SEVEN, "1x4090", "hierarchical")
     plan = planner.plan(PROMPT, NEW)
