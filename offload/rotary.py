@@ -6,6 +6,7 @@ Caches apply them, since positions are known to caches.
 from __future__ import annotations
 
 from collections.abc import Collection
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -42,6 +43,12 @@ class Rotary:
         # includes the sign of rotate_half
         first, second = _halves((angles.sin() * scale).to(dtype))
         self.sin = torch.cat((-first, second), dim=-1)
+
+    def first(self, length: int) -> Rotary:
+        """Return the tables of the first positions alone, in memory of their own."""
+        rotary = copy(self)
+        rotary.cos, rotary.sin = self.cos[:length].clone(), self.sin[:length].clone()
+        return rotary
 
     @property
     def length(self) -> int:

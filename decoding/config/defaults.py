@@ -39,6 +39,8 @@ MAX_CONCURRENCY = 8
 DEFAULT_RETRIEVAL_BUDGET = 4096
 # Candidate budgets, in tokens per head.
 RETRIEVAL_BUDGETS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+# Multiple of tokens that the cache of a context within the budget has room for, with CUDA graphs.
+WHOLE_CONTEXT_STEP = 512
 # Minimum number of tokens between selections. Over a link, verification streams all keys anyway, so
 # each one also selects; on the device a selection costs compute.
 SELECTION_INTERVAL_OVER_LINK = 1

@@ -57,6 +57,12 @@ class SequenceSlot:
             self.graphs.release(self.draft)
             self.draft = None
 
+    def vacate(self) -> None:
+        """Free what belongs to a finished sequence alone: rotary tables, scores of selections."""
+        if (cache := self.retrieval) is not None:
+            policy = type(cache.selector.policy)()
+            cache.reset(cache.shape, policy, cache.rotary.first(1), cache.selector.min_interval)
+
     def free(self) -> None:
         """Free the caches and all graphs on them."""
         for cache in (self.retrieval, self.draft):

@@ -146,6 +146,7 @@ class SequenceState:
         if self.saving is not None:
             self.saving.wait()
         self._detach()
+        self.slot.vacate()
         self.peaks["decoding"] = self.runtime.link.peak_bytes()
 
     def _detach(self) -> None:

@@ -10,7 +10,7 @@ from decoding.engine.session import SequenceState
 from decoding.planning.plan import Plan
 from decoding.speculation.decoders import Decoder, LevelStats, Proposer, Speculative
 from decoding.speculation.draft_length import RoundStats
-from offload.retrieval.cache import RetrievalCache
+from offload.retrieval.selection import Selector
 from offload.traffic import ByteCounters
 
 
@@ -43,7 +43,7 @@ class Stats:
     traffic: dict[str, ByteCounters] = field(default_factory=dict)  # per level
     prefill_link_in: int = 0
     prefill_link_out: int = 0
-    retrieval: RetrievalCache | None = field(default=None, repr=False)
+    selector: Selector | None = field(default=None, repr=False)  # the retrieval cache's
     last_selections: int | None = None  # `selections` when the caches were freed
     peak_bytes: dict[str, int | None] = field(default_factory=dict)  # on rank 0, by phase
     cuda_graphs: dict[str, Any] | None = None  # kinds of captured forwards, if there are any
@@ -55,7 +55,8 @@ class Stats:
         self.traffic = {
             level.name: level.cache.traffic for level in levels if isinstance(level, Decoder)
         }
-        self.retrieval, self.peak_bytes = session.retrieval, session.peaks
+        self.selector = session.retrieval.selector if session.retrieval else None
+        self.peak_bytes = session.peaks
         self.loaded_tokens = session.loaded_tokens
         self.cuda_graphs = session.slot.graphs.report
         self.prefill_link_in = session.target.traffic.link_in
@@ -94,7 +95,7 @@ class Stats:
     @property
     def selections(self) -> int | None:
         """Return the number of retrieval cache selections, the one after prefill included."""
-        return self.retrieval.selector.selections if self.retrieval else self.last_selections
+        return self.selector.selections if self.selector else self.last_selections
 
     @property
     def link_bytes_per_token(self) -> float | None:
@@ -114,7 +115,7 @@ class Stats:
         self.traffic = {name: replace(traffic) for name, traffic in self.traffic.items()}
         self.cuda_graphs = self.cuda_graphs and dict(self.cuda_graphs)
         self.last_selections = self.selections
-        self.retrieval = None
+        self.selector = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of a record."""

@@ -15,6 +15,7 @@ from decoding.config.defaults import (
     SELECTION_INTERVAL_ON_DEVICE,
     SPLIT_BLOCK,
     SPLIT_RECENT,
+    WHOLE_CONTEXT_STEP,
 )
 from decoding.planning.activations import activation_elements, moe_scratch_bytes, prefill_chunk
 from decoding.planning.memory_plan import MemoryRequirements
@@ -59,13 +60,17 @@ class RequestSpec:
         interval_tokens = self.max_new_tokens
         if POLICY_SPECS[settings.policy].reselects:
             interval = settings.selection_interval or SELECTION_INTERVAL_ON_DEVICE
-            interval_tokens = min(self.max_new_tokens, interval + 2 * needs.max_forward_tokens)
+            interval_tokens = interval + 2 * needs.max_forward_tokens
+            if not settings.graphs:
+                interval_tokens = min(self.max_new_tokens, interval_tokens)
         budget = max(settings.chunk_size, min(needs.strategy.budget, self.tokens))
         rows = needs.max_forward_tokens
         shape = RetrievalCacheSpec.of(
             budget, settings.chunk_size, self.tokens, rows, interval_tokens
         )
-        shape = replace(shape, quantised=needs.int8_retrieval)
+        # Requests that differ little in size have equal buffers: they replay the same CUDA graphs.
+        step = WHOLE_CONTEXT_STEP if settings.graphs else 1
+        shape = replace(shape, quantised=needs.int8_retrieval, whole_step=step)
         if not needs.has_split:
             return shape
         block = ceil_div(SPLIT_BLOCK, shape.chunk) * shape.chunk
@@ -137,8 +142,12 @@ class RequestSpec:
         if not (needs.settings.graphs and (needs.has_retrieval or needs.has_draft)):
             return 0
         rows = min(concurrency * self._captured_tokens, MAX_STATIC_TOKENS)
-        forward = rows * (self._row_elements + needs.target.vocab) * needs.dtype.itemsize
-        return (forward + self._masked_bytes + moe_scratch_bytes(needs)) // concurrency
+        logits = 4 * needs.target.vocab  # bytes of a token's
+        forward = rows * (self._row_elements * needs.dtype.itemsize + logits)
+        # each model's graphs of one request, and of several, leave their logits in a buffer
+        outputs = MAX_GRAPH_TOKENS + (MAX_STATIC_TOKENS if concurrency > 1 else 0)
+        outputs *= (needs.has_retrieval + needs.has_draft) * logits
+        return (forward + outputs + self._masked_bytes + moe_scratch_bytes(needs)) // concurrency
 
     @property
     def _captured_tokens(self) -> int:

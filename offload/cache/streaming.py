@@ -86,9 +86,15 @@ class StreamingCache(StaticCache):
         self.length += tokens
         self._dropped += tokens
 
+    @torch.inference_mode()
     def reset(self) -> None:
-        """Empty the cache."""
+        """Empty the cache.
+
+        Slots that are not visible are read by static forwards: what was not finite may not stay.
+        """
         self.length = self._dropped = 0
+        self._kv.zero_()
+        self._raw.zero_()
 
     @property
     def oldest(self) -> int:

@@ -61,19 +61,25 @@ class RetrievalCache(StaticCache):
             layers = range(layout.layers)
         self._index = {layer: index for index, layer in enumerate(layers)}  # layer -> buffer
         self.slots = shape.slots
-        self.reset(shape, policy, rotary, min_interval)
         self._store = make_store(replace(layout, layers=len(layers)), shape, device)
         self.window_offset = self._store.window_offset
+        self.reset(shape, policy, rotary, min_interval)
 
+    @torch.inference_mode()
     def reset(
         self, shape: RetrievalCacheSpec, policy: SelectionPolicy, rotary: Rotary, min_interval: int
     ) -> None:
-        """Begin another sequence, whose spec must have the same buffers."""
+        """Begin another sequence, whose spec must have the same buffers.
+
+        Slots that are not visible are read by static forwards: what was not finite may not stay.
+        """
         self.length = 0
         self.traffic = ByteCounters()
         self.shape = shape
         self.selector = Selector(policy, shape, min_interval)
         self.rotary = rotary
+        for tensor in self._store.tensors:
+            tensor.zero_()
 
     @property
     def device_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offload.layout import KVLayout, ceil_div
 
@@ -36,6 +36,8 @@ class RetrievalCacheSpec:
     rows: int  # query tokens of the largest forward
     append_room: int  # maximum tokens between two selections, or after the only one
     quantised: bool = False  # whether selected tokens are stored in int8
+    # slots of a context within the budget are rounded up to a multiple of this
+    whole_step: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= self.budget:
@@ -71,11 +73,13 @@ class RetrievalCacheSpec:
 
     @property
     def selected_slots(self) -> int:
-        """Slots per head for selected tokens, if they are quantised and so have slots of their own.
+        """Slots per head for selected tokens; if quantised, these are apart from the window's.
 
-        A sequence within the budget is selected whole, except for its window.
+        A context within the budget is selected whole, except for its window.
         """
-        return self.budget
+        if self.budget < self.context:
+            return self.budget
+        return ceil_div(self.budget, self.whole_step) * self.whole_step
 
     @property
     def slots(self) -> int:
@@ -86,7 +90,7 @@ class RetrievalCacheSpec:
         window = self.window + self.block + self.rows
         if self.quantised:
             return self.selected_slots + window + self.append_room
-        return max(self.budget, self.chunk + window) + self.append_room
+        return max(self.selected_slots, self.chunk + window) + self.append_room
 
     def kv_buffer(self, layout: KVLayout) -> tuple[int, ...]:
         """Return the shape of keys and values (layers, 2, Hkv, slots + 1, D)."""
@@ -94,7 +98,11 @@ class RetrievalCacheSpec:
 
     def has_buffers_of(self, other: RetrievalCacheSpec) -> bool:
         """Return whether caches of both specs have the same buffers."""
-        return replace(other, context=self.context) == self
+        own, others = (
+            (each.slots, each.quantised, each.quantised and each.selected_slots)
+            for each in (self, other)
+        )
+        return own == others
 
     def layer_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory of one layer."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from offload.cache.base import Cache
 from offload.cache.static_shape import Place, StaticCache, StaticForward
 from offload.errors import TierForceError
-from parallel.config.parameter_count import MAX_STATIC_TOKENS
+from parallel.config.parameter_count import MAX_GRAPH_TOKENS, MAX_STATIC_TOKENS
 from parallel.execution.batched_forward import ForwardRequest, batched_hidden_states, run_forward
 from parallel.model.transformer import Transformer
 from parallel.ranks.graph_capture import GraphCapturer
@@ -121,7 +121,7 @@ class GraphRunner:
             model: the model of these forwards.
             cache: the slot's cache for this model. It is empty, and its content is overwritten. If
                 it is another one than before, the graphs on that one are freed.
-            sizes: numbers of tokens per sequence that are captured.
+            sizes: numbers of tokens per sequence that are captured, up to MAX_GRAPH_TOKENS.
             slot: index of the slot.
         """
         if not self.enabled:
@@ -131,8 +131,8 @@ class GraphRunner:
         forwards.set_cache(slot, cache)
         shared = tuple(range(slot + 1))
         for slots, tokens in product(dict.fromkeys(((slot,), shared)), sizes):
-            is_short = len(slots) * tokens <= MAX_STATIC_TOKENS and _has_two_places(cache, tokens)
-            if is_short and forwards.lacks(slots, tokens):
+            is_short = tokens <= MAX_GRAPH_TOKENS and len(slots) * tokens <= MAX_STATIC_TOKENS
+            if is_short and _has_two_places(cache, tokens) and forwards.lacks(slots, tokens):
                 self._capture(model, forwards, slots, tokens, cache)
         self.counts["seconds"] += time.perf_counter() - started
 
@@ -158,7 +158,8 @@ class GraphRunner:
         # before any rank captures in vain
         if self._is_refused(gather(self.capturer.broken)):
             return
-        captured = _CapturedForward(model, forwards.caches(slots), tokens)
+        out = forwards.output_buffer(model, len(slots))
+        captured = _CapturedForward(model, forwards.caches(slots), tokens, out)
         objection = None
         try:
             captured.launch(empty)  # warm-up that a capture needs
@@ -189,6 +190,18 @@ class _SlotForwards:
         self._caches: dict[int, StaticCache] = {}  # slot -> cache
         # (slots, tokens of each) -> forward; None if it was refused
         self.captured: dict[tuple[tuple[int, ...], int], _CapturedForward | None] = {}
+        self._outputs: dict[int, Tensor] = {}  # rows -> logits
+
+    def output_buffer(self, model: Transformer, slots: int) -> Tensor:
+        """Return where the graphs of one slot, or of several, leave their logits (rows, V).
+
+        No two are replayed at the same time. With one of its own, each would keep it.
+        """
+        rows = MAX_GRAPH_TOKENS if slots == 1 else MAX_STATIC_TOKENS
+        if rows not in self._outputs:
+            device, vocab = model.embed.weight.device, model.config.vocab
+            self._outputs[rows] = torch.empty(rows, vocab, device=device)
+        return self._outputs[rows]
 
     def set_cache(self, slot: int, cache: StaticCache) -> None:
         """Set a slot's cache, and free the graphs on another one that it had."""
@@ -235,12 +248,12 @@ class _CapturedForward:
     Its inputs are at the addresses that its graph reads.
     """
 
-    def __init__(self, model: Transformer, caches: Sequence[StaticCache], tokens: int):
+    def __init__(self, model: Transformer, caches: Sequence[StaticCache], tokens: int, out: Tensor):
         self._static = [StaticForward(cache, tokens) for cache in caches]
         device = model.embed.weight.device
         self._tokens = [torch.zeros(tokens, dtype=torch.int64, device=device) for _ in caches]
         # A partial: a bound method would make a reference cycle, which would outlive the caches.
-        self.run: Callable[[], Tensor] = partial(_logits, model, self._tokens, self._static)
+        self.run: Callable[[], Tensor] = partial(_logits, model, self._tokens, self._static, out)
         self.graph: Callable[[], Tensor] = self.run
 
     def replay(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
@@ -306,12 +319,17 @@ def _has_two_places(cache: StaticCache, tokens: int) -> bool:
 
 @torch.inference_mode()
 def _logits(
-    model: Transformer, tokens: Sequence[Tensor], caches: Sequence[StaticForward]
+    model: Transformer,
+    tokens: Sequence[Tensor],
+    caches: Sequence[StaticForward],
+    out: Tensor,
 ) -> Tensor:
-    """Run tokens (T,) of each sequence in one forward; return all logits (all T, V)."""
+    """Run tokens (T,) of each sequence in one forward; return all logits (all T, V), in `out`."""
     if len(caches) == 1:
-        return model(tokens[0], caches[0], len(tokens[0]))
-    return model.logits(batched_hidden_states(model, tokens, caches))
+        logits = model(tokens[0], caches[0], len(tokens[0]))
+    else:
+        logits = model.logits(batched_hidden_states(model, tokens, caches))
+    return out[: len(logits)].copy_(logits)
 
 
 def _difference(x: Tensor, expected: Tensor) -> float:

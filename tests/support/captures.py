@@ -51,7 +51,7 @@ def stale_graph(function: LogitsFn) -> LogitsFn:
 
 def fixed_slot_graph(function: LogitsFn) -> LogitsFn:
     """Return a graph that always writes to the slots of its capture."""
-    _, _, forwards = function.args  # type: ignore[attr-defined]
+    _, _, forwards, _ = function.args  # type: ignore[attr-defined]
     starts = [(forward._start, forward._start.clone()) for forward in forwards]
 
     def replay() -> Tensor:

@@ -179,7 +179,8 @@ def test_the_plan_requires_what_the_sequence_allocates(
         tokens = engine.generate(PROMPT, new, Sampling(1.0, top_p=1))
         next(tokens)
         layout = engine.runtime.target.config.kv_layout(1, engine.runtime.dtype)
-        levels, retrieval = engine.stats.levels, engine.stats.retrieval
+        (sequence,) = engine.sessions.executor.sequences
+        levels, retrieval = engine.stats.levels, sequence.retrieval
         target, needs = levels[0].cache, requirements[-1]
         drafts = [level.cache.device_bytes for level in levels if level.name == "draft"]
         assert target.device_bytes == layout.bytes(len(PROMPT) + new, 1) + layout.bytes(

@@ -181,8 +181,9 @@ def test_caches_are_freed_before_the_next_request_is_planned(
     with pair.engine("hierarchical", link="emulated:50", gpu_kv_layers=1) as engine:
         tokens = engine.generate(random_tokens(600).tolist(), 9, GREEDY)
         next(tokens)
-        assert engine.stats.retrieval is not None
-        previous = weakref.ref(engine.stats.retrieval)
+        (sequence,) = engine.sessions.executor.sequences
+        previous = weakref.ref(sequence.retrieval)
+        del sequence
         list(tokens)
         candidates = Planner.candidates
         monkeypatch.setattr(

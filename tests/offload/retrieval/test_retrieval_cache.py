@@ -373,6 +373,8 @@ def test_a_reset_cache_is_like_a_new_one(quantised: bool) -> None:
     target, used = cache_pair(make_test_link("view"), 2, shape)
     prefill(target, random_qkv(90), 32)
     forward(used, random_qkv(3))
+    with torch.inference_mode():
+        used.buffers(1)[0].fill_(torch.nan)
     buffer = used.buffers(1)[0].data_ptr()
     sequence, probe, outs = random_qkv(70), random_qkv(3), []
     for is_reset in (True, False):
@@ -386,7 +388,25 @@ def test_a_reset_cache_is_like_a_new_one(quantised: bool) -> None:
         prefill(target, sequence, 32)
         outs.append(forward(middle, probe))
         outs.append(torch.tensor(middle.traffic.attended))
+        assert all(middle.buffers(layer)[0].isfinite().all() for layer in range(LAYOUT.layers))
     assert torch.equal(outs[0], outs[2])
     assert torch.equal(outs[1], outs[3])
     assert used.buffers(1)[0].data_ptr() == buffer
     assert not used.shape.has_buffers_of(replace(used.shape, budget=44))
+
+
+@both_stores
+def test_contexts_within_the_budget_have_equal_buffers(quantised: bool) -> None:
+    """So a sequence can reuse the buffers of another one that is somewhat shorter."""
+    shapes = [
+        replace(
+            RetrievalCacheSpec.of(min(2048, tokens), 4, tokens, 7, 148),
+            quantised=quantised,
+            whole_step=512,
+        )
+        for tokens in (700, 900, 1100, 2048, 9000)
+    ]
+    same = [shapes[0].has_buffers_of(shape) for shape in shapes]
+    assert same == [True, True, False, False, False]
+    assert shapes[3].has_buffers_of(shapes[4])
+    assert not shapes[0].has_buffers_of(replace(shapes[0], quantised=not quantised))

@@ -15,6 +15,7 @@ import torch
 
 from decoding import GREEDY, Engine, Settings
 from offload.cache.streaming import StreamingCache
+from parallel.config.parameter_count import MAX_GRAPH_TOKENS
 from parallel.execution.cuda_graphs import GraphRunner, cuda_graphs_supported
 from parallel.model.loading import load_model
 from parallel.model.transformer import Transformer
@@ -141,8 +142,8 @@ def test_a_forward_is_padded_to_the_next_captured_size(draft: Transformer) -> No
 def test_nothing_is_captured_without_a_second_place(draft: Transformer) -> None:
     """There a graph is compared."""
     runner, cache = GraphRunner(True, ScriptedCapturer(exact_graph)), streaming_cache(draft)
-    cache.slots = 33
-    runner.capture(draft, cache, [32, 33])
+    cache.slots = 9
+    runner.capture(draft, cache, [8, 9])
     assert runner.counts["replayed"] == 1
 
 
@@ -160,6 +161,21 @@ def test_a_slots_next_sequence_replays_its_graphs(draft: Transformer) -> None:
     assert (capturer.captures, capturer.count) == (4, 2)
     check_logits(runner, draft, other, 8)
     assert runner.counts["replayed"] == 4
+
+
+def test_a_sequence_that_was_not_finite_leaves_nothing_to_the_next(draft: Transformer) -> None:
+    """A replay reads all slots, those that are masked too."""
+    runner, cache = captured_runner(exact_graph, draft)
+    with torch.inference_mode():
+        for buffer in cache.buffers(0):
+            buffer.fill_(torch.nan)
+    cache.reset()
+    check_logits(runner, draft, cache, 8)
+
+
+def test_only_short_forwards_are_captured(draft: Transformer) -> None:
+    runner, _ = captured_runner(exact_graph, draft, [MAX_GRAPH_TOKENS, MAX_GRAPH_TOKENS + 1])
+    assert runner.counts["replayed"] == 1
 
 
 def test_nothing_is_captured_unless_enabled(draft: Transformer) -> None:
