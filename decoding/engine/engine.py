@@ -86,8 +86,8 @@ class Engine:
         """Return how many such requests, at most `limit`, run concurrently at no cost to each.
 
         Each keeps as much of its KV on the device as it would alone. The result is 1 if forwards
-        are not shared, or sharing them would not pay. All ranks call it. Raises
-        InsufficientMemoryError on all ranks if one alone would not fit.
+        are not shared. All ranks call it. Raises InsufficientMemoryError on all ranks if one alone
+        would not fit.
         """
         return self.sessions.max_concurrency(prompt_tokens, max_new_tokens, limit)
 

@@ -169,7 +169,7 @@ class DecodingLevels:
 def _graph_sizes(shortest: int, longest: int) -> list[int]:
     """Return the numbers of tokens of which forwards are captured; others are padded to the next.
 
-    They are powers of two from `shortest` on, and `longest`.
+    They are powers of two, from `shortest` to at most half of `longest`, and `longest`.
     """
     sizes = []
     while 2 * shortest <= longest:

@@ -213,6 +213,7 @@ class SequenceState:
             # a reader holds its layer's memory: none of them may live longer
             layers = [read_layer(read, layout, tokens) for read in self.target.host_readers()]
         self._detach()
+        self.slot.vacate()
         # frees the old caches before new ones are allocated
         self.levels, self.retrieval, self.draft = [], None, None
         del self.target

@@ -212,7 +212,10 @@ def max_concurrent(
             shared = plan(count)
         except InsufficientMemoryError:
             break
-        if any_rank(shared.memory.placement != alone.memory.placement):
+        same_place = shared.memory.placement == alone.memory.placement
+        if any_rank(
+            not (same_place and shared.requirements.strategy == alone.requirements.strategy)
+        ):
             break
         best = shared
     return best

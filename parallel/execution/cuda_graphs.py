@@ -154,24 +154,25 @@ class GraphRunner:
         is_full = self.capturer.count >= MAX_GRAPHS
         if len(slots) > 1 and any(gather(is_full)):
             return  # captured for a later sequence, if slots' graphs are freed
-        forwards.captured[slots, tokens] = None
         # before any rank captures in vain
         if self._is_refused(gather(self.capturer.broken)):
+            forwards.captured[slots, tokens] = None
             return
         out = forwards.output_buffer(model, len(slots))
         captured = _CapturedForward(model, forwards.caches(slots), tokens, out)
+        # The warm-up that a capture needs. Its errors are no objections: collectives have run.
+        captured.launch(empty)
         objection = None
         try:
-            captured.launch(empty)  # warm-up that a capture needs
             captured.graph = self.capturer.capture(captured.run)
         except (RuntimeError, TierForceError) as error:  # an operation that cannot be captured
             objection = repr(error.__cause__ or error)
         # before any rank replays a collective, all have captured it
-        if self._is_refused(gather(objection)):
-            return
-        if not self._is_refused(gather(captured.difference(empty))):
-            forwards.captured[slots, tokens] = captured
-            self.counts["replayed"] += 1
+        is_refused = self._is_refused(gather(objection)) or self._is_refused(
+            gather(captured.difference(empty))
+        )
+        forwards.captured[slots, tokens] = None if is_refused else captured
+        self.counts["replayed"] += not is_refused
 
     def _is_refused(self, gathered: Sequence[str | None]) -> bool:
         """Return whether any rank of the model objects to a graph."""
@@ -286,20 +287,25 @@ class _CapturedForward:
     def difference(self, empty: StaticCache) -> str | None:
         """Return how a replay differs from the launches that were captured, None if it does not.
 
-        It gets other tokens, in other slots and at other positions than those of the capture: those
-        that are baked in show.
+        It gets other tokens, in other slots and at other positions than those of the capture, and
+        padding after them: what is baked in shows.
         """
         width = len(self._tokens[0])
-        (static,) = (static for static in self._static if static.cache is empty)
-        last = empty.slots - width
-        place = Place(width, last, empty.rotary.length - width, first_valid_slot=1)
-        static.place(place)
+        (index,) = (i for i, static in enumerate(self._static) if static.cache is empty)
+        static, rows = self._static[index], max(1, width - 1)
+        last = Place(width, empty.slots - width)
+        position = empty.rotary.length - width
+        static.place(Place(rows, last.slot, position, first_valid_slot=1))
         for tokens in self._tokens:
             tokens.fill_(1)
-        written = static.written(place)
-        written.zero_()  # reveals a replay that writes its KV elsewhere
-        replayed, replayed_kv = self.graph().clone(), written.clone()
-        launched = self.run()
+        written = static.written(last)
+        # Zeros reveal a replay that writes its KV elsewhere, or padding there. Other slots' results
+        # are not compared: their sequences need not be finite.
+        own = slice(index * width, index * width + rows)
+        written.zero_()
+        replayed, replayed_kv = self.graph()[own].clone(), written.clone()
+        written.zero_()
+        launched = self.run()[own]
         logits_error = _difference(replayed, launched)
         kv_error = _difference(replayed_kv, written)
         if logits_error <= _TOLERANCE and kv_error <= _TOLERANCE:  # false if one is NaN

@@ -62,6 +62,22 @@ def fixed_slot_graph(function: LogitsFn) -> LogitsFn:
     return replay
 
 
+def unpadded_graph(function: LogitsFn) -> LogitsFn:
+    """Return a graph that computes all the tokens of its capture, also where padding is meant."""
+    _, tokens, forwards, _ = function.args  # type: ignore[attr-defined]
+
+    def replay() -> Tensor:
+        counts = [forward._start[0].clone() for forward in forwards]
+        for forward in forwards:
+            forward._start[0].fill_(len(tokens[0]))
+        out = function()
+        for forward, count in zip(forwards, counts, strict=True):
+            forward._start[0].copy_(count)
+        return out
+
+    return replay
+
+
 def failed_capture(function: LogitsFn) -> LogitsFn:
     raise RuntimeError("operation not permitted when stream is capturing")
 

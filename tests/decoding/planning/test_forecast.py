@@ -137,6 +137,17 @@ def test_concurrency_is_limited_by_the_placement_of_a_single_request() -> None:
         assert (per_hour[0] > per_hour[1]) == (count > 1)
 
 
+def test_concurrent_requests_keep_the_budget_of_one_alone() -> None:
+    """Several would take a smaller one."""
+    planner = planner_on(SEVEN, "1xA100-80", "hierarchical", retrieval_budget=None)
+    alone, eight = planner.plan(3_584, 512), planner.plan(3_584, 512, 8)
+    assert eight.memory.placement == alone.memory.placement
+    assert eight.requirements.strategy.budget < alone.requirements.strategy.budget
+    shared = planner.max_concurrent(alone, 8)
+    assert shared.concurrency < 8
+    assert shared.requirements.strategy == alone.requirements.strategy
+
+
 def test_higher_acceptance_gives_longer_drafts_and_fewer_seconds() -> None:
     planner = planner_on(SEVEN, "1x4090", "hierarchical")
     plan = planner.plan(PROMPT, NEW)

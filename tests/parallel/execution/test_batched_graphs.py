@@ -123,6 +123,17 @@ def test_a_shared_graph_is_compared_in_another_place(draft: Transformer) -> None
     assert "off by" in runner.counts["why"]
 
 
+def test_a_sequence_that_is_not_finite_does_not_keep_others_from_capturing(
+    draft: Transformer,
+) -> None:
+    runner = GraphRunner(True, ScriptedCapturer(exact_graph))
+    (cache,) = captured_caches(runner, draft, [31], [2])
+    with torch.inference_mode():
+        cache.buffers(0)[0].fill_(torch.nan)
+    runner.capture(draft, streaming_cache(draft), [2], 1)
+    assert (runner.counts["replayed"], runner.counts["refused"]) == (3, 0)
+
+
 def test_capturing_leaves_the_sequences_in_other_slots_as_they_are(draft: Transformer) -> None:
     runner, plain = GraphRunner(True, ScriptedCapturer(exact_graph)), streaming_cache(draft)
     (cache,) = captured_caches(runner, draft, [31], [2])

@@ -30,6 +30,7 @@ from support.captures import (
     nan_graph,
     stale_graph,
     streaming_cache,
+    unpadded_graph,
 )
 from support.driving import tiered_cache
 from support.engines import DEMO, Pair
@@ -137,6 +138,12 @@ def test_a_forward_is_padded_to_the_next_captured_size(draft: Transformer) -> No
         assert cache._dropped == plain._dropped
     assert cache._dropped > 0
     assert replayed == [1, 4, 4, 4] * 12  # five tokens are launched
+
+
+def test_a_graph_without_padding_is_refused(draft: Transformer) -> None:
+    """It would write to slots that are visible to the next forward."""
+    runner, _ = captured_runner(unpadded_graph, draft, [4])
+    assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 1)
 
 
 def test_nothing_is_captured_without_a_second_place(draft: Transformer) -> None:
