@@ -61,11 +61,11 @@ class Rotary:
             raise ValueError(
                 f"position {end - 1} is past the rotary table of {self.length} positions"
             )
-        return self.apply(x, (self.cos[start:end], self.sin[start:end]), layer)
+        return self.apply(x, self.angles(start, end), layer)
 
-    def angles(self, positions: Tensor) -> Angles:
-        """Return the rows of the tables at positions (T,)."""
-        return self.cos[positions], self.sin[positions]
+    def angles(self, start: int, end: int) -> Angles:
+        """Return the rows of the tables from position `start` to `end`, as views."""
+        return self.cos[start:end], self.sin[start:end]
 
     def apply(self, x: Tensor, angles: Angles, layer: int) -> Tensor:
         """Rotate a layer's x (T, H, head_dim) by the angles of its rows."""

@@ -108,17 +108,17 @@ class StaticForward:
         self._steps = torch.arange(rows, device=kv.device)
         self._columns = torch.arange(cache.slots, device=kv.device)
         # copied from the sequence's tables: the next sequence on this cache has others
-        cos, sin = cache.rotary.cos, cache.rotary.sin
-        self._angles = cos[:1].repeat(rows, 1, 1), sin[:1].repeat(rows, 1, 1)
+        cos, sin = cache.rotary.angles(0, 1)
+        self._angles = cos.repeat(rows, 1, 1), sin.repeat(rows, 1, 1)
 
     def place(self, place: Place) -> None:
         """Set where the next forward's tokens are."""
         numbers = (place.tokens, place.slot, place.first_valid_slot)
         for tensor, number in zip(self._start, numbers, strict=True):
             tensor.fill_(number)
-        end, rotary = place.position + place.tokens, self.cache.rotary
-        for angles, table in zip(self._angles, (rotary.cos, rotary.sin), strict=True):
-            angles[: place.tokens].copy_(table[place.position : end])
+        own = self.cache.rotary.angles(place.position, place.position + place.tokens)
+        for angles, rows in zip(self._angles, own, strict=True):
+            angles[: place.tokens].copy_(rows)
 
     def written(self, place: Place) -> Tensor:
         """Return the first layer's KV of tokens placed there (2, Hkv, T, D), a view of the buffer.
