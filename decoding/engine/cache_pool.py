@@ -40,15 +40,18 @@ class CachePool:
     def begin(self, state: RequestState, concurrency: int) -> None:
         """Give a request caches, in which `prefill` computes what they lack of its prompt.
 
-        All of `concurrency` requests share the memory. Raises InsufficientMemoryError.
+        All of `concurrency` requests share the memory. Raises InsufficientMemoryError, also if the
+        request continues a sequence that has more than its share.
         """
         request, stats = state.request, state.stats
         previous = self._previous(request, concurrency)
         if previous is not None:
             self.kept.remove(previous)
             self._use(state, previous)
+            self._make_room(concurrency, 0)
             cached = previous.caches.target.length
-            is_shared = concurrency == 1 or previous.common_tokens(*_size(request)) > 0
+            is_only = concurrency == 1 and not state.runs_alone
+            is_shared = is_only or previous.common_tokens(*_size(request)) > 0
             is_best = previous.reusable_tokens(*_size(request)) >= self._source(request)[1]
             is_extended = is_best and self._extend(state, previous)
             if is_shared:  # otherwise it is another conversation, which makes room
@@ -57,6 +60,7 @@ class CachePool:
                 state.sequence = None
                 self.release(previous, keep=False)
         if state.sequence is None:
+            self._make_room(concurrency, 1)
             self._use(state, CachedSequence(self._open(state, concurrency)))
             stats.discarded_tokens = max(0, stats.discarded_tokens - stats.reused_tokens)
         sequence = state.sequence
@@ -134,15 +138,33 @@ class CachePool:
         state.sequence = sequence
 
     def _previous(self, request: Request, concurrency: int) -> CachedSequence | None:
-        """Return the kept sequence that a request continues or replaces, if it does."""
+        """Return the kept sequence that a request continues or replaces, if it does.
+
+        Raises InsufficientMemoryError if it continues one that has more than its share.
+        """
         if not self.kept:
             return None
         is_full = len(self.kept) + len(self._in_use) >= concurrency
         best = max(self.kept, key=lambda each: each.reusable_tokens(*_size(request)))
         reusable = best.reusable_tokens(*_size(request))
         if 2 * reusable >= len(best.tokens) and reusable >= self._source(request)[1]:
+            if best.caches.plan.concurrency < concurrency:
+                raise InsufficientMemoryError(
+                    f"the conversation does not fit one of {concurrency} shares of the memory."
+                )
             return best
         return self.kept[0] if is_full else None
+
+    def _make_room(self, concurrency: int, new: int) -> None:
+        """Close kept sequences, those used longest ago first, so that `new` can be opened.
+
+        One that ran alone has more than its share of the memory, and is closed in any case.
+        """
+        for each in [*self.kept]:
+            is_large = each.caches.plan.concurrency < concurrency
+            if is_large or len(self.kept) + len(self._in_use) + new > concurrency:
+                self.kept.remove(each)
+                self.sessions.close(each.caches)
 
     def _extend(self, state: RequestState, kept: CachedSequence) -> bool:
         """Begin to extend the last request's caches, reallocating them if they are too small.

@@ -83,6 +83,7 @@ class RequestState:
         self.stats = Stats(truncated_tokens=request.truncated_tokens)
         self.status = Status.WAITING
         self.error: TierForceError | None = None  # set if the request failed
+        self.runs_alone = False  # it does not fit its share of the memory
         self.sequence: CachedSequence | None = None  # from prefill until it finishes
         self._decoder: Decoder | None = None
         self._steps: Steps[list[int]] | None = None  # the current round
@@ -201,6 +202,11 @@ class RequestState:
         self.sequence = self._decoder = self._steps = self._forward = None
         self.status = Status.FINISHED
         return sequence
+
+    def restart_alone(self) -> None:
+        """Wait again after `finish`, as if nothing had run, for all of the memory."""
+        self.stats = Stats(truncated_tokens=self.request.truncated_tokens)
+        self.status, self.runs_alone = Status.WAITING, True
 
 
 def check_request(

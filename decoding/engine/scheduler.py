@@ -28,8 +28,9 @@ _MAX_WAIT_S = 1.0  # longest wait of the oldest prefill while shorter ones come 
 class Scheduler:
     """Runs requests on rank 0; the other ranks take part in their forwards.
 
-    A request that fails ends with its error, and the others continue. An error of the program, or a
-    lost rank, ends all of them.
+    A request that fails ends with its error, and the others continue. One that does not fit its
+    share of the memory runs alone, when no other is running. An error of the program, or a lost
+    rank, ends all of them.
     """
 
     def __init__(self, sessions: SequenceManager, context: int, stop_tokens: frozenset[int]):
@@ -40,13 +41,15 @@ class Scheduler:
         self.concurrency = 1  # requests that share the memory
         self._clock = Clock()
         self._waiting: deque[RequestState] = deque()
+        self._too_large: deque[RequestState] = deque()  # for their share of the memory
         self._running: list[RequestState] = []  # and those being prefilled
+        self._is_batch = False  # in `run`
         self._lead_s = 0.0  # seconds of prefill less those of forwards, while both are due
 
     @property
     def is_busy(self) -> bool:
         """Return whether a request is waiting or running."""
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._too_large or self._running)
 
     def add(self, request: Request) -> RequestState:
         """Append a request to those that wait, and return its state."""
@@ -54,16 +57,14 @@ class Scheduler:
         self._waiting.append(state)
         return state
 
-    def step(self, is_interleaved: bool = True) -> list[RequestState]:
+    def step(self) -> list[RequestState]:
         """Admit requests that there is room for; run one step of a prefill, or one forward.
 
-        Returns the requests that took part: each may have new tokens, or have finished. Raises
-        errors that end all requests; all caches are freed then.
-
-        Args:
-            is_interleaved: whether prefill shares the time with the forwards of running requests,
-                half and half; otherwise these wait.
+        Prefill and the forwards of running requests each get half of the time, except in `run`,
+        where forwards wait. Returns the requests that took part: each may have new tokens, or have
+        finished. Raises errors that end all requests; all caches are freed then.
         """
+        is_interleaved = not self._is_batch
         try:
             if failed := self._admit():
                 return failed
@@ -86,15 +87,17 @@ class Scheduler:
 
     def abort(self, state: RequestState) -> None:
         """End a request between two steps, unless it has finished."""
-        if state in self._waiting:
-            self._waiting.remove(state)
+        for queue in (self._waiting, self._too_large):
+            if state in queue:
+                queue.remove(state)
         if not state.is_finished:
             self._finish(state, keep=state.status is Status.RUNNING)
 
     def close(self) -> None:
         """End all requests, and free all caches."""
-        waiting = list(self._waiting)
+        waiting = [*self._waiting, *self._too_large]
         self._waiting.clear()
+        self._too_large.clear()
         with ExitStack() as closing:  # ends all of them, even if one raises
             closing.callback(self.caches.close)
             for state in [*waiting, *self._running]:
@@ -105,34 +108,25 @@ class Scheduler:
     ) -> Generator[RequestState, None, None]:
         """Yield each request as it finishes; up to `concurrency` share memory and forwards.
 
-        A request is taken when there is room for it. One that does not fit its share of the memory
-        runs alone at the end.
+        A request is taken when there is room for it, and prefilled at once: the others' forwards
+        wait until they are shared. Those that do not fit their share of the memory run alone at the
+        end.
         """
-        too_large: list[Request] = []
-        self.concurrency = concurrency
+        self.concurrency, self._is_batch = concurrency, True
+        rest = iter(requests)
         try:
-            for state in self._run(iter(requests)):
-                if concurrency > 1 and isinstance(state.error, InsufficientMemoryError):
-                    too_large.append(state.request)
-                else:
-                    yield state
-            self.concurrency = 1
-            yield from self._run(iter(too_large))
+            while True:
+                if len(self._running) < self.concurrency and not self._prefilling:
+                    with self._clock.paused():
+                        request = next(rest, None)
+                    if request is not None:
+                        self.add(request)
+                    elif not self.is_busy:
+                        return
+                yield from [state for state in self.step() if state.is_finished]
         finally:
-            self.concurrency = 1
+            self.concurrency, self._is_batch = 1, False
             self.close()
-
-    def _run(self, requests: Iterator[Request]) -> Iterator[RequestState]:
-        """Run requests, each prefilled at once: the others' forwards wait until they are shared."""
-        while True:
-            if len(self._running) < self.concurrency and not self._prefilling:
-                with self._clock.paused():
-                    request = next(requests, None)
-                if request is not None:
-                    self.add(request)
-                elif not self._running:
-                    return
-            yield from [state for state in self.step(is_interleaved=False) if state.is_finished]
 
     @property
     def _prefilling(self) -> list[RequestState]:
@@ -141,22 +135,34 @@ class Scheduler:
     def _admit(self) -> list[RequestState]:
         """Give caches to the requests that there is room for; return those that failed."""
         admitted = list[RequestState]()
-        for state in list(self._waiting):
-            if len(self._running) >= self.concurrency:
-                break
-            if self._prefilling and self.caches.is_worth_waiting(state.request):
-                continue
-            self._waiting.remove(state)
+        while (state := self._next()) is not None:
+            (self._too_large if state.runs_alone else self._waiting).remove(state)
             admitted.append(state)
             with self._clock.paused(), self._own_errors([state]):
                 vocab = self.sessions.runtime.target.config.vocab
                 state.request.validate(self.caches.context, vocab)
                 state.status = Status.PREFILLING
                 self._running.append(state)
+                self.caches.begin(state, 1 if state.runs_alone else self.concurrency)
                 for each in self._running:
                     each.stats.concurrency = max(each.stats.concurrency, len(self._running))
-                self.caches.begin(state, self.concurrency)
         return [state for state in admitted if state.is_finished]
+
+    def _next(self) -> RequestState | None:
+        """Return the next request to admit.
+
+        One that runs alone waits for the others to end, and those that come later wait for it; in
+        `run`, it waits for these too. A request also waits for a prefill that it has use for.
+        """
+        running = self._running
+        if len(running) >= self.concurrency or any(state.runs_alone for state in running):
+            return None
+        if self._too_large and not (self._is_batch and self._waiting):
+            return None if running else self._too_large[0]
+        for state in self._waiting:
+            if not (self._prefilling and self.caches.is_worth_waiting(state.request)):
+                return state
+        return None
 
     def _prefill(
         self, prefilling: list[RequestState], in_chunks: bool, waits: bool
@@ -234,5 +240,15 @@ class Scheduler:
             else:  # other ranks may be in the middle of the same forward and cannot continue
                 raise
             for state in states:
-                state.error = own
-                self._finish(state)
+                if isinstance(own, InsufficientMemoryError) and self._may_run_alone(state):
+                    self._finish(state)
+                    state.restart_alone()
+                    self._too_large.append(state)
+                else:
+                    state.error = own
+                    self._finish(state)
+
+    def _may_run_alone(self, state: RequestState) -> bool:
+        """Return whether a request that ran out of memory is tried again, without others."""
+        is_unseen = self._is_batch or not state.tokens  # nobody has seen tokens of it
+        return self.concurrency > 1 and not state.runs_alone and is_unseen

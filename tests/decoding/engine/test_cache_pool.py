@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,6 +224,34 @@ def test_a_failed_request_does_not_affect_others(models: Pair) -> None:
             engine.scheduler.step()
         assert [state.error is None for state in states] == [True, False, False]
         assert len(states[0].tokens) == NEW
+
+
+def test_a_request_too_large_for_its_share_runs_alone(checkpoint: Callable[..., Path]) -> None:
+    """Those that come later wait for it; a turn of its conversation continues in its caches."""
+    deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
+    models, long = Pair(deep, deep), random_tokens(2000, seed=3).tolist()
+    prompts = [OTHER, long, DOCUMENT, OTHER[:250]]
+    with models.engine("plain", **SMALL, device_memory=10**9) as engine:
+        expected = batches.run_alone(engine, requests(prompts))
+        turn = [*long, *expected[1], 5, 6]
+        expected += batches.run_alone(engine, requests([turn]))
+        last_turn = [*turn, *expected[4], 7]
+        expected += batches.run_alone(engine, requests([last_turn]))
+        limit = engine.runtime.weight_bytes + engine.plan(2000, NEW + 150).memory.device_bytes
+    options = {"device_memory": limit, "gpu_kv_layers": 8}
+    with serving(models, "plain", 3, **options) as engine:
+        scheduler, order = engine.scheduler, list[int]()
+        states = [scheduler.add(request) for request in requests(prompts)]
+        while scheduler.is_busy:
+            order += [states.index(state) for state in scheduler.step() if state.is_finished]
+        more = run_together(engine, requests([OTHER, turn]))
+        assert [state.stats.concurrency for state in more] == [1, 1]
+        (last,) = run_together(engine, requests([last_turn]))
+    assert [state.stats.concurrency for state in states] == [1, 1, 2, 2]
+    assert order[:2] == [0, 1]
+    assert more[1].stats.reused_tokens == 0  # two others have taken its memory since
+    assert last.stats.reused_tokens == len(turn) + NEW - 1
+    assert [state.tokens for state in [*states, more[1], last]] == expected
 
 
 def test_deterministic_requests_are_not_concurrent(models: Pair) -> None:

@@ -170,7 +170,8 @@ class _Answer:
         if queued.is_over:
             return
         if state.error is not None:
-            queued.fail(_as_failure(state.error, self.engine.scheduler.concurrency))
+            concurrency = 1 if state.runs_alone else self.engine.scheduler.concurrency
+            queued.fail(_as_failure(state.error, concurrency))
         elif state.is_finished or text.is_stopped:
             if not text.is_stopped:
                 self._send(text.rest())
