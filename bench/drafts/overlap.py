@@ -113,7 +113,6 @@ class PolicyTrace:
         """Prefill the prompt, with room for `new_tokens` and forwards over `rows` more."""
         self.session = SequenceState(runtime, list(prompt), new_tokens + rows + 1)
         self.model, self.target = runtime.target, self.session.target
-        self.session.retrieval = None
         del self.session.levels[1:]
         self.target.observers.clear()  # those of the session
         self.caches = {variant: self._cache(variant, new_tokens, rows) for variant in variants}

@@ -23,6 +23,7 @@ from decoding import Engine, Settings
 from decoding.engine.session import SequenceState
 from offload.cache.base import Cache
 from offload.cache.static_shape import StaticCache
+from offload.cache.streaming import StreamingCache
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.model.transformer import Transformer
 
@@ -68,8 +69,9 @@ def forward_times(session: SequenceState, repeats: int) -> dict[str, float]:
         session.retrieval.selector.min_interval = 0
         times["target_33_refresh"] = median_ms(model, target, tokens[:33], repeats)
         short += [(f"retrieval_{rows}", model, session.retrieval, rows) for rows in (1, 2)]
-    if session.draft is not None and session.runtime.draft is not None:
-        short.append(("draft_1", session.runtime.draft, session.draft, 1))
+    for drafting in session.levels:
+        if isinstance(drafting.cache, StreamingCache):
+            short.append(("draft_1", drafting.model, drafting.cache, 1))
     for name, level, cache, rows in short:
         measured = short_forwards(session.slot.graphs, level, cache, tokens[:rows], 5 * repeats)
         times |= {f"{name}{suffix}": ms for suffix, ms in measured.items()}

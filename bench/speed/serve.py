@@ -2,6 +2,7 @@
 
 - Several clients ask different questions about one document, one after another and together.
 - A short request arrives while a long prompt is being read.
+- Two questions to each of several documents, with room for the caches of one.
 - Many requests, some malformed, some of whose clients leave: the server's memory must stay flat.
 """
 
@@ -111,10 +112,10 @@ class Server:
 
 
 @contextmanager
-def serving(target: str, dtype: str, concurrency: int) -> Iterator[Server]:
+def serving(target: str, dtype: str, concurrency: int, *options: str) -> Iterator[Server]:
     """Run a server that answers so many requests at once. Raises TierForceError."""
     command = [sys.executable, "-m", "decoding", "serve", "--model", target, "--port", "0"]
-    command += ["--dtype", dtype, "--concurrency", str(concurrency)]
+    command += ["--dtype", dtype, "--concurrency", str(concurrency), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     lines, deadline = list[str](), threading.Timer(_START_S, process.kill)
@@ -156,6 +157,18 @@ def row(what: str, concurrency: int, answers: Sequence[Answer], seconds: float) 
         "first_text_s": statistics.median(answer.first_s for answer in answers),
         "answer_s": statistics.median(answer.whole_s for answer in answers),
     }
+
+
+def ask_each(
+    server: Server,
+    documents: Sequence[Sequence[int]],
+    question: Sequence[int],
+    new_tokens: int,
+    what: str,
+) -> Row:
+    """Ask a question about each document, one after another; return the row of all."""
+    prompts = [[*document, *question] for document in documents]
+    return row(what, 1, *ask_all(server, prompts, new_tokens, 1))
 
 
 def short_beside_long(
@@ -221,19 +234,30 @@ def main(
     tokenizer = tokenizer_of(target)
     whole = prompt_tokens(tokenizer, long + context, text)
     document, other = whole[:context], whole[context:]
-    prompts = [
-        [
-            *document,
-            *tokenizer(f"\n\nQuestion: {each}\n\nAnswer:", add_special_tokens=False).input_ids,
-        ]
+    questions: list[list[int]] = [
+        tokenizer(f"\n\nQuestion: {each}\n\nAnswer:", add_special_tokens=False).input_ids
         for each in QUESTIONS[:clients]
     ]
+    prompts = [[*document, *question] for question in questions]
+    size = min(context, long // clients)
+    documents = [other[start * size : (start + 1) * size] for start in range(clients)]
     rows, soaks, ratios = list[Row](), list[Row](), dict[str, object]()
     with serving(target, dtype, 1) as server:
         server.complete(other[:_SHORT], 4)
         alone, alone_s = ask_all(server, prompts, new_tokens, 1)
         rows.append(row("one after another", 1, alone, alone_s))
+        rows.append(ask_each(server, documents, questions[0], new_tokens, "one question each"))
+        rows.append(ask_each(server, documents, questions[1], new_tokens, "another one each"))
         yield {"rows": rows}
+    with serving(target, dtype, 1, "--swap-space", "0") as server:
+        ask_each(server, documents, questions[0], new_tokens, "one question each")
+        what = "another one each, nothing swapped out"
+        rows.append(ask_each(server, documents, questions[1], new_tokens, what))
+        again, lost = (row["first_text_s"] for row in rows[-2:])
+        ratios["time to another answer's first text, over that with nothing swapped out"] = (
+            again / lost
+        )
+        yield {"rows": rows, "ratios": ratios}
     with serving(target, dtype, clients) as server:
         server.complete(other[:_SHORT], 4)
         together, together_s = ask_all(server, prompts, new_tokens, clients)

@@ -257,6 +257,7 @@ def serve(
     queue: Annotated[int, option_parameter(ServeOptions, "queue")] = 64,
     max_body: Annotated[int, option_parameter(ServeOptions, "max_body")] = 16,
     concurrency: Annotated[int | None, option_parameter(ServeOptions, "concurrency")] = None,
+    swap_space: Annotated[int | None, option_parameter(ServeOptions, "swap_space")] = None,
 ) -> None:
     r"""Serve an OpenAI-compatible API over HTTP, and a chat page.
 
@@ -267,7 +268,7 @@ def serve(
     """
     if common.settings.deterministic:
         check_concurrency(concurrency)
-    options = ServeOptions(host, port, queue, max_body, concurrency)
+    options = ServeOptions(host, port, queue, max_body, concurrency, swap_space)
     interrupts = _start(common, "interrupted ({name})")
     try:
         from decoding.app.server.run import run

@@ -7,10 +7,11 @@ from contextlib import ExitStack, suppress
 
 from torch import Tensor
 
-from decoding.engine.cached_sequence import CachedSequence, room_for_turns
+from decoding.engine.cached_sequence import CachedSequence, HeldSequence, room_for_turns
 from decoding.engine.request import Request, RequestState
-from decoding.engine.session import SequenceState
+from decoding.engine.session import SequenceState, SwappedSequence
 from decoding.engine.session_manager import SequenceManager
+from decoding.engine.swap_space import SwapOut, SwapSpace
 from decoding.prefix_cache.store import MIN_TOKENS
 from decoding.speculation.sequence import Tokens
 from offload.errors import InsufficientMemoryError, RequestCancelled
@@ -25,8 +26,9 @@ class CachePool:
     replaces the last one, and the distribution is that of one long prompt.
 
     With several sequences, a prompt continues the one it shares most with if that shares at least
-    half of its own tokens with it; else it copies the common prefix. The least recently used one is
-    replaced where there is no room for another.
+    half of its own tokens with it; else it copies the common prefix. Where there is no room for
+    another, the caches used longest ago are freed. Their KV is swapped out to host memory before,
+    where it is copied from like that of other sequences, as long as there is room for it.
     """
 
     def __init__(self, sessions: SequenceManager, context: int):
@@ -36,45 +38,54 @@ class CachePool:
         self.room: int | None = None
         self.kept: list[CachedSequence] = []  # least recently used first
         self._in_use: list[CachedSequence] = []
+        self.swap_space = SwapSpace(sessions)
+        self._swaps: dict[RequestState, SwapOut] = {}  # keys: the requests that wait
 
     def begin(self, state: RequestState, concurrency: int) -> None:
         """Give a request caches, in which `prefill` computes what they lack of its prompt.
 
-        All of `concurrency` requests share the memory. Raises InsufficientMemoryError, also if the
-        request continues a sequence that has more than its share.
+        If another sequence has to be swapped out before, `prefill` does so. All of `concurrency`
+        requests share the memory. Raises InsufficientMemoryError, also if the request continues a
+        sequence that has more than its share.
         """
         request, stats = state.request, state.stats
         previous = self._previous(request, concurrency)
+        if not self._make_room(state, concurrency, previous):
+            return
         if previous is not None:
-            self.kept.remove(previous)
-            self._use(state, previous)
-            self._make_room(concurrency, 0)
-            cached = previous.caches.target.length
             is_only = concurrency == 1 and not state.runs_alone
-            is_shared = is_only or previous.common_tokens(*_size(request)) > 0
-            is_best = previous.reusable_tokens(*_size(request)) >= self._source(request)[1]
-            is_extended = is_best and self._extend(state, previous)
-            if is_shared:  # otherwise it is another conversation, which makes room
-                stats.discarded_tokens = max(0, cached - stats.reused_tokens)
-            if not is_extended:
-                state.sequence = None
-                self.release(previous, keep=False)
+            if is_only or previous.common_tokens(*_size(request)):
+                # otherwise it is another conversation, which makes room
+                stats.discarded_tokens = previous.caches.target.length
+            self.kept.remove(previous)
+            if not (reused := self._reused_tokens(request, previous)):
+                self.sessions.close(previous.caches)
+            elif _fits(request, previous):
+                self.sessions.extend(previous.caches, request.prompt, reused)
+                state.sequence, stats.reused_tokens = previous, reused
+            else:  # larger caches copy it
+                self._swaps[state] = self.swap_space.begin(previous, concurrency, reused)
+                return
+        del previous  # frees the caches before others are allocated
         if state.sequence is None:
-            self._make_room(concurrency, 1)
-            self._use(state, CachedSequence(self._open(state, concurrency)))
-            stats.discarded_tokens = max(0, stats.discarded_tokens - stats.reused_tokens)
-        sequence = state.sequence
-        assert sequence is not None
-        sequence.tokens = request.tokens
-        sequence.missing = len(request.prompt) - stats.reused_tokens
-        sequence.stepped_at = time.perf_counter()
+            state.sequence = CachedSequence(self._open(state, concurrency))
+        self._in_use.append(state.sequence)
+        stats.discarded_tokens = max(0, stats.discarded_tokens - stats.reused_tokens)
+        state.sequence.tokens = request.tokens
+        state.sequence.missing = len(request.prompt) - stats.reused_tokens
+
+    def cancel(self, state: RequestState) -> None:
+        """Stop making room for a request."""
+        if (swap := self._swaps.pop(state, None)) is not None:
+            self.kept.insert(0, swap.sequence)
+            self.swap_space.cancel(swap)
 
     def is_worth_waiting(self, request: Request) -> bool:
         """Return whether a prefix of a prompt is being prefilled for another request.
 
         It is worth waiting for if that saves more work than half of what is left to do there.
         """
-        sequences = [*self.kept, *self._in_use]
+        sequences = self._held()
         common = [each.common_tokens(*_size(request)) for each in sequences]
         pairs = list(zip(sequences, common, strict=True))
         held = max((min(count, each.copyable) for each, count in pairs), default=0)
@@ -95,9 +106,15 @@ class CachePool:
             waits: whether to wait for the device, so that the step's time is known.
         """
         sequence, request = state.sequence, state.request
-        assert sequence is not None
         if request.is_cancelled():
             raise RequestCancelled("the request was cancelled during prefill.")
+        if sequence is None:
+            swap = self._swaps[state]
+            if self.swap_space.step(swap, whole_layer):
+                concurrency = swap.concurrency
+                del self._swaps[state], swap  # frees the caches before others are allocated
+                self.begin(state, concurrency)
+            return None
         rest = len(request.prompt) - state.stats.reused_tokens
         whole = rest if sequence.token_s else len(request.prompt)  # the progress is in these tokens
 
@@ -111,10 +128,10 @@ class CachePool:
         if logits is not None:
             sequence.missing = 0
             logits[0, 0].item()  # waits for the device
+            self.swap_space.drop_prefixes(sequence)
         elif waits:
             sequence.caches.runtime.link.finish_compute()
-        sequence.stepped_at = time.perf_counter()
-        sequence.prefill_s += sequence.stepped_at - started
+        sequence.prefill_s += time.perf_counter() - started
         if logits is not None and not sequence.token_s:
             sequence.token_s = sequence.prefill_s / rest
         return logits
@@ -128,14 +145,11 @@ class CachePool:
             self.sessions.close(sequence.caches)
 
     def close(self) -> None:
-        """Free the caches that are kept."""
+        """Free the caches that are kept, and what is swapped out."""
         with ExitStack() as closing:  # closes all of them, even if one raises
+            closing.callback(self.swap_space.close)
             while self.kept:
                 closing.callback(self.sessions.close, self.kept.pop().caches)
-
-    def _use(self, state: RequestState, sequence: CachedSequence) -> None:
-        self._in_use.append(sequence)
-        state.sequence = sequence
 
     def _previous(self, request: Request, concurrency: int) -> CachedSequence | None:
         """Return the kept sequence that a request continues or replaces, if it does.
@@ -153,43 +167,44 @@ class CachePool:
                     f"the conversation does not fit one of {concurrency} shares of the memory."
                 )
             return best
-        return self.kept[0] if is_full else None
+        # its caches are reused, unless they hold what is worth more
+        oldest = self.kept[0]
+        return oldest if is_full and not self.swap_space.is_worth(oldest, self._held()) else None
 
-    def _make_room(self, concurrency: int, new: int) -> None:
-        """Close kept sequences, those used longest ago first, so that `new` can be opened.
+    def _make_room(
+        self, state: RequestState, concurrency: int, previous: CachedSequence | None
+    ) -> bool:
+        """Close kept sequences until a request can continue in `previous`, or in new caches.
 
-        One that ran alone has more than its share of the memory, and is closed in any case.
+        Those used longest ago come first. One that ran alone has more than its share of the memory,
+        and is closed in any case. Returns False if one is to be swapped out before: `prefill` goes
+        on with it.
         """
-        for each in [*self.kept]:
+        for each in [each for each in self.kept if each is not previous]:
             is_large = each.caches.plan.concurrency < concurrency
-            if is_large or len(self.kept) + len(self._in_use) + new > concurrency:
-                self.kept.remove(each)
-                self.sessions.close(each.caches)
-
-    def _extend(self, state: RequestState, kept: CachedSequence) -> bool:
-        """Begin to extend the last request's caches, reallocating them if they are too small.
-
-        Returns False if the whole prompt has to be prefilled.
-        """
-        request, caches = state.request, kept.caches
-        tokens, new = len(request.prompt), request.max_new_tokens
-        if not (cached := kept.reusable_tokens(*_size(request))):
-            return False
-        is_long = tokens - cached > MIN_TOKENS  # more of it may be on disk
-        if is_long and self.sessions.cached_prefix(request.prompt, new) > cached + MIN_TOKENS:
-            return False
-        reserve: list[int] = []
-        if tokens + new > caches.capacity or new > caches.plan.spec.max_new_tokens:
-            reserve = [new + self._room(request), new]
-        self.sessions.executor.extend(caches, request.prompt, cached, reserve)
-        try:
-            self.sessions.executor.prefill(caches, whole_layer=True)  # reallocates
-        except InsufficientMemoryError:
-            if not reserve:
-                raise
-            return False
-        state.stats.reused_tokens = cached
+            count = len(self.kept) + len(self._in_use) + len(self._swaps)
+            if not is_large and count + (previous is None) <= concurrency:
+                continue
+            self.kept.remove(each)
+            if self.swap_space.is_worth(each, self._held()):
+                self._swaps[state] = self.swap_space.begin(each, concurrency)
+                return False
+            self.sessions.close(each.caches)
         return True
+
+    def _held(self) -> list[HeldSequence]:
+        """Return all sequences whose KV a request may copy."""
+        return [*self.kept, *self._in_use, *self.swap_space.held()]
+
+    def _reused_tokens(self, request: Request, kept: CachedSequence) -> int:
+        """Return how many tokens of a prompt a kept sequence's caches are reused for."""
+        cached = kept.reusable_tokens(*_size(request))
+        if cached < self._source(request)[1]:
+            return 0  # more can be copied
+        if len(request.prompt) - cached > MIN_TOKENS:  # more of it may be on disk
+            on_disk = self.sessions.cached_prefix(request.prompt, request.max_new_tokens)
+            return cached if on_disk <= cached + MIN_TOKENS else 0
+        return cached
 
     def _open(self, state: RequestState, concurrency: int) -> SequenceState:
         """Open a sequence with room for later turns if memory allows, else for this one alone.
@@ -211,17 +226,20 @@ class CachePool:
         source, shared = self._source(request)
         if source is not None and self.sessions.cached_prefix(prompt, new) > shared + MIN_TOKENS:
             source, shared = None, 0
-        state.stats.reused_tokens = shared
-        options = concurrency, request.name, source, shared
+        options, session = (concurrency, request.name, source, shared), None
         if room := self._room(request):
             with suppress(InsufficientMemoryError):
-                return self.sessions.open(prompt, new + room, *options)
-        return self.sessions.open(prompt, new, *options)
+                session = self.sessions.open(prompt, new + room, *options)
+        session = session or self.sessions.open(prompt, new, *options)
+        # the source may have been closed to make room
+        state.stats.reused_tokens = shared if session.copied is not None else 0
+        return session
 
-    def _source(self, request: Request) -> tuple[SequenceState | None, int]:
+    def _source(self, request: Request) -> tuple[SequenceState | SwappedSequence | None, int]:
         """Return the sequence with the longest prefix of a prompt to copy, and its length."""
-        source, shared = None, MIN_TOKENS - 1
-        for each in [*self.kept, *self._in_use]:
+        source: SequenceState | SwappedSequence | None = None
+        shared = MIN_TOKENS - 1
+        for each in self._held():
             common = min(each.common_tokens(*_size(request)), each.copyable)
             if (common := min(common, len(request.prompt) - OBSERVED_ROWS)) > shared:
                 source, shared = each.caches, common
@@ -232,6 +250,13 @@ class CachePool:
         tokens, new = len(request.prompt), request.max_new_tokens
         room = min(self.room or 0, self.context - tokens - new)
         return room_for_turns(self.sessions.runtime, tokens, new, room)
+
+
+def _fits(request: Request, kept: CachedSequence) -> bool:
+    """Return whether a kept sequence's caches are large enough for a request."""
+    tokens, new = len(request.prompt), request.max_new_tokens
+    caches = kept.caches
+    return tokens + new <= caches.target.shape.capacity and new <= caches.plan.spec.max_new_tokens
 
 
 def _size(request: Request) -> tuple[Tokens, int]:

@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from decoding.engine.session import SequenceState
+from decoding.engine.session import SequenceState, SwappedSequence
 from decoding.engine.stats import Stats
 from decoding.models.runtime import Runtime
 from decoding.speculation.decoders import Decoder
@@ -18,17 +18,13 @@ DEFAULT_ROOM = 4096  # tokens of later turns that memory is planned for
 
 
 @dataclass(eq=False)
-class CachedSequence:
-    """The caches of a sequence, its tokens so far, and what forwards on them take."""
+class HeldSequence:
+    """The KV of a sequence, in caches or swapped out, and its tokens so far."""
 
-    caches: SequenceState
+    caches: SequenceState | SwappedSequence
     # each cache holds a prefix of them; the whole prompt from the start of its prefill on
     tokens: Tokens = ()
-    missing: int = 0  # tokens of its prompt that are still to be prefilled
-    prefill_s: float = 0.0  # seconds of prefill so far
-    stepped_at: float = 0.0  # end of the last step of its prefill, by `time.perf_counter`
-    token_s: float = 0.0  # prefill seconds per token, when the whole prompt was last prefilled
-    forward_s: float = 0.0  # seconds per forward of the target, in the last turn that made one
+    missing: int = 0  # tokens that are still to be prefilled, or copied
 
     @property
     def copyable(self) -> int:
@@ -38,9 +34,21 @@ class CachedSequence:
     def common_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
         """Return the length of the prefix that a prompt shares, whose KV is that of its own."""
         caches, common = self.caches, common_prefix(self.tokens, prompt)
-        if caches.runtime.settings.deterministic:
+        if not common or caches.runtime.settings.deterministic:
             return 0  # KV of decoding, or of a shorter prefill, differs bitwise from one prefill
-        return common if common and caches.same_rope_as(len(prompt), max_new_tokens) else 0
+        rope_key = caches.runtime.target.config.rope_key
+        is_same = caches.rope_key == rope_key(len(prompt), len(prompt) + max_new_tokens)
+        return common if is_same else 0
+
+
+@dataclass(eq=False)
+class CachedSequence(HeldSequence):
+    """The caches of a sequence, its tokens so far, and what forwards on them take."""
+
+    caches: SequenceState
+    prefill_s: float = 0.0  # seconds of prefill so far
+    token_s: float = 0.0  # prefill seconds per token, when the whole prompt was last prefilled
+    forward_s: float = 0.0  # seconds per forward of the target, in the last turn that made one
 
     def reusable_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
         """Return how many tokens of a prompt stay in the caches; 0 to prefill all of it."""

@@ -182,7 +182,9 @@ class Engine:
             self.scheduler.abort(state)
 
     @contextmanager
-    def conversation(self, room: int = DEFAULT_ROOM, concurrency: int = 1) -> Iterator[None]:
+    def conversation(
+        self, room: int = DEFAULT_ROOM, concurrency: int = 1, swap_space: int | None = 0
+    ) -> Iterator[None]:
         """Keep the caches of a sequence from one `generate` or `stream` to the next, inside.
 
         A prompt that starts with the previous prompt and its output continues in their caches: only
@@ -193,6 +195,8 @@ class Engine:
             room: tokens of later turns that memory is planned for when a sequence starts, and each
                 time it has outgrown its caches.
             concurrency: number of sequences whose caches are kept, and which share the memory.
+            swap_space: bytes of host memory, of all ranks together, for the KV of sequences that
+                had to make room for others; None for half of what is free.
         """
         if self.group.rank:
             raise TierForceError(
@@ -202,11 +206,14 @@ class Engine:
         if self.scheduler.caches.room is not None:
             raise TierForceError("one conversation at a time: leave the previous one first.")
         self._check_concurrency(concurrency)
-        self.scheduler.caches.room, self.scheduler.concurrency = room, concurrency
+        caches = self.scheduler.caches
+        caches.room, self.scheduler.concurrency = room, concurrency
+        limit = None if swap_space is None else swap_space // self.group.size
+        caches.swap_space.limit = limit
         try:
             yield
         finally:
-            self.scheduler.caches.room, self.scheduler.concurrency = None, 1
+            caches.room, caches.swap_space.limit, self.scheduler.concurrency = None, 0, 1
             self.scheduler.close()
 
     def generate_batch(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from decoding.config.settings import LEVELS
 from decoding.models.runtime import Runtime
-from decoding.planning.plan import Memory, Plan
+from decoding.planning.plan import Plan
 from offload.cache.static_shape import StaticCache
 from offload.cache.streaming import StreamingCache
 from offload.memory.host_arena import HostArena
@@ -35,7 +35,6 @@ class SequenceSlot:
     def __init__(self, arena: HostArena, graphs: GraphRunner, index: int = 0):
         """Start without caches; `index` is the slot's in the engine."""
         self.arena, self.graphs, self.index = arena, graphs, index
-        self.share: Memory | None = None  # memory its sequence may use; None: all that is free
         self.retrieval: RetrievalCache | None = None
         self.draft: StreamingCache | None = None
 
@@ -97,7 +96,6 @@ class DecodingLevels:
         self.target = self._target_cache()
         self.levels = [Level("target", runtime.target, self.target)]
         self.retrieval = self._retrieval_cache()
-        self.draft: StreamingCache | None = None
         make: dict[str, Callable[[], Level | None]] = {
             "split": self._split_level,
             "retrieval": self._retrieval_level,
@@ -150,13 +148,13 @@ class DecodingLevels:
         model, slot = self._runtime.draft, self._slot
         if model is None:
             return None
-        self.draft = slot.draft or self._draft_cache(model)
-        self.draft.reset()
-        self.draft.traffic = ByteCounters()
+        draft = slot.draft or self._draft_cache(model)
+        draft.reset()
+        draft.traffic = ByteCounters()
         if slot.graphs.enabled:
-            slot.draft = self.draft
+            slot.draft = draft
         sizes = _graph_sizes(1, MAX_PENDING)
-        return Level("draft", model, self.draft, model.group.size > 1, sizes)
+        return Level("draft", model, draft, model.group.size > 1, sizes)
 
     def _draft_cache(self, model: Transformer) -> StreamingCache:
         spec = self._plan.spec.draft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
 from numbers import Integral
@@ -75,6 +75,22 @@ class Status(Enum):
     FINISHED = auto()  # has all tokens, was aborted, or failed
 
 
+@dataclass
+class _Decoding:
+    """A request's decoders, and the round they are in."""
+
+    decoder: Decoder
+    clock: Callable[[], float]
+    since: float  # the clock's time when decoding began
+    steps: Steps[list[int]] = field(init=False)  # the round's
+    forward: ForwardRequest = field(init=False)  # the one that the round waits for
+
+    def begin_round(self, limit: int) -> None:
+        """Begin a round of at most `limit` tokens."""
+        self.steps = self.decoder.round(limit)
+        self.forward = next(self.steps)
+
+
 class RequestState:
     """A request with its caches, its decoders, its counts, and the forward it waits for."""
 
@@ -85,11 +101,9 @@ class RequestState:
         self.error: TierForceError | None = None  # set if the request failed
         self.runs_alone = False  # it does not fit its share of the memory
         self.sequence: CachedSequence | None = None  # from prefill until it finishes
-        self._decoder: Decoder | None = None
-        self._steps: Steps[list[int]] | None = None  # the current round
-        self._forward: ForwardRequest | None = None
+        self._decoding: _Decoding | None = None  # while it is running
         self._started = time.perf_counter()
-        self._elapsed: Callable[[], float] = lambda: 0.0  # seconds of decoding
+        self.stepped_at = self._started  # end of the last step of its prefill
 
     @property
     def tokens(self) -> list[int]:
@@ -103,8 +117,8 @@ class RequestState:
     @property
     def forward(self) -> ForwardRequest:
         """Return the forward it waits for."""
-        assert self._forward is not None
-        return self._forward
+        assert self._decoding is not None
+        return self._decoding.forward
 
     @property
     def depth(self) -> int:
@@ -116,14 +130,12 @@ class RequestState:
     @property
     def missing(self) -> int:
         """Return how many tokens of its prompt are still to be prefilled."""
-        assert self.sequence is not None
-        return self.sequence.missing
+        return len(self.request.prompt) if self.sequence is None else self.sequence.missing
 
     @property
     def idle_s(self) -> float:
         """Return the seconds since the last step of its prefill."""
-        assert self.sequence is not None
-        return time.perf_counter() - self.sequence.stepped_at
+        return time.perf_counter() - self.stepped_at
 
     def begin(
         self, logits: Tensor, lengths: dict[str, Lengths], clock: Callable[[], float]
@@ -154,16 +166,16 @@ class RequestState:
         stats.rounds = decoder.rounds
         stats.attach(caches, decoder)
         stats.first_token_s = time.perf_counter() - self._started
-        since = clock()
-        self._decoder, self._elapsed = decoder, lambda: clock() - since
+        self._decoding = _Decoding(decoder, clock, clock())
         self.status = Status.RUNNING
         return tokens
 
     def feed(self, logits: Tensor) -> list[int] | None:
         """Take the logits of the forward it waits for; return the round's tokens at its end."""
-        assert self._steps is not None
+        decoding = self._decoding
+        assert decoding is not None
         try:
-            self._forward = self._steps.send(logits)
+            decoding.forward = decoding.steps.send(logits)
         except StopIteration as end:
             tokens: list[int] = end.value
             return tokens
@@ -171,10 +183,11 @@ class RequestState:
 
     def advance(self, tokens: list[int], stop_tokens: frozenset[int]) -> bool:
         """Count a round's tokens up to a stop token; begin the next round, if there is one."""
-        stats, limit = self.stats, self.request.max_new_tokens
+        stats, limit, decoding = self.stats, self.request.max_new_tokens, self._decoding
+        assert decoding is not None
         stop = next((index for index, each in enumerate(tokens) if each in stop_tokens), None)
         stats.token_ids += tokens[:stop]
-        stats.decode_s = self._elapsed()
+        stats.decode_s = decoding.clock() - decoding.since
         if stop is not None:
             stats.finish_reason = "stop"
         elif stats.new_tokens >= limit:
@@ -183,9 +196,7 @@ class RequestState:
             self.request.on_stats(stats)
         if stats.finish_reason is not None:
             return False
-        assert self._decoder is not None
-        self._steps = self._decoder.round(limit - stats.new_tokens)
-        self._forward = next(self._steps)
+        decoding.begin_round(limit - stats.new_tokens)
         return True
 
     def cut(self, count: int) -> None:
@@ -196,10 +207,10 @@ class RequestState:
 
     def finish(self, keep: bool = False) -> CachedSequence | None:
         """End the request, and return its caches; `keep`: for a later request to continue."""
-        sequence, decoder = self.sequence, self._decoder
-        if keep and sequence is not None and decoder is not None:
-            sequence.end_turn(decoder, self.stats)
-        self.sequence = self._decoder = self._steps = self._forward = None
+        sequence, decoding = self.sequence, self._decoding
+        if keep and sequence is not None and decoding is not None:
+            sequence.end_turn(decoding.decoder, self.stats)
+        self.sequence = self._decoding = None
         self.status = Status.FINISHED
         return sequence
 

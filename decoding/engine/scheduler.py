@@ -41,7 +41,6 @@ class Scheduler:
         self.concurrency = 1  # requests that share the memory
         self._clock = Clock()
         self._waiting: deque[RequestState] = deque()
-        self._too_large: deque[RequestState] = deque()  # for their share of the memory
         self._running: list[RequestState] = []  # and those being prefilled
         self._is_batch = False  # in `run`
         self._lead_s = 0.0  # seconds of prefill less those of forwards, while both are due
@@ -49,7 +48,7 @@ class Scheduler:
     @property
     def is_busy(self) -> bool:
         """Return whether a request is waiting or running."""
-        return bool(self._waiting or self._too_large or self._running)
+        return bool(self._waiting or self._running)
 
     def add(self, request: Request) -> RequestState:
         """Append a request to those that wait, and return its state."""
@@ -87,17 +86,15 @@ class Scheduler:
 
     def abort(self, state: RequestState) -> None:
         """End a request between two steps, unless it has finished."""
-        for queue in (self._waiting, self._too_large):
-            if state in queue:
-                queue.remove(state)
+        if state in self._waiting:
+            self._waiting.remove(state)
         if not state.is_finished:
             self._finish(state, keep=state.status is Status.RUNNING)
 
     def close(self) -> None:
         """End all requests, and free all caches."""
-        waiting = [*self._waiting, *self._too_large]
+        waiting = list(self._waiting)
         self._waiting.clear()
-        self._too_large.clear()
         with ExitStack() as closing:  # ends all of them, even if one raises
             closing.callback(self.caches.close)
             for state in [*waiting, *self._running]:
@@ -136,12 +133,12 @@ class Scheduler:
         """Give caches to the requests that there is room for; return those that failed."""
         admitted = list[RequestState]()
         while (state := self._next()) is not None:
-            (self._too_large if state.runs_alone else self._waiting).remove(state)
+            self._waiting.remove(state)
             admitted.append(state)
             with self._clock.paused(), self._own_errors([state]):
                 vocab = self.sessions.runtime.target.config.vocab
                 state.request.validate(self.caches.context, vocab)
-                state.status = Status.PREFILLING
+                state.status, state.stepped_at = Status.PREFILLING, time.perf_counter()
                 self._running.append(state)
                 self.caches.begin(state, 1 if state.runs_alone else self.concurrency)
                 for each in self._running:
@@ -154,12 +151,14 @@ class Scheduler:
         One that runs alone waits for the others to end, and those that come later wait for it; in
         `run`, it waits for these too. A request also waits for a prefill that it has use for.
         """
-        running = self._running
+        running, waiting = self._running, list(self._waiting)
         if len(running) >= self.concurrency or any(state.runs_alone for state in running):
             return None
-        if self._too_large and not (self._is_batch and self._waiting):
-            return None if running else self._too_large[0]
-        for state in self._waiting:
+        if self._is_batch:
+            waiting.sort(key=lambda state: state.runs_alone)
+        for state in waiting:
+            if state.runs_alone:
+                return None if running else state
             if not (self._prefilling and self.caches.is_worth_waiting(state.request)):
                 return state
         return None
@@ -176,6 +175,7 @@ class Scheduler:
             state = oldest
         with self._clock.paused(), self._own_errors([state]):
             logits = self.caches.prefill(state, not in_chunks, waits)
+            state.stepped_at = time.perf_counter()
             if logits is not None:
                 self._advance(state, state.begin(logits, self.lengths, self._clock))
         return [state]
@@ -220,6 +220,7 @@ class Scheduler:
             self._running.remove(state)
         sequence = state.finish(keep)
         try:
+            self.caches.cancel(state)
             if sequence is not None:
                 self.caches.release(sequence, keep)
         finally:
@@ -239,16 +240,13 @@ class Scheduler:
                 own = InsufficientMemoryError(f"out of memory: {one_line(error)}")
             else:  # other ranks may be in the middle of the same forward and cannot continue
                 raise
-            for state in states:
-                if isinstance(own, InsufficientMemoryError) and self._may_run_alone(state):
+            may_retry = isinstance(own, InsufficientMemoryError) and self.concurrency > 1
+            for state in reversed(states):  # those that run alone keep their order
+                is_unseen = self._is_batch or not state.tokens  # no token of it is shown yet
+                if may_retry and is_unseen and not state.runs_alone:
                     self._finish(state)
                     state.restart_alone()
-                    self._too_large.append(state)
+                    self._waiting.appendleft(state)
                 else:
                     state.error = own
                     self._finish(state)
-
-    def _may_run_alone(self, state: RequestState) -> bool:
-        """Return whether a request that ran out of memory is tried again, without others."""
-        is_unseen = self._is_batch or not state.tokens  # nobody has seen tokens of it
-        return self.concurrency > 1 and not state.runs_alone and is_unseen

@@ -2,36 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from decoding.engine.draft_prefill import prefill_draft
 from decoding.engine.levels import DecodingLevels, SequenceSlot
+from decoding.models.draft_prefill import prefill_draft
 from decoding.models.runtime import Runtime
 from decoding.planning.activations import prefill_chunk
 from decoding.planning.plan import Plan
-from decoding.planning.request_spec import RequestSpec
-from decoding.prefix_cache.manager import PrefixCacheManager
-from decoding.prefix_cache.store import is_worth_saving
-from decoding.prefix_cache.writer import BackgroundWriter
+from decoding.prefix_cache.stored_prompt import StoredPrompt
 from decoding.speculation.draft_vocabulary import clamp_to_vocab
-from offload.errors import InsufficientMemoryError
+from offload.cache.streaming import StreamingCache
 from offload.layout import ceil_div, shares
-from offload.tiered.cache import TieredCache
-from offload.tiered.kv_file import head_blocks, read_layer
-from offload.tiered.prefill import Prefill
+from offload.retrieval.cache import RetrievalCache
+from offload.tiered.host_copy import HostCopy
+from offload.tiered.prefill import Prefill, copy_prefix
 from parallel.execution.cuda_graphs import GraphRunner
+from parallel.execution.executor import CopiedPrefix, Level
 from parallel.model.pipeline import PrefillStep, PrefillSteps, part_of_prefill, run_steps
+
+
+class SwappedSequence:
+    """The KV of a sequence on this rank, from which others copy their beginning.
+
+    Its "prefill" copies the KV of the sequence's caches, which may be freed after it.
+    """
+
+    def __init__(self, source: SequenceState):
+        """Start to copy a sequence."""
+        self.runtime, self.rope_key = source.runtime, source.rope_key
+        self.levels: list[Level] = []  # it cannot be decoded on
+        self.target = HostCopy(source.target)
+        self.copied: CopiedPrefix | None = CopiedPrefix(source, source.target.length)
+        self._layers = self.target.fill(source.target)
+
+    def prefill_steps(self) -> PrefillSteps:
+        """Copy the KV in steps, one for each layer; there are no logits.
+
+        All ranks run them. Raises InsufficientMemoryError on all ranks.
+        """
+        layers = self.target.layout.layers
+        for done in range(1, layers + 1):
+            with self.runtime.target.group.sync_errors():
+                next(self._layers)
+            if done < layers:
+                yield PrefillStep(done, layers, ends_layer=True)
+        self.close_copy()
+        return torch.empty(0)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.close_copy()
+        self.target.free()
+
+    def close_copy(self) -> None:
+        """Drop what refers to the sequence's caches."""
+        self.copied = None
+        self._layers.close()
 
 
 class SequenceState:
     """The caches of one sequence on this rank.
 
-    `levels` are those of its mode (`DecodingLevels`). With a prompt cache, a prefix of the prompt
-    may be loaded from disk, and the prompt's KV is saved in the background of decoding.
+    `levels` are those of its mode (`DecodingLevels`). The beginning of the prompt may be copied
+    from another sequence, or loaded from the prompt cache, where the prompt's KV is saved in the
+    background of decoding.
     """
 
     def __init__(
@@ -40,8 +77,7 @@ class SequenceState:
         prompt: list[int],
         max_new_tokens: int,
         plan: Plan | None = None,
-        prefix_cache: PrefixCacheManager | None = None,
-        name: str = "",
+        stored: StoredPrompt | None = None,
         slot: SequenceSlot | None = None,
     ):
         """Allocate everything that the sequence needs. Raises InsufficientMemoryError.
@@ -52,8 +88,7 @@ class SequenceState:
             max_new_tokens: maximum number of new tokens.
             plan: its mode and budget, and where the KV is placed on this rank; by default the
                 runtime's, placed in all free memory.
-            prefix_cache: prompts cached on disk.
-            name: display name in the prompt cache.
+            stored: its prompt in the prompt cache.
             slot: its place; by default one of its own, with the runtime's arena.
         """
         self.runtime = runtime
@@ -62,11 +97,13 @@ class SequenceState:
         runtime.link.peak_bytes()
         self.peaks: dict[str, int | None] = {}  # peak memory by phase (`Link.peak_bytes`)
         self.prompt = torch.tensor(prompt, device=runtime.target.group.device)
-        self.max_tokens = runtime.requirements.max_forward_tokens
-        self._make_caches(plan or runtime.plan(len(prompt), max_new_tokens))
-        self._prefix_cache, self._name = prefix_cache, name
-        self.saving: BackgroundWriter | None = None  # saves the last prefilled prompt
-        self.loaded_tokens = 0  # prompt tokens loaded from disk
+        self.plan = plan or runtime.plan(len(prompt), max_new_tokens)
+        # maximum tokens that `extend` prefills at once; `SequenceManager` takes the ranks' minimum
+        self.extend_chunk = self.plan.extend_chunk
+        levels = DecodingLevels(runtime, self.plan, self.slot)
+        self.target, self.levels = levels.target, levels.levels
+        self.stored = stored or StoredPrompt()
+        self.copied: CopiedPrefix | None = None  # the beginning of the prompt
 
     def prefill(self) -> Tensor:
         """Prefill the prompt at once (`prefill_steps`); return the logits (1, V)."""
@@ -74,45 +111,38 @@ class SequenceState:
         return run_steps(self.prefill_steps())
 
     def prefill_steps(self) -> PrefillSteps:
-        """Load the cached prefix, and prefill the rest of the prompt in steps.
+        """Copy or load a prefix, and prefill the rest of the prompt in steps.
 
         All ranks run them. Raises InsufficientMemoryError on all ranks.
         """
-        if self._prefix_cache is not None and not self.target.length:
-            prompt = self.prompt.tolist()
-            self.loaded_tokens = self._prefix_cache.load(self._identity, prompt, self.target)
-        cached, tokens = self.target.length, len(self.prompt)
+        tokens, layers = len(self.prompt), self.target.layout.layers
+        for done, count in enumerate(self._prefix_steps(), 1):
+            yield PrefillStep(count * min(done, layers), tokens * layers, ends_layer=True)
+        cached = self.target.length
         steps = self._prefill(self.prompt[cached:])
         logits = yield from part_of_prefill(steps, cached, tokens - cached, tokens)
         with self.runtime.target.group.sync_errors():
             self.target.onload_deferred()
         self._prefill_draft()
-        self._save(logits)
+        self.stored.save(self.rope_key, self.prompt, self.target, logits)
         self.peaks["prefill"] = self.runtime.link.peak_bytes()
         return logits
 
     @torch.inference_mode()
-    def extend_steps(
-        self, tokens: Sequence[int], cached: int, reserve: Sequence[int] = ()
-    ) -> PrefillSteps:
+    def extend_steps(self, tokens: Sequence[int], cached: int) -> PrefillSteps:
         """Replace the sequence by `tokens`, and prefill those after the first `cached` of them.
 
         The two share these `cached` tokens, fewer than all of `tokens`. The missing ones are
         prefilled in parts of `extend_chunk`, each layer by layer, or in a decoding forward if one
-        has room for it. With `reserve` the first step reallocates the caches, for the first of
-        these numbers of new tokens that fits, and raises InsufficientMemoryError on all ranks if
-        none fits; the state is unusable then. All ranks run the steps.
+        has room for it. All ranks run the steps.
         """
         self.peaks["decoding"] = self.runtime.link.peak_bytes()
         self.peaks = {}
-        self.loaded_tokens = 0
-        self._finish_saving(cached, bool(reserve))
+        self.stored.replace(cached)
         self.prompt = torch.tensor(tokens, device=self.prompt.device)
         for level in self.levels:
             level.cache.traffic.reset()
         self.target.truncate(cached)
-        if reserve:
-            self._reallocate(reserve)
         rest = self.prompt[self.target.length :]
         yield PrefillStep(0, len(rest), ends_layer=True)
         sizes = shares(len(rest), ceil_div(len(rest), self.extend_chunk))
@@ -122,7 +152,7 @@ class SequenceState:
             logits = yield from part_of_prefill(steps, done, len(part), len(rest))
             done += len(part)
         self._prefill_draft(cached)
-        self._save(logits)
+        self.stored.save(self.rope_key, self.prompt, self.target, logits)
         self.peaks["prefill"] = self.runtime.link.peak_bytes()
         return logits
 
@@ -131,11 +161,25 @@ class SequenceState:
         """Return the number of tokens that the caches were allocated for."""
         return self.target.shape.capacity
 
-    def same_rope_as(self, prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Return whether a sequence of this size would have the same rotary angles."""
-        rope_key = self.runtime.target.config.rope_key
-        own = rope_key(self.plan.spec.prompt, self.capacity)
-        return own == rope_key(prompt_tokens, prompt_tokens + max_new_tokens)
+    @property
+    def retrieval(self) -> RetrievalCache | None:
+        """Return the cache that selects from the target's, if its mode has one."""
+        caches = [each for each in self.target.observers if isinstance(each, RetrievalCache)]
+        return caches[0] if caches else None
+
+    @property
+    def rope_key(self) -> bytes:
+        """Return a key that is the same for sequences with the same rotary angles."""
+        return self.runtime.target.config.rope_key(self.plan.spec.prompt, self.capacity)
+
+    def swap_out(self, cached: int) -> SwappedSequence:
+        """Return a sequence whose prefill copies this one's KV to host memory.
+
+        A turn after `cached` of its tokens goes on from there; 0: another sequence needs the room.
+        """
+        if cached:
+            self.stored.replace(cached, is_freed=True)
+        return SwappedSequence(self)
 
     def capture_graphs(self) -> None:
         """Capture short forwards as CUDA graphs; before prefill. All ranks call it."""
@@ -143,111 +187,33 @@ class SequenceState:
 
     def close(self) -> None:
         """End the sequence: wait for saving and copies."""
-        if self.saving is not None:
-            self.saving.wait()
-        self._detach()
+        self.stored.wait()
+        self.copied = None
+        self.runtime.link.drain()
+        # breaks a reference cycle: observers reference the target's cache
+        self.target.observers.clear()
         self.slot.vacate()
         self.peaks["decoding"] = self.runtime.link.peak_bytes()
 
-    def _detach(self) -> None:
-        """Wait for copies that use the caches, so that these can be freed or reused."""
-        self.runtime.link.drain()
-        for level in self.levels:
-            if isinstance(level.cache, TieredCache):
-                # breaks a reference cycle: observers reference the target's cache
-                level.cache.observers.clear()
-
-    def _save(self, logits: Tensor) -> None:
-        """Start to save the prompt, unless rank 0 is still saving or logits are not finite.
-
-        All ranks call it.
-        """
-        if self._prefix_cache is None:
+    def _prefix_steps(self) -> Iterator[int]:
+        """Copy or load a prefix of the prompt, layer by layer; yield its length in each step."""
+        if (copied := self.copied) is None:
+            yield from self.stored.load(self.rope_key, self.prompt, self.target)
             return
-        tokens = self.prompt.tolist()
-        previous = self.saving
-        is_free = previous is None or not previous.is_busy  # rank 0's waits for the others'
-        may_save = is_free and bool(logits.isfinite().all())
-        saving = self._prefix_cache.save(self._identity, self._name, tokens, self.target, may_save)
-        self.saving = saving or previous
-
-    def _finish_saving(self, cached: int, is_reallocated: bool) -> None:
-        """Finish saving before a turn after `cached` tokens changes the KV that is being read.
-
-        It is cancelled if the turn shares nearly all of it, and will be saved in its place.
-        """
-        saving = self.saving
-        if saving is None or not (is_reallocated or cached < saving.tokens):
-            return
-        if is_worth_saving(saving.tokens, cached):
-            saving.wait()
-        else:
-            saving.cancel()
-
-    @property
-    def _identity(self) -> str:
-        """Return a digest of all that the KV depends on, except for the tokens."""
-        assert self._prefix_cache is not None
-        config = self.runtime.target.config
-        return self._prefix_cache.fingerprint.kv_identity(
-            config, self.plan.spec.prompt, self.capacity
-        )
-
-    def _make_caches(self, plan: Plan) -> None:
-        """Allocate the caches as planned. Raises InsufficientMemoryError."""
-        self.plan = plan
-        # maximum tokens that `extend` prefills at once; `SequenceManager` takes the ranks' minimum
-        self.extend_chunk = plan.extend_chunk
-        levels = DecodingLevels(self.runtime, plan, self.slot)
-        self.target, self.levels = levels.target, levels.levels
-        self.retrieval, self.draft = levels.retrieval, levels.draft
-
-    def _reallocate(self, reserve: Sequence[int]) -> None:
-        """Reallocate the caches for as many new tokens as fit, and copy the target's KV.
-
-        Raises InsufficientMemoryError on all ranks if none of `reserve` fits.
-        """
-        group, traffic = self.runtime.target.group, self.target.traffic
-        with group.sync_errors():
-            layout, tokens = self.target.layout, self.target.length
-            # a reader holds its layer's memory: none of them may live longer
-            layers = [read_layer(read, layout, tokens) for read in self.target.host_readers()]
-        self._detach()
-        self.slot.vacate()
-        # frees the old caches before new ones are allocated
-        self.levels, self.retrieval, self.draft = [], None, None
-        del self.target
-        plan = self._plan_first(reserve)
-        with group.sync_errors():
-            self._make_caches(plan)
-        self.capture_graphs()
-        with group.sync_errors():
-            with Prefill(self.target, tokens) as prefill:
-                for layer in range(len(layers)):
-                    prefill.load_blocks(layer, head_blocks(layers.pop(0)))
-            self.target.onload_deferred()
-        self.target.traffic.add(traffic)
-        self.extend_chunk = min(group.gather(self.extend_chunk))
-
-    def _plan_first(self, reserve: Sequence[int]) -> Plan:
-        """Return the plan for the first of these numbers of new tokens that fits."""
-        plan, prompt = self.plan, len(self.prompt)
-        for max_new_tokens in reserve:
-            try:
-                with self.runtime.target.group.sync_errors():
-                    spec = RequestSpec(plan.requirements, prompt, max_new_tokens)
-                    memory = self.slot.share or self.runtime.memory(self.slot.device_bytes)
-                    return replace(Plan.place(spec, memory), reason=plan.reason)
-            except InsufficientMemoryError:
-                if max_new_tokens == reserve[-1]:
-                    raise
-        raise ValueError("`reserve` is empty")
+        assert isinstance(copied.source, SequenceState | SwappedSequence)
+        layers = copy_prefix(copied.source.target, self.target, copied.tokens)
+        for is_last in [*[False] * self.target.layout.layers, True]:
+            with self.runtime.target.group.sync_errors():
+                next(layers, None)
+            if is_last:
+                self.copied = None
+            yield copied.tokens
 
     def _prefill_chunk(self, part: Tensor) -> PrefillSteps:
         """Append tokens (T,) to the target's cache in steps."""
         model, target = self.runtime.target, self.target
         target.truncate(target.length)  # observers select by the last part alone
-        if len(part) > self.max_tokens or not target.is_block_aligned:
+        if len(part) > self.runtime.requirements.max_forward_tokens or not target.is_block_aligned:
             return (yield from self._prefill(part))
         logits = model(part, target, 1)
         target.advance(len(part))
@@ -263,8 +229,8 @@ class SequenceState:
 
     def _prefill_draft(self, cached: int = 0) -> None:
         """Advance the draft cache to the end of the prompt, after at most `cached` tokens."""
-        model, cache = self.runtime.draft, self.draft
-        if model is not None and cache is not None:
-            vocab = self.runtime.target.config.vocab
-            prompt = clamp_to_vocab(self.prompt, model.config.vocab, vocab)
-            prefill_draft(model, cache, prompt, min(cached, cache.length))
+        model, config = self.runtime.draft, self.runtime.target.config
+        for level in self.levels:
+            if level.model is model and isinstance(level.cache, StreamingCache):
+                prompt = clamp_to_vocab(self.prompt, model.config.vocab, config.vocab)
+                prefill_draft(model, level.cache, prompt, min(cached, level.cache.length))

@@ -7,17 +7,27 @@ from dataclasses import replace
 from functools import partial
 
 from decoding.engine.levels import SequenceSlot
-from decoding.engine.session import SequenceState
+from decoding.engine.session import SequenceState, SwappedSequence
 from decoding.models.runtime import Runtime
 from decoding.planning.memory_plan import MemoryPlan
 from decoding.planning.plan import Memory, Plan
 from decoding.planning.planner import Planner, max_concurrent
+from decoding.prefix_cache.stored_prompt import StoredPrompt
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import InsufficientMemoryError, TierForceError
+from offload.memory.host import host_available
 from offload.memory.host_arena import HostArena
-from offload.tiered.prefill import copy_prefix
 from parallel.execution.cuda_graphs import GraphRunner
-from parallel.execution.executor import Close, Open, TensorParallelExecutor
+from parallel.execution.executor import (
+    Close,
+    CopiedPrefix,
+    Extend,
+    Open,
+    OpenSequence,
+    SwapOut,
+    TensorParallelExecutor,
+    sharded_lengths,
+)
 from parallel.ranks.process_group import TensorParallelGroup
 
 
@@ -31,9 +41,10 @@ class SequenceManager:
         with self.group.sync_errors():
             self.planner = Planner(runtime.requirements, runtime.costs(rate))
         graphs = GraphRunner(bool(runtime.settings.graphs), self.group.graph_capturer)
-        self.executor = TensorParallelExecutor(self.group, graphs)
+        max_tokens = runtime.requirements.max_forward_tokens
+        self.executor = TensorParallelExecutor(self.group, graphs, max_tokens)
         self.slots = Slots(runtime, self.executor)
-        self._free = Memory(0, 0)  # the free memory when no sequence was open
+        self.memory = AvailableMemory(runtime, self.executor, self.slots)
         self.prefix_cache = runtime.prefix_cache()
 
     def plan(self, prompt_tokens: int, max_new_tokens: int, concurrency: int = 1) -> Plan:
@@ -41,7 +52,7 @@ class SequenceManager:
 
         All ranks call it. Raises InsufficientMemoryError on all ranks if it would not fit.
         """
-        return self._plan(prompt_tokens, max_new_tokens, self._memory().divided(concurrency))
+        return self._plan(prompt_tokens, max_new_tokens, self.memory.now().divided(concurrency))
 
     def max_concurrency(self, prompt_tokens: int, max_new_tokens: int, limit: int) -> int:
         """Return how many such sequences, at most `limit`, run concurrently at no cost to each.
@@ -62,22 +73,42 @@ class SequenceManager:
         max_new_tokens: int,
         concurrency: int = 1,
         name: str = "",
-        source: SequenceState | None = None,
+        source: SequenceState | SwappedSequence | None = None,
         shared: int = 0,
     ) -> SequenceState:
         """Open a sequence on all ranks: select a strategy and allocate its caches; for rank 0.
 
         It gets an equal share of the free memory. Prefill follows, and `close` ends it. `name` is
-        its display name in the prompt cache. The KV of the first `shared` tokens is copied from
-        `source`, an open sequence. Raises InsufficientMemoryError on all ranks.
+        its display name in the prompt cache. The prefill copies the first `shared` tokens from
+        `source`. Sequences that are swapped out are closed if the memory is needed, `source` last:
+        then the whole prompt is prefilled. Raises InsufficientMemoryError on all ranks.
         """
         index, lengths = 0, list[int]()
         if source is not None:
             index = self.executor.sequences.index(source)
-            lengths = self.executor.lengths_of(source)
+            lengths = sharded_lengths(source)
         command = Open(list(prompt), max_new_tokens, concurrency, name, index, shared, lengths)
         self.executor.send(command)
         return self._open(command)
+
+    def extend(self, session: SequenceState, tokens: Sequence[int], cached: int) -> None:
+        """Begin to extend a sequence on all ranks (`SequenceState.extend_steps`); for rank 0.
+
+        It becomes `tokens`, whose first `cached` it already holds.
+        """
+        index, lengths = self.executor.sequences.index(session), sharded_lengths(session)
+        self.executor.run(Extend(index, list(tokens), cached, lengths))
+
+    def swap_out(self, session: SequenceState, cached: int = 0) -> SwappedSequence:
+        """Begin to copy a sequence's KV to host memory; for rank 0. `close` then frees its caches.
+
+        `TensorParallelExecutor.prefill` goes on with it. `cached`: how many of its tokens the turn
+        begins with that needs larger caches.
+        """
+        index, lengths = self.executor.sequences.index(session), sharded_lengths(session)
+        swapped = self.executor.run(SwapOut(index, cached, lengths))
+        assert isinstance(swapped, SwappedSequence)
+        return swapped
 
     def cached_prefix(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         """Return how many tokens of a prompt the prompt cache can load; for rank 0."""
@@ -94,15 +125,17 @@ class SequenceManager:
     def _identity(self, prompt: Sequence[int], max_new_tokens: int) -> str:
         assert self.prefix_cache is not None
         config, tokens = self.runtime.target.config, len(prompt)
-        return self.prefix_cache.fingerprint.kv_identity(config, tokens, tokens + max_new_tokens)
+        rope_key = config.rope_key(tokens, tokens + max_new_tokens)
+        return self.prefix_cache.fingerprint.kv_identity(rope_key)
 
-    def close(self, session: SequenceState) -> None:
+    def close(self, session: SequenceState | SwappedSequence) -> None:
         """Close a sequence on all ranks; for rank 0."""
         executor = self.executor
         try:
             executor.send(Close(executor.sequences.index(session)))
         except TierForceError:
-            _cancel(session)
+            if isinstance(session, SequenceState):
+                session.stored.cancel()
             raise
         finally:
             executor.remove(session)
@@ -130,31 +163,29 @@ class SequenceManager:
             return self.executor.worker_loop(self._open)
         except BaseException:
             for session in _states(self.executor):
-                _cancel(session)
+                session.stored.cancel()
             raise
         finally:
-            for sequence in list(self.executor.sequences):
+            # the latest first: no copy of an earlier one is finished for it
+            for sequence in reversed(list(self.executor.sequences)):
                 self.executor.remove(sequence)
 
     def _open(self, command: Open) -> SequenceState:
         prompt, max_new_tokens = command.prompt, command.max_new_tokens
-        if not self.executor.sequences:
+        if not _states(self.executor):
             self.slots.trim(command.concurrency)
-        self._update_free()
-        memory = self._free.divided(command.concurrency)
+        memory = self.memory.share(command.concurrency, self.plans())
         plan = self._plan(len(prompt), max_new_tokens, memory)
+        source = self.executor.sequences[command.source] if command.shared else None
+        assert source is None or isinstance(source, SequenceState | SwappedSequence)
+        slot, stored = self.slots.unused(), StoredPrompt(self.prefix_cache, command.name)
+        self.memory.evict(plan.memory, slot, source)
+        if source not in self.executor.sequences:
+            source = None
         with self.group.sync_errors():
-            slot = self.slots.unused()
-            slot.share = memory if command.concurrency > 1 else None
-            session = SequenceState(
-                self.runtime, prompt, max_new_tokens, plan, self.prefix_cache, command.name, slot
-            )
+            session = SequenceState(self.runtime, prompt, max_new_tokens, plan, stored, slot)
+        session.copied = CopiedPrefix(source, command.shared) if source is not None else None
         session.capture_graphs()
-        with self.group.sync_errors():
-            if command.shared:
-                source = self.executor.sequences[command.source]
-                assert isinstance(source, SequenceState)
-                copy_prefix(source.target, session.target, command.shared)
         session.extend_chunk = min(self.group.gather(session.extend_chunk))
         self.executor.add(session)
         return session
@@ -179,23 +210,6 @@ class SequenceManager:
             plan = self.planner.choose(fitting)
         strategy, reason = self.group.broadcast((plan.requirements.strategy, plan.reason))
         return replace(candidates[strategy], reason=reason)
-
-    def _update_free(self) -> None:
-        """Update the memory that would be free without open sequences.
-
-        While some are open, it is bounded by their plans plus what is free now.
-        """
-        now = self._memory()
-        if not (plans := self.plans()):
-            self._free = now
-            return
-        device = now.device + sum(plan.device_bytes for plan in plans)
-        self._free = Memory(min(self._free.device, device), min(self._free.host, now.host))
-
-    def _memory(self) -> Memory:
-        """Return what the next sequence may use on this rank if no other is open."""
-        memory = self.runtime.memory(self.slots.reusable_bytes)
-        return replace(memory, host=memory.host + self.slots.other_host_bytes)
 
 
 class Slots:
@@ -241,12 +255,62 @@ class Slots:
         return [slot for slot in self._slots if slot not in in_use]
 
 
+class AvailableMemory:
+    """The memory of this rank that sequences may use."""
+
+    def __init__(self, runtime: Runtime, executor: TensorParallelExecutor, slots: Slots):
+        self._runtime, self._executor, self._slots = runtime, executor, slots
+        self._on_cpu = runtime.target.group.device.type == "cpu"  # device memory is host memory
+        self._free = Memory(0, 0)  # the free memory when no sequence was open
+
+    @property
+    def swapped(self) -> list[SwappedSequence]:
+        """Return the sequences that are swapped out, the oldest one first."""
+        return [each for each in self._executor.sequences if isinstance(each, SwappedSequence)]
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Return the bytes of host memory of sequences that are swapped out."""
+        return sum(each.target.nbytes for each in self.swapped)
+
+    def now(self) -> Memory:
+        """Return what the next sequence may use if no other is open.
+
+        The memory of what is swapped out counts as free.
+        """
+        swapped, reusable = self.swapped_bytes, self._slots.reusable_bytes
+        memory = self._runtime.memory(reusable + (swapped if self._on_cpu else 0))
+        return replace(memory, host=memory.host + self._slots.other_host_bytes + swapped)
+
+    def share(self, concurrency: int, plans: Sequence[MemoryPlan]) -> Memory:
+        """Return one of `concurrency` equal shares of what would be free without open sequences.
+
+        While some are open, that is bounded by their plans plus what is free now.
+        """
+        now = self.now()
+        if plans:
+            device = now.device + sum(plan.device_bytes for plan in plans)
+            now = Memory(min(self._free.device, device), min(self._free.host, now.host))
+        self._free = now
+        return now.divided(concurrency)
+
+    def evict(self, plan: MemoryPlan, slot: SequenceSlot, source: OpenSequence | None) -> None:
+        """Close sequences that are swapped out, the oldest first, until a plan fits on all ranks.
+
+        It is the plan of a sequence in this slot, which would copy `source`: that is the last one.
+        """
+        group = self._runtime.target.group
+        needed = plan.host_bytes - slot.arena.nbytes - host_available() // group.size
+        if self._on_cpu:
+            needed += plan.device_bytes
+        swapped, count = sorted(self.swapped, key=lambda each: each is source), 0
+        while needed > 0 and count < len(swapped):
+            needed -= swapped[count].target.nbytes
+            count += 1
+        for each in swapped[: max(group.gather(count))]:
+            self._executor.remove(each)
+
+
 def _states(executor: TensorParallelExecutor) -> list[SequenceState]:
     """Return the open sequences."""
     return [each for each in executor.sequences if isinstance(each, SequenceState)]
-
-
-def _cancel(session: SequenceState) -> None:
-    """Stop saving a prompt: a rank is lost, so it could not be completed."""
-    if session.saving is not None:
-        session.saving.cancel()

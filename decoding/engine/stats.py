@@ -57,7 +57,7 @@ class Stats:
         }
         self.selector = session.retrieval.selector if session.retrieval else None
         self.peak_bytes = session.peaks
-        self.loaded_tokens = session.loaded_tokens
+        self.loaded_tokens = session.stored.loaded_tokens
         self.cuda_graphs = session.slot.graphs.report
         self.prefill_link_in = session.target.traffic.link_in
         self.prefill_link_out = session.target.traffic.link_out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -25,7 +25,6 @@ from decoding.prefix_cache.writer import BackgroundWriter, files_of, load_saved
 from offload.errors import CorruptCacheError, TierForceError, one_line
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import OBSERVED_ROWS, Prefill
-from parallel.config.model_config import ModelConfig
 from parallel.ranks.process_group import TensorParallelGroup
 
 
@@ -36,12 +35,9 @@ class ModelFingerprint:
     digest: str  # covers weights, config, dtype, ranks and device
     model: str
 
-    def kv_identity(self, config: ModelConfig, prompt: int, length: int) -> str:
-        """Return the digest for a prompt in a sequence of `length` tokens.
-
-        The rotary angles may depend on both lengths.
-        """
-        return sha256(self.digest.encode() + config.rope_key(prompt, length)).hexdigest()
+    def kv_identity(self, rope_key: bytes) -> str:
+        """Return the digest for a sequence with these rotary angles (`ModelConfig.rope_key`)."""
+        return sha256(self.digest.encode() + rope_key).hexdigest()
 
 
 class PrefixCacheManager:
@@ -74,11 +70,14 @@ class PrefixCacheManager:
         """Return whether a prompt, or nearly all of it, is cached; on rank 0."""
         return not is_worth_saving(len(prompt), self._find(identity, prompt)[1])
 
-    def load(self, identity: str, prompt: Sequence[int], cache: TieredCache) -> int:
-        """Load a prefix of a prompt into an empty cache, and return its length; on all ranks.
+    def load(
+        self, identity: str, prompt: Sequence[int], cache: TieredCache
+    ) -> Generator[int, None, int]:
+        """Load a prefix of a prompt into an empty cache, in steps, and return its length.
 
-        At least those tokens are left that the prompt's observers see. If a rank cannot read its
-        part, nothing is loaded on any and a warning is issued; a corrupt prompt is removed.
+        All ranks run the steps, one for each layer; they yield the number of tokens. At least those
+        tokens are left that the prompt's observers see. If a rank cannot read its part, nothing is
+        loaded on any and a warning is issued; a corrupt prompt is removed.
         """
         match: tuple[CachedPrompt, int, bytes] | None = None
         if self.group.rank == 0:
@@ -89,17 +88,14 @@ class PrefixCacheManager:
         if match is None:
             return 0
         cached, count, digest = match
-        failure = None
+        failure: tuple[str, bool] | None = None
+        with closing(self._load(cached, count, digest, cache)) as layers:
+            for is_last in [*[False] * cache.layout.layers, True]:
+                with self.group.sync_errors():
+                    failure = failure or _next(layers, cached)
+                if not is_last:
+                    yield count
         with self.group.sync_errors():
-            try:
-                self._load(cached, count, digest, cache)
-            except CorruptCacheError as error:
-                failure = str(error), True
-            except OSError as error:
-                # a missing file is corruption, unless another process has removed the whole prompt
-                is_missing = isinstance(error, FileNotFoundError) and cached.folder.exists()
-                is_corrupt = is_missing or error.errno == errno.EIO
-                failure = error.strerror or one_line(error), is_corrupt
             if failure is not None:
                 cache.link.drain()
         failures = [each for each in self.group.gather(failure) if each]
@@ -168,13 +164,19 @@ class PrefixCacheManager:
         count = min(count, len(prompt) - OBSERVED_ROWS)
         return (cached, count) if count >= MIN_TOKENS else (None, 0)
 
-    def _load(self, cached: CachedPrompt, count: int, digest: bytes, cache: TieredCache) -> None:
-        """Load the first `count` tokens on this rank. Raises CorruptCacheError, OSError."""
+    def _load(
+        self, cached: CachedPrompt, count: int, digest: bytes, cache: TieredCache
+    ) -> Generator[int, None, None]:
+        """Load the first `count` tokens on this rank, and yield each layer's index.
+
+        Raises CorruptCacheError, OSError.
+        """
         rank = self.group.rank
         files = files_of(cached.folder, rank, cache.layout, cached.manifest.tokens, digest)
         with Prefill(cache, count) as prefill:
             for layer, blocks in load_saved(cached.folder, rank, files, count):
                 prefill.load_blocks(layer, blocks)
+                yield layer
 
     def _finish_load(self, cached: CachedPrompt, failures: list[tuple[str, bool]]) -> None:
         """Mark a prompt as used, or warn why it was not, and remove it if it is corrupt."""
@@ -235,3 +237,16 @@ class PrefixCacheManager:
 
     def _warn_not_saved(self, why: str) -> None:
         self.warn(f"the prompt is not cached: {why}")
+
+
+def _next(layers: Iterator[int], cached: CachedPrompt) -> tuple[str, bool] | None:
+    """Load the next layer; return why it failed, and whether the prompt is corrupt, or None."""
+    try:
+        next(layers, None)
+    except CorruptCacheError as error:
+        return str(error), True
+    except OSError as error:
+        # a missing file is corruption, unless another process has removed the whole prompt
+        is_missing = isinstance(error, FileNotFoundError) and cached.folder.exists()
+        return error.strerror or one_line(error), is_missing or error.errno == errno.EIO
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from offload.attention.head_major import attend_prefix, token_slice, write_tokens
 from offload.tiered.cache import TieredCache
-from offload.tiered.kv_file import KVBlock, copies_to, head_blocks, read_layer
+from offload.tiered.host_copy import KVSource
+from offload.tiered.kv_file import KVBlock, copies_to
 from offload.tiered.layer import TieredLayer
 
 # Last query tokens of a prompt, which observers see: every layer's attention is computed for these.
@@ -161,18 +162,30 @@ class Prefill:
 
 
 @torch.inference_mode()
-def copy_prefix(source: TieredCache, cache: TieredCache, tokens: int) -> None:
-    """Copy the KV of the first tokens to an empty cache, of the same layout.
+def copy_prefix(source: KVSource, cache: TieredCache, tokens: int) -> Iterator[int]:
+    """Copy the KV of a source's first tokens to an empty cache, of the same layout.
 
-    Fewer than all tokens of the prompt, so that its observers see the last ones. Raises
+    Yields each layer's index once it is copied; the cache has these tokens after the last step.
+    Between steps a source that is a cache may be decoded on, but not truncated below these tokens.
+    There are fewer tokens than in the prompt, so that its observers see the last ones. Raises
     InsufficientMemoryError.
     """
-    layers = zip(cache.layers, source.layers, source.host_readers(), strict=True)
+    readers = source.host_readers()
     with Prefill(cache, tokens) as prefill:
-        for index, (layer, other, read) in enumerate(layers):
-            own, others = layer.buffer, other.buffer
-            if own is None or others is None or not (layer.is_on_device and other.is_on_device):
-                prefill.load_blocks(index, head_blocks(read_layer(read, source.layout, tokens)))
-            else:  # all of it is on the device
-                token_slice(own, 0, tokens).copy_(token_slice(others, 0, tokens))
+        for index, (layer, read) in enumerate(zip(cache.layers, readers, strict=True)):
+            on_device = _on_device(source, index)
+            if on_device is not None and layer.buffer is not None and layer.is_on_device:
+                token_slice(layer.buffer, 0, tokens).copy_(token_slice(on_device, 0, tokens))
+            else:
+                heads = range(cache.layout.heads)
+                blocks = (KVBlock(head, 0, read(head, 0, tokens)) for head in heads)
+                prefill.load_blocks(index, blocks)
+            yield index
     cache.truncate(tokens)
+
+
+def _on_device(source: KVSource, layer: int) -> Tensor | None:
+    """Return a layer's KV (2, Hkv, N, D) if all of it is on the device."""
+    if not isinstance(source, TieredCache) or not source.layers[layer].is_on_device:
+        return None
+    return source.layers[layer].buffer

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -41,27 +41,42 @@ class Level:
 
 
 class OpenSequence(Protocol):
-    """A sequence whose caches are allocated."""
+    """A sequence that holds memory."""
 
     levels: list[Level]  # sharded levels come first, in the same order on all ranks
-    max_tokens: int  # query tokens of its longest forward
+    copied: CopiedPrefix | None  # its beginning, until its prefill has copied it
 
     def prefill_steps(self) -> PrefillSteps:
         """Prefill its prompt, in steps."""
         ...
 
-    def extend_steps(
-        self, tokens: Sequence[int], cached: int, reserve: Sequence[int]
-    ) -> PrefillSteps:
-        """Extend the sequence, or replace it by one with the same beginning, in steps.
-
-        If larger caches are requested, the first step raises InsufficientMemoryError on all ranks.
-        """
-        ...
-
     def close(self) -> None:
         """Free everything that the sequence holds on this rank."""
         ...
+
+
+@runtime_checkable
+class DecodableSequence(OpenSequence, Protocol):
+    """A sequence that can be decoded on."""
+
+    def extend_steps(self, tokens: Sequence[int], cached: int) -> PrefillSteps:
+        """Extend the sequence, or replace it by one with the same beginning, in steps."""
+        ...
+
+    def swap_out(self, cached: int) -> OpenSequence:
+        """Return a sequence whose prefill copies this one's KV, so that this one can be closed.
+
+        The next sequence begins with the first `cached` of its tokens.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class CopiedPrefix:
+    """The first tokens of another sequence."""
+
+    source: OpenSequence
+    tokens: int
 
 
 class Command(Protocol):
@@ -121,14 +136,31 @@ class Extend:
     index: int  # among the open ones
     tokens: list[int]  # the whole sequence
     cached: int  # number of leading tokens that stay in the caches
-    reserve: list[int]  # numbers of new tokens to reallocate for, the first that fits; or empty
     lengths: list[int]  # lengths of the sharded levels' caches
 
     def run(self, executor: TensorParallelExecutor) -> None:
         executor.set_lengths(self.index, self.lengths)
         sequence = executor.sequences[self.index]
-        steps = sequence.extend_steps(self.tokens, self.cached, self.reserve)
-        executor.prefills[sequence] = steps
+        assert isinstance(sequence, DecodableSequence)
+        executor.finish_copies(sequence)
+        executor.prefills[sequence] = sequence.extend_steps(self.tokens, self.cached)
+
+
+@dataclass(frozen=True)
+class SwapOut:
+    """Begin to copy a sequence's KV to host memory."""
+
+    index: int  # among the open ones
+    cached: int  # its tokens that the next sequence begins with; 0: another sequence
+    lengths: list[int]  # lengths of the sharded levels' caches
+
+    def run(self, executor: TensorParallelExecutor) -> OpenSequence:
+        executor.set_lengths(self.index, self.lengths)
+        sequence = executor.sequences[self.index]
+        assert isinstance(sequence, DecodableSequence)
+        swapped = sequence.swap_out(self.cached)
+        executor.add(swapped)
+        return swapped
 
 
 @dataclass(frozen=True)
@@ -183,8 +215,9 @@ class Forward:
 class TensorParallelExecutor:
     """The open sequences, in the same order on all ranks, and the commands they run on them."""
 
-    def __init__(self, group: TensorParallelGroup, graphs: GraphRunner):
-        self.group, self.graphs = group, graphs
+    def __init__(self, group: TensorParallelGroup, graphs: GraphRunner, max_tokens: int):
+        """Start without sequences; each forward has at most `max_tokens` of each of them."""
+        self.group, self.graphs, self.max_tokens = group, graphs, max_tokens
         self.sequences: list[OpenSequence] = []
         self.prefills: dict[OpenSequence, PrefillSteps] = {}  # unfinished ones
         self.open_sequence: Callable[[Open], object] | None = None  # in `worker_loop`
@@ -196,15 +229,22 @@ class TensorParallelExecutor:
 
     def remove(self, sequence: OpenSequence) -> None:
         """Remove a sequence and close it, on all ranks."""
+        self.finish_copies(sequence)
         self.sequences.remove(sequence)
         if (steps := self.prefills.pop(sequence, None)) is not None:
             steps.close()
         sequence.close()
         trim_heap()
 
-    def lengths_of(self, sequence: OpenSequence) -> list[int]:
-        """Return the lengths of a sequence's sharded caches: commands carry them to other ranks."""
-        return [level.cache.length for level in sequence.levels if level.is_sharded]
+    def finish_copies(self, source: OpenSequence) -> None:
+        """Finish all copies of a sequence that is about to change; all ranks call it."""
+        for sequence in self.sequences:
+            while sequence.copied is not None and sequence.copied.source is source:
+                try:
+                    self.run_prefill(sequence, whole_layer=True)
+                except TierForceError as error:  # its own prefill raises it
+                    sequence.copied = None
+                    self.prefills[sequence] = _fail(error)
 
     def set_lengths(self, index: int, lengths: Sequence[int]) -> None:
         """Set the lengths of a sequence's sharded caches, as on rank 0."""
@@ -246,18 +286,6 @@ class TensorParallelExecutor:
             self._send(command.pack(self))
         return command.run(self)
 
-    def extend(
-        self, sequence: OpenSequence, tokens: Sequence[int], cached: int, reserve: Sequence[int]
-    ) -> None:
-        """Begin to extend a sequence on all ranks (`OpenSequence.extend_steps`).
-
-        The sequence becomes `tokens`, whose first `cached` it already holds.
-        """
-        index, lengths = self.sequences.index(sequence), self.lengths_of(sequence)
-        command = Extend(index, list(tokens), cached, list(reserve), lengths)
-        self.send(command)
-        command.run(self)
-
     def prefill(
         self, sequence: OpenSequence, whole_layer: bool, progress: Progress | None = None
     ) -> Tensor | None:
@@ -267,6 +295,11 @@ class TensorParallelExecutor:
         """
         self.send(Prefill(self.sequences.index(sequence), whole_layer))
         return self.run_prefill(sequence, whole_layer, progress)
+
+    def run(self, command: Command) -> object:
+        """Run a command on all ranks; return this one's result."""
+        self.send(command)
+        return command.run(self)
 
     def send(self, command: Command) -> None:
         """Send a command to the other ranks, but do not run it on this one."""
@@ -306,4 +339,15 @@ class TensorParallelExecutor:
 
     def _size(self) -> int:
         """Return the numbers in a message: room for a forward of all sequences."""
-        return 1 + sum(_HEADER + sequence.max_tokens for sequence in self.sequences)
+        return 1 + len(self.sequences) * (_HEADER + self.max_tokens)
+
+
+def sharded_lengths(sequence: OpenSequence) -> list[int]:
+    """Return the lengths of a sequence's sharded caches: commands carry them to other ranks."""
+    return [level.cache.length for level in sequence.levels if level.is_sharded]
+
+
+def _fail(error: TierForceError) -> PrefillSteps:
+    """Raise an error in the first step."""
+    raise error
+    yield

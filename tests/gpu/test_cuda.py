@@ -180,7 +180,7 @@ def test_caches_that_a_request_leaves_are_free_for_the_next() -> None:
         (slot,) = engine.sessions.slots._slots
         assert slot.retrieval is not None
         assert slot.draft is not None
-        available.append(engine.sessions._memory().device)
+        available.append(engine.sessions.memory.now().device)
         assert slot.device_bytes > 2 << 20
     assert max(available) - min(available) < 1 << 20  # inputs of graphs
     engine.close()

@@ -43,6 +43,14 @@ class ServeOptions:
         unit="requests",
         minimum=1,
     )
+    swap_space: int | None = option(
+        "Host memory for the KV of conversations whose caches other requests needed, in GB: they "
+        "go on from there. By default half of what is free.",
+        value=None,
+        unit="GB",
+        zero="none",
+        minimum=0,
+    )
 
     def __post_init__(self) -> None:
         """Raise TierForceError for an invalid value."""

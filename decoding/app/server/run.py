@@ -81,17 +81,15 @@ def run(
         common.sampling,
         common.max_new_tokens,
     )
-    metrics, prompts = (
-        Metrics(queue, engine.sessions.plans),
-        Prompts(engine.tokenizer, engine.context),
-    )
+    metrics, prompts = Metrics(queue, engine.sessions), Prompts(engine.tokenizer, engine.context)
+    swap_space = None if options.swap_space is None else options.swap_space * 10**9
     server = Server(queue, prompts, metrics, served, options.max_body * 10**6)
     hosts = None if keys else [*_LOCAL_NAMES, _url_host(options.host)]
     app = RequestGuard(server.app(), hosts, keys, metrics)
     with _http_thread(app, listener, queue, connections):
         say(f"listening on http://{_url_host(options.host)}:{listener.getsockname()[1]}")
         try:
-            EngineWorker(engine, queue, metrics).run()
+            EngineWorker(engine, queue, metrics, swap_space).run()
         finally:
             queue.close(_ENGINE_LOST)  # no effect after a shutdown by signal
         engine.close()

@@ -37,13 +37,15 @@ def requests(prompts: Sequence[Sequence[int]], sampling: Sampling = GREEDY) -> l
 
 
 @contextmanager
-def serving(models: Pair, mode: str, concurrency: int, **options: Any) -> Iterator[Engine]:
+def serving(
+    models: Pair, mode: str, concurrency: int, swap_space: int = 0, **options: Any
+) -> Iterator[Engine]:
     with models.engine(mode, **{**SMALL, **options}) as engine:
         if engine.group.rank:
             engine.run_worker()
             yield engine
             return
-        with engine.conversation(room=100, concurrency=concurrency):
+        with engine.conversation(100, concurrency, swap_space):
             yield engine
         assert not engine.sessions.executor.sequences
 

@@ -18,6 +18,7 @@ from decoding.planning.plan import Memory, Plan
 from decoding.planning.request_spec import RequestSpec
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
 from offload.layout import ceil_div
+from offload.tiered.prefill import OBSERVED_ROWS
 from parallel.ranks.process_group import TensorParallelGroup
 from support import batches
 from support.engines import MODES, PLACEMENTS, Folders, Pair
@@ -209,7 +210,7 @@ def test_a_sequence_that_outgrows_its_caches_gets_larger_ones(
                 assert engine.stats.reused_tokens >= len(turns[-2][0])
         # more new tokens than were planned, after a shorter prompt
         turns.append((PROMPT, list(engine.generate(PROMPT, 60, GREEDY))))
-        assert engine.stats.reused_tokens == len(PROMPT) - 1
+        assert engine.stats.reused_tokens == len(PROMPT) - OBSERVED_ROWS
     if split:
         with models.engine("plain") as engine:
             expected = [
@@ -260,10 +261,15 @@ def test_the_whole_prompt_is_prefilled_if_larger_caches_do_not_fit(models: Pair)
             assert engine.stats.reused_tokens == 0
             list(engine.generate(PROMPT, NEW, GREEDY))
             reuse_pays(engine)
-            with patch.object(Plan, "place", failing(Plan.place, times=2)):
-                assert list(engine.generate([*prompt, *prompt], NEW, GREEDY))
-            assert engine.stats.reused_tokens == 0
+            with (
+                patch.object(Plan, "place", failing(Plan.place, times=2)),
+                pytest.raises(InsufficientMemoryError),
+            ):
+                list(engine.generate([*prompt, *prompt], NEW, GREEDY))
+            # its KV is still in host memory
             assert list(engine.generate(prompt, NEW, GREEDY)) == expected
+            assert engine.stats.reused_tokens == len(PROMPT)
+            assert not engine.sessions.memory.swapped
 
 
 def failing(plan: Callable[..., Any], times: int) -> Callable[..., Any]:
@@ -442,7 +448,7 @@ def test_memory_bounds_the_chunks_of_a_turn(models: Pair) -> None:
         with engine.conversation(room=1000):
             list(engine.generate(PROMPT, NEW, GREEDY))
             (session,) = engine.sessions.executor.sequences
-            assert session.extend_chunk >= session.max_tokens
+            assert session.extend_chunk >= session.runtime.requirements.max_forward_tokens
             for tokens in (7, 64, 150):
                 session.extend_chunk = tokens
                 list(engine.generate([*PROMPT, 5], NEW, GREEDY))

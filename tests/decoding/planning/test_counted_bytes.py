@@ -110,7 +110,8 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
                     session.prefill()
         assert storage_bytes(arena) == plan.memory.host_bytes
         assert storage_bytes(rotary) - rotary_extra(rotary) == tiers["rotary tables"]
-        draft = storage_bytes(session.draft, session.draft and session.draft.rotary)
+        drafts = [level.cache for level in session.levels if level.name == "draft"]
+        draft = sum(storage_bytes(cache, cache.rotary) for cache in drafts)
         assert draft == tiers["draft cache"]
         planned = tiers["retrieval cache"]
         if retrieval is None:

@@ -44,7 +44,7 @@ class PrefilledSequence:
     observes it and is reselected at every verification.
     """
 
-    max_tokens = MAX_TOKENS
+    copied = None
 
     def __init__(self, model: Transformer, seed: int):
         prompt = PROMPTS[seed]
@@ -97,7 +97,7 @@ class PrefilledSequence:
 
 
 def eager_executor(group: TensorParallelGroup) -> TensorParallelExecutor:
-    return TensorParallelExecutor(group, GraphRunner(False, group.graph_capturer))
+    return TensorParallelExecutor(group, GraphRunner(False, group.graph_capturer), MAX_TOKENS)
 
 
 def run_round(

@@ -47,8 +47,12 @@ _REPORT_INTERVAL_S = 0.1  # minimum time between two reports of progress
 class EngineWorker:
     """Answers queued requests, several at once; each leaves its caches to those that follow."""
 
-    def __init__(self, engine: Engine, queue: RequestQueue, metrics: Metrics):
+    def __init__(
+        self, engine: Engine, queue: RequestQueue, metrics: Metrics, swap_space: int | None = None
+    ):
+        """Answer requests; `swap_space` as in `Engine.conversation`."""
         self.engine, self.queue, self.metrics = engine, queue, metrics
+        self._swap_space = swap_space
         self._token_bytes = TokenBytes(engine.tokenizer)
         self._answers: list[_Answer] = []
 
@@ -57,7 +61,8 @@ class EngineWorker:
 
         Raises errors after which the engine is unusable.
         """
-        with self.engine.conversation(concurrency=self.queue.concurrency):
+        concurrency, swap_space = self.queue.concurrency, self._swap_space
+        with self.engine.conversation(concurrency=concurrency, swap_space=swap_space):
             while (requests := self._take()) is not None:
                 for request in requests:
                     self._begin(request)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from decoding.app.server.worker.jobs import RequestQueue
+from decoding.engine.session_manager import SequenceManager
 from decoding.engine.stats import Stats
-from decoding.planning.memory_plan import MemoryPlan
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -16,8 +14,8 @@ _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class Metrics:
     """The metrics of a server since its start."""
 
-    def __init__(self, queue: RequestQueue, plans: Callable[[], Sequence[MemoryPlan]] = list):
-        """Count from now on; `plans` returns those of all open sequences, on any thread."""
+    def __init__(self, queue: RequestQueue, sessions: SequenceManager):
+        """Count from now on; the memory is that of these sequences, read on any thread."""
         self._registry = registry = CollectorRegistry()
         self.replies = Counter(
             "tierforce_replies", "Replies by their HTTP status.", ["status"], registry=registry
@@ -58,12 +56,18 @@ class Metrics:
         )
         memory = Gauge(
             "tierforce_sequence_bytes",
-            "Memory of all open sequences on one rank, by tier.",
+            "Memory of all open sequences on one rank, by tier; swapped: conversations in host "
+            "memory alone.",
             ["tier"],
             registry=registry,
         )
-        memory.labels("device").set_function(lambda: sum(plan.device_bytes for plan in plans()))
-        memory.labels("host").set_function(lambda: sum(plan.host_bytes for plan in plans()))
+        memory.labels("device").set_function(
+            lambda: sum(plan.device_bytes for plan in sessions.plans())
+        )
+        memory.labels("host").set_function(
+            lambda: sum(plan.host_bytes for plan in sessions.plans())
+        )
+        memory.labels("swapped").set_function(lambda: sessions.memory.swapped_bytes)
         waiting = Gauge("tierforce_requests_waiting", "Requests in the queue.", registry=registry)
         waiting.set_function(lambda: queue.waiting)
         running = Gauge("tierforce_requests_running", "Requests being answered.", registry=registry)

@@ -75,7 +75,8 @@ def test_planned_bytes_are_allocated_by_the_engine(mode: str, resident: int, pai
             session.plan.memory.slot_heads,
             resident,
         )
-        assert tiers["draft cache"] == (session.draft.device_bytes if session.draft else 0)
+        drafts = [level.cache for level in session.levels if level.name == "draft"]
+        assert tiers["draft cache"] == sum(cache.device_bytes for cache in drafts)
         if session.retrieval is not None:  # includes selection scratch and policy state
             shape, spec = session.retrieval.shape, session.retrieval.selector.policy.spec
             selection = shape.scratch_bytes(session.target.layout, spec.query_rows)

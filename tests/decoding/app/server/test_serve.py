@@ -371,6 +371,26 @@ def test_several_requests_at_once(model: tuple[str, ...], tmp_path: Path) -> Non
     assert len(set(contents)) > 1
 
 
+def test_conversations_go_on_from_host_memory(model: tuple[str, ...], tmp_path: Path) -> None:
+    """With room for the caches of one, two take turns."""
+    prompts = [STORY[:1500], STORY[1500:3000]]
+    options = ("--concurrency", "1", "--dtype", "float32", "--mode", "plain")
+    swapped = 'tierforce_sequence_bytes{tier="swapped"}'
+    contents = []
+    for swap_space in ("1", "0"):
+        with serving(tmp_path, *model, *options, "--swap-space", swap_space) as server:
+            ask = partial(
+                server.client().completions.create, model="model", temperature=0, max_tokens=9
+            )
+            answers = [ask(prompt=prompt) for prompt in prompts]
+            answers += [ask(prompt=f"{prompt} Ann answered:") for prompt in prompts]
+            assert (server.metric(swapped) > 0) == (swap_space == "1")
+        cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+        assert [each > 0 for each in cached] == [False, False, *[swap_space == "1"] * 2]
+        contents.append([answer.choices[0].text for answer in answers])
+    assert contents[0] == contents[1]
+
+
 def test_a_request_needs_a_key(model: tuple[str, ...], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"# ours\nanother-long-enough-key\n{KEY}\n")

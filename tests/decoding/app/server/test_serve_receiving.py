@@ -224,7 +224,7 @@ def test_the_body_of_a_queued_request_is_freed() -> None:
 
     async def run() -> None:
         queue = RequestQueue(limit=4)
-        metrics = Metrics(queue)
+        metrics = Metrics(queue, None)  # type: ignore[arg-type]
         served = ServedModel("model", "model", 1000, 10, Sampling(), 5)
         server = Server(queue, _Prompts(), metrics, served, 16_000_000)  # type: ignore[arg-type]
         app = RequestGuard(server.app(), None, [], metrics)

@@ -1,0 +1,114 @@
+"""Host memory for the KV of sequences whose caches other requests need; on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from decoding.engine.cached_sequence import CachedSequence, HeldSequence
+from decoding.engine.session_manager import SequenceManager
+from decoding.prefix_cache.store import MIN_TOKENS, is_worth_saving
+from decoding.speculation.sequence import common_prefix
+from offload.errors import InsufficientMemoryError
+from offload.memory.host import host_available
+
+
+@dataclass
+class SwapOut:
+    """A sequence that is being swapped out, and the concurrency of the request that needs it."""
+
+    sequence: CachedSequence
+    swapped: HeldSequence
+    concurrency: int
+
+
+class SwapSpace:
+    """Sequences in host memory alone, the oldest of which make room for others.
+
+    Those that are planned later may use the memory: `SequenceManager.open` then closes the oldest.
+    """
+
+    def __init__(self, sessions: SequenceManager):
+        self.sessions = sessions
+        # bytes on this rank; None: half of the host memory that is free
+        self.limit: int | None = 0
+        self._held: list[HeldSequence] = []
+
+    def held(self) -> list[HeldSequence]:
+        """Return what is swapped out, or is being swapped out, the oldest first."""
+        swapped = self.sessions.memory.swapped
+        self._held = [each for each in self._held if each.caches in swapped]
+        return self._held
+
+    def is_worth(self, sequence: CachedSequence, others: Iterable[HeldSequence]) -> bool:
+        """Return whether a sequence has enough tokens that no other has, and fits the memory."""
+        tokens = sequence.caches.target.length
+        if tokens < MIN_TOKENS or sequence.caches.runtime.settings.deterministic:
+            return False
+        if _kv_bytes(sequence) > self._size():
+            return False
+        common = [_common(each, sequence) for each in others if each is not sequence]
+        return is_worth_saving(tokens, max(common, default=0))
+
+    def begin(self, sequence: CachedSequence, concurrency: int, cached: int = 0) -> SwapOut:
+        """Begin to swap out a sequence (`SequenceManager.swap_out`); `step` goes on with it."""
+        for each in [each for each in self.held() if not each.missing]:
+            if self.sessions.memory.swapped_bytes + _kv_bytes(sequence) > self._size():
+                self._close(each)
+        tokens = sequence.tokens[: sequence.caches.target.length]
+        swapped = HeldSequence(self.sessions.swap_out(sequence.caches, cached), tokens, len(tokens))
+        self._held.append(swapped)
+        return SwapOut(sequence, swapped, concurrency)
+
+    def step(self, swap: SwapOut, whole_layer: bool) -> bool:
+        """Run the next step; after the last one close the caches, and return True."""
+        try:
+            if self.sessions.executor.prefill(swap.swapped.caches, whole_layer) is None:
+                return False
+            swap.swapped.missing = 0
+        except InsufficientMemoryError:  # another process has taken the memory: the KV is lost
+            self._close(swap.swapped)
+        self.sessions.close(swap.sequence.caches)
+        return True
+
+    def cancel(self, swap: SwapOut) -> None:
+        """Stop swapping out a sequence, which keeps its caches."""
+        self._close(swap.swapped)
+
+    def drop_prefixes(self, sequence: CachedSequence) -> None:
+        """Close what is swapped out if a sequence in caches has nearly all of it."""
+        for each in [each for each in self.held() if not each.missing]:
+            if not is_worth_saving(len(each.tokens), _common(each, sequence)):
+                self._close(each)
+
+    def close(self) -> None:
+        """Close all."""
+        with ExitStack() as closing:  # closes all of them, even if one raises
+            for each in self.held():
+                closing.callback(self.sessions.close, each.caches)
+            self._held = []
+
+    def _size(self) -> int:
+        """Return the bytes that may be swapped out on this rank."""
+        if self.limit == 0:
+            return 0
+        free = host_available() // self.sessions.group.size + self.sessions.memory.swapped_bytes
+        return free // 2 if self.limit is None else min(self.limit, free)
+
+    def _close(self, swapped: HeldSequence) -> None:
+        self._held.remove(swapped)
+        self.sessions.close(swapped.caches)
+
+
+def _common(held: HeldSequence, sequence: CachedSequence) -> int:
+    """Return the length of a sequence's prefix that another one holds, too."""
+    if held.caches.rope_key != sequence.caches.rope_key:
+        return 0
+    return min(common_prefix(held.tokens, sequence.tokens), held.copyable)
+
+
+def _kv_bytes(sequence: CachedSequence) -> int:
+    """Return the bytes of a sequence's KV on this rank."""
+    target = sequence.caches.target
+    return target.layout.bytes(target.length)
