@@ -172,7 +172,8 @@ class CostModel:
     def _reconstruction_s(self, plan: Plan) -> float:
         """Return the seconds per verification to reconstruct split or compressed layers."""
         rate = self.hardware.reconstruct_rate or self.hardware.memory_rate / RECONSTRUCTION_TRAFFIC
-        layers = plan.prompt_spec.split_or_compressed_layers
+        counts = plan.prompt_spec.counts.items()
+        layers = sum(count for layer, count in counts if layer.format is not None)
         return plan.requirements.layout.bytes(plan.spec.prompt, layers) / rate
 
     def _selection_s(self, plan: Plan, tokens: float) -> float:

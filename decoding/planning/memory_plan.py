@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from offload.codec.format import compression_saves
 from offload.errors import InsufficientMemoryError
 from offload.tiered.shape import TieredCacheSpec
 
@@ -67,7 +68,7 @@ def device_breakdown(
         "retrieval cache": retrieval,
         "draft cache": requirements.draft,
         "rotary tables": requirements.tables,
-        "splitting buffers": shape.splitting_bytes,
+        "splitting buffers": shape.buffers.splitting_bytes,
     }
     prefill = {
         **shape.device_breakdown(True),
@@ -145,7 +146,7 @@ def _with_min_deferred(
     _, decode = device_breakdown(requirements, placement.resident_layers, 0, placement.split_layers)
     if sum(decode.values()) > device:
         return None
-    counts = range(placement.on_device_layers + 1)
+    counts = range(placement.resident_layers + placement.split_layers + 1)
     for shape in _with_deferred_layers(placement, counts):
         if _device_bytes(requirements, shape) <= device:
             return shape
@@ -159,7 +160,8 @@ def _smallest(
     shapes: list[TieredCacheSpec] = []
     for placement in placements:
         # Deferred high bytes need larger staging buffers, of the same size for any number of them.
-        counts = 0, placement.resident_layers, placement.on_device_layers
+        resident, split = placement.resident_layers, placement.split_layers
+        counts = 0, resident, resident + split
         shapes += _with_deferred_layers(placement, counts)
     return min(shapes, key=lambda shape: _device_bytes(requirements, shape))
 
@@ -200,7 +202,8 @@ def _check_host(shape: TieredCacheSpec, host: int) -> None:
     """Raise InsufficientMemoryError if the offloaded layers exceed host memory."""
     lacking = shape.host_bytes - host
     if lacking > 0:
-        hint = "`compress_offload`, " if shape.may_be_compressed else ""
+        saves = shape.copies and not shape.compressed and compression_saves(shape.layout.dtype)
+        hint = "`compress_offload`, " if saves and shape.streamed_layers else ""
         raise InsufficientMemoryError(
             f"the KV cache of {shape.capacity} tokens needs {shape.host_bytes / 1e9:.2f} GB of "
             f"host memory per rank and {host / 1e9:.2f} GB are available. Use {hint}a shorter "

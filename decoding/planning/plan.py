@@ -87,10 +87,10 @@ class Plan:
     @cached_property
     def retrieval_layers(self) -> list[int]:
         """Return the layers that have a retrieval cache."""
-        needs, placement = self.requirements, enumerate(self.prompt_spec.placement())
+        needs, layers = self.requirements, enumerate(self.prompt_spec.layers())
         if needs.has_retrieval:
-            return [layer for layer, _ in placement]
-        return [layer for layer, kind in placement if needs.has_split and kind == OFFLOADED]
+            return [index for index, _ in layers]
+        return [index for index, each in layers if needs.has_split and each.kind == OFFLOADED]
 
     @property
     def layers_on_host(self) -> int:
@@ -116,7 +116,7 @@ class Plan:
         needs = self.requirements
         if self.memory.resident_layers or not needs.copies:
             return 0
-        return self.prompt_spec.slot_numel * needs.dtype.itemsize
+        return self.prompt_spec.buffers.slot_numel * needs.dtype.itemsize
 
     @property
     def selection_interval(self) -> int:

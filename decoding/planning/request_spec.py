@@ -22,6 +22,7 @@ from decoding.planning.memory_plan import MemoryRequirements
 from decoding.planning.requirements import Requirements
 from decoding.speculation.draft_length import NOISE_POSITIONS
 from offload.cache.streaming_shape import StreamingCacheSpec
+from offload.codec.format import compression_saves
 from offload.errors import InvalidRequestError
 from offload.kernels.batch_invariant_shape import ROW_BLOCK, working_bytes
 from offload.layout import ceil_div
@@ -91,7 +92,7 @@ class RequestSpec:
         compressed = needs.settings.compress_offload
         if compressed is None:
             compressed = needs.has_split and needs.copies
-        compressed = compressed and shape.compression_saves
+        compressed = compressed and compression_saves(needs.dtype)
         return replace(shape, compressed=compressed, batch_invariant=needs.settings.deterministic)
 
     @property

@@ -47,6 +47,12 @@ _FORMATS = {
 SPLIT_DTYPES = tuple(_FORMATS)
 
 
+def compression_saves(dtype: Any) -> bool:
+    """Return whether split floats take less memory than the elements of a dtype themselves."""
+    split = split_format(dtype)
+    return split is not None and split.planes < 2 * dtype.itemsize
+
+
 def split_format(dtype: Any) -> SplitFormat | None:
     """Return the split format of a dtype, or None if its elements cannot be split."""
     return _FORMATS.get(dtype_name(dtype))

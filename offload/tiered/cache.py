@@ -20,7 +20,7 @@ from offload.tiered.kv_file import HostReader
 from offload.tiered.layer import KVGroup, TieredLayer, attend_groups
 from offload.tiered.offloaded import OffloadedLayer
 from offload.tiered.resident import ResidentLayer
-from offload.tiered.shape import RESIDENT, SPLIT, TieredCacheSpec
+from offload.tiered.shape import RESIDENT, TieredCacheSpec
 from offload.tiered.split import SplitKV, SplitLayer, WritebackBuffers
 from offload.traffic import ByteCounters
 
@@ -51,9 +51,9 @@ class TieredCache(Cache):
         self.rotary = rotary
         self.boundary = 0
         self.observers: list[AttentionObserver] = []
-        self._buffers = _Buffers.allocate(shape, link, arena)
+        self._buffers = _Buffers.allocate(shape, link)
         self._tails = self._buffers.tails
-        self.layers = _make_layers(shape, link, self._buffers, self.traffic)
+        self.layers = _make_layers(shape, link, arena, self._buffers, self.traffic)
         self.is_batch_invariant = shape.batch_invariant
 
     @property
@@ -75,7 +75,7 @@ class TieredCache(Cache):
         None if every layer has a buffer of its own.
         """
         ring = self._buffers.ring
-        if ring is None or not self.shape.ring_numel:
+        if ring is None or not self.shape.buffers.ring_numel:
             return None
         _, *shape = self.layout.shape(1, tokens)
         return ring.borrow(shape)
@@ -188,22 +188,20 @@ class TieredCache(Cache):
 class _Buffers:
     """The memory that a cache's layers get their parts of, or share."""
 
-    host: Tensor  # flat: offloaded layers, then deferred ones
     tails: Tensor  # (offloaded layers, 2, Hkv, capacity, D)
     reconstruct: Tensor  # (2, heads, capacity, D)
     writeback: WritebackBuffers
     ring: TransferRing | None  # None without offloaded layers
 
     @classmethod
-    def allocate(cls, shape: TieredCacheSpec, link: Link, arena: HostArena) -> _Buffers:
-        host = arena.allocate((sum(shape.host_sizes()),))
-        dtype, device = shape.layout.dtype, link.device
-        tails = torch.empty(shape.tails_shape, dtype=dtype, device=device)
-        reconstruct = torch.empty(shape.reconstruct_shape, dtype=dtype, device=device)
+    def allocate(cls, shape: TieredCacheSpec, link: Link) -> _Buffers:
+        dtype, device, sizes = shape.layout.dtype, link.device, shape.buffers
+        tails = torch.empty(sizes.tails, dtype=dtype, device=device)
+        reconstruct = torch.empty(sizes.reconstruct, dtype=dtype, device=device)
         ring = None
         if shape.offloaded_layers:
-            ring = TransferRing(link, shape.slots, shape.slot_numel, dtype, shape.ring_numel)
-        return cls(host, tails, reconstruct, WritebackBuffers(shape, link), ring)
+            ring = TransferRing(link, shape.slots, sizes.slot_numel, dtype, sizes.ring_numel)
+        return cls(tails, reconstruct, WritebackBuffers(sizes.writeback, link), ring)
 
     @property
     def shared_bytes(self) -> int:
@@ -213,27 +211,29 @@ class _Buffers:
 
 
 def _make_layers(
-    shape: TieredCacheSpec, link: Link, buffers: _Buffers, traffic: ByteCounters
+    shape: TieredCacheSpec, link: Link, arena: HostArena, buffers: _Buffers, traffic: ByteCounters
 ) -> list[TieredLayer]:
     """Return a cache's layers, each with its part of the memory."""
-    hosts, tails = iter(buffers.host.split(shape.host_sizes())), iter(buffers.tails)
-    offloaded: list[TieredLayer] = []
-    for kind, deferred in shape.offloaded_placement():
-        tail, part = next(tails), next(hosts)
-        assert buffers.ring is not None
-        if planes := shape.host_planes(kind, deferred):
-            byte_planes = part.view(torch.uint8).view(shape.planes_shape(planes))
-            host = HostLayer(byte_planes, link, traffic)
-            split_kv = SplitKV.allocate(shape, link.device, kind == SPLIT, deferred)
-            shared = (buffers.ring, buffers.reconstruct, traffic)
-            offloaded.append(SplitLayer(host, tail, *shared, split_kv, buffers.writeback))
+    specs, tails = shape.layers(), iter(buffers.tails)
+    numels = [spec.host_bytes // shape.layout.dtype.itemsize for spec in specs]
+    hosts = arena.allocate((sum(numels),)).split(numels)
+    layers: list[TieredLayer] = []
+    for spec, part in zip(specs, hosts, strict=True):
+        if spec.host_planes:
+            memory = part.view(torch.uint8).view(spec.planes_shape(spec.host_planes))
         else:
-            host = HostLayer(part.view(shape.layer_shape), link, traffic)
-            offloaded.append(OffloadedLayer(host, tail, buffers.ring, shape.slot_heads, traffic))
-    resident: list[TieredLayer] = []
-    for index in range(shape.resident_layers):
-        deferred_host = None
-        if index >= shape.resident_layers - shape.deferred_resident_layers:
-            deferred_host = HostLayer(next(hosts).view(shape.layer_shape), link, traffic)
-        resident.append(ResidentLayer(shape, link.device, traffic, deferred_host))
-    return [(resident if kind == RESIDENT else offloaded).pop(0) for kind in shape.placement()]
+            memory = part.view(spec.shape) if len(part) else None
+        host = None if memory is None else HostLayer(memory, link, traffic)
+        if spec.kind == RESIDENT:
+            layers.append(ResidentLayer(spec, link.device, traffic, host))
+            continue
+        assert host is not None
+        assert buffers.ring is not None
+        tail = next(tails)
+        if spec.format is None:
+            layers.append(OffloadedLayer(host, tail, buffers.ring, shape.slot_heads, traffic))
+        else:
+            split_kv = SplitKV.allocate(spec, link.device)
+            shared = (buffers.ring, buffers.reconstruct, traffic)
+            layers.append(SplitLayer(host, tail, *shared, split_kv, buffers.writeback))
+    return layers

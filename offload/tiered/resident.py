@@ -13,7 +13,7 @@ from offload.memory.link import Copy, Link
 from offload.tiered.host_layer import HostLayer
 from offload.tiered.kv_file import HostReader, KVBlock, copies_to
 from offload.tiered.layer import KVGroup, TieredLayer
-from offload.tiered.shape import TieredCacheSpec
+from offload.tiered.shape import LayerSpec
 from offload.traffic import ByteCounters
 
 
@@ -28,12 +28,12 @@ class ResidentLayer(TieredLayer):
 
     def __init__(
         self,
-        shape: TieredCacheSpec,
+        spec: LayerSpec,
         device: torch.device,
         traffic: ByteCounters,
         deferred_host: HostLayer | None = None,
     ):
-        self._shape = shape
+        self._spec = spec
         self._device = device
         self._traffic = traffic
         self._host = deferred_host
@@ -99,6 +99,6 @@ class ResidentLayer(TieredLayer):
         self._kv = kv
 
     def _allocate(self) -> Tensor:
-        shape = self._shape
+        spec = self._spec
         with torch.inference_mode(False):  # a link's copies write to it
-            return torch.empty(shape.layer_shape, dtype=shape.layout.dtype, device=self._device)
+            return torch.empty(spec.shape, dtype=spec.layout.dtype, device=self._device)

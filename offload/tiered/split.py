@@ -24,7 +24,7 @@ from offload.tiered.host_layer import HostLayer
 from offload.tiered.kv_file import HostReader
 from offload.tiered.layer import attend_groups
 from offload.tiered.offloaded import OffloadedLayer
-from offload.tiered.shape import TieredCacheSpec
+from offload.tiered.shape import SPLIT, LayerSpec
 from offload.traffic import ByteCounters
 
 
@@ -43,22 +43,20 @@ class SplitKV:
     @classmethod
     def allocate(
         cls,
-        shape: TieredCacheSpec,
+        spec: LayerSpec,
         device: torch.device,
-        on_device: bool,
-        deferred: bool,
     ) -> SplitKV:
         """Allocate the memory of one layer, except for deferred high bytes."""
-        assert shape.format is not None
-        outliers = Outliers(shape.outliers, shape.layout.heads, device)
-        buffer = shape.planes_shape(shape.format.high_planes)
+        assert spec.format is not None
+        layout = spec.layout
+        outliers = Outliers(spec.outliers, layout.heads, device)
+        buffer = spec.planes_shape(spec.format.high_planes)
         high_bytes = None
-        if on_device and not deferred:
+        if spec.kind == SPLIT and not spec.deferred:
             high_bytes = torch.empty(buffer, dtype=torch.uint8, device=device)
-        layout = shape.layout
         kernels, _ = split_kernels(device.type, layout.dtype, layout.head_dim, layout.groups)
-        deferred_shape = buffer if deferred else None
-        return cls(SplitFloatCodec(shape.format), outliers, high_bytes, deferred_shape, kernels)
+        deferred_shape = buffer if spec.deferred else None
+        return cls(SplitFloatCodec(spec.format), outliers, high_bytes, deferred_shape, kernels)
 
     def allocate_deferred(self, device: torch.device) -> Tensor:
         """Allocate and return the device memory of deferred high bytes.
@@ -154,9 +152,10 @@ class SplitKV:
 class WritebackBuffers:
     """Alternating device buffers from which the link copies byte planes to the host."""
 
-    def __init__(self, shape: TieredCacheSpec, link: Link):
+    def __init__(self, shape: tuple[int, int], link: Link):
+        """Allocate buffers of this shape (2, bytes)."""
         self._link = link
-        buffers = torch.empty(shape.writeback_shape, dtype=torch.uint8, device=link.device)
+        buffers = torch.empty(shape, dtype=torch.uint8, device=link.device)
         self._free: deque[tuple[Tensor, Any]] = deque((buffer, None) for buffer in buffers)
 
     @property

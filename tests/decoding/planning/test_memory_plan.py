@@ -274,7 +274,7 @@ def test_ring_size(context: int, heads: int) -> None:
     size = slots * slot_heads * head
     assert 1 <= slot_heads <= heads
     assert slots >= 2
-    assert shape.ring_numel * 2 == max(size, layout.bytes(context, 1))
+    assert shape.buffers.ring_numel * 2 == max(size, layout.bytes(context, 1))
     assert size <= max(2**30, layout.bytes(context, 1)) or slots == 2
     # 2 MB each for keys and values, unless the layer is smaller
     assert slot_heads == heads or slot_heads * head >= 4 << 20

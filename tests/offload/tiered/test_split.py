@@ -253,7 +253,7 @@ def test_a_cache_can_be_restored_to_any_length(link: Link) -> None:
 def test_resident_and_split_layers_are_on_device(link: Link) -> None:
     cache = split_cache(link, torch.bfloat16, 1, True, 2)
     on_device = [layer.is_on_device for layer in cache.layers]
-    assert on_device == [kind != "streamed" for kind in cache.shape.placement()]
+    assert on_device == [layer.kind != "streamed" for layer in cache.shape.layers()]
     assert sum(on_device) == 2
 
 

@@ -15,6 +15,7 @@ from offload.layout import KVLayout
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Copy, Link
 from offload.tiered.cache import TieredCache
+from offload.tiered.offloaded import OffloadedLayer
 from offload.tiered.prefill import Prefill
 from offload.tiered.shape import TieredCacheSpec
 from support.driving import (
@@ -57,9 +58,8 @@ def boundary_at(length: int) -> int:
 
 def host_kv(cache: TieredCache) -> Tensor:
     """Return the host's part of offloaded layers, (L, 2, Hkv, capacity, D)."""
-    return cache._buffers.host.view(
-        cache.layout.shape(cache.shape.offloaded_layers, cache.shape.capacity)
-    )
+    layers = [layer for layer in cache.layers if isinstance(layer, OffloadedLayer)]
+    return torch.stack([layer._host.kv for layer in layers])
 
 
 @every_link
@@ -203,7 +203,7 @@ def test_resident_layers_are_spread_evenly_and_the_first_is_one(layers: int) -> 
     for resident in range(layers + 1):
         shape = TieredCacheSpec(replace(LAYOUT, layers=layers), CAPACITY, resident)
         resident_indices = [
-            layer for layer, kind in enumerate(shape.placement()) if kind == "resident"
+            index for index, layer in enumerate(shape.layers()) if layer.kind == "resident"
         ]
         assert len(resident_indices) == resident
         assert not resident or resident_indices[0] == 0

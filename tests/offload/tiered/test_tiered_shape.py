@@ -14,6 +14,7 @@ from torch import Tensor
 from offload.cache.base import Cache
 from offload.cache.streaming import StreamingCache
 from offload.cache.streaming_shape import StreamingCacheSpec
+from offload.codec.format import compression_saves, split_format
 from offload.layout import KVLayout
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
@@ -60,11 +61,15 @@ def random_spec(rng: random.Random, copies: bool) -> TieredCacheSpec:
     resident = rng.randint(0, shape.layout.layers)
     shape = shape.with_placement(resident)
     split = 0
-    if shape.format is not None:
+    if split_format(shape.layout.dtype) is not None:
         split = rng.randint(0, shape.offloaded_layers)
         shape = replace(shape, compressed=rng.random() < 0.5)
     deferred = rng.randint(0, resident + split) if shape.streams else 0
     return shape.with_placement(resident, deferred, split)
+
+
+def device_bytes(shape: TieredCacheSpec, prefill: bool) -> int:
+    return sum(shape.device_breakdown(prefill).values())
 
 
 @every_link
@@ -74,24 +79,26 @@ def test_tiered_caches_allocate_what_their_spec_counts(link: Link) -> None:
         shape = random_spec(rng, link.copies)
         arena = HostArena(link, shape.layout.dtype)
         cache = TieredCache(shape, link, random_rotary(shape.layout, shape.capacity), arena)
-        assert allocated(cache) == cache.device_bytes == shape.device_bytes(prefill=True)
+        assert allocated(cache) == cache.device_bytes == device_bytes(shape, prefill=True)
         with Prefill(cache, rng.randint(1, shape.capacity)):
-            assert allocated(cache) == shape.device_bytes(prefill=True)
+            assert allocated(cache) == device_bytes(shape, prefill=True)
         cache.onload_deferred()
-        assert allocated(cache) == cache.device_bytes == shape.device_bytes()
+        assert allocated(cache) == cache.device_bytes == device_bytes(shape, prefill=False)
         assert arena.nbytes == shape.host_bytes
 
 
-def test_compression_is_suggested_only_if_it_saves_host_memory() -> None:
+def test_compression_saves_what_the_spec_counts() -> None:
     rng = random.Random(0)
     outcomes = set()
     for _ in range(200):
         shape = random_spec(rng, copies=True)
-        smaller = False
-        if shape.format is not None:
-            smaller = replace(shape, compressed=True).host_bytes < shape.host_bytes
-        assert shape.may_be_compressed == smaller
-        outcomes.add(smaller)
+        if split_format(shape.layout.dtype) is None:
+            assert not compression_saves(shape.layout.dtype)
+            continue
+        whole, compressed = (replace(shape, compressed=each) for each in (False, True))
+        saves = compression_saves(shape.layout.dtype) and shape.streamed_layers > 0
+        assert (compressed.host_bytes < whole.host_bytes) == saves
+        outcomes.add(saves)
     assert outcomes == {False, True}
 
 
