@@ -7,7 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from offload.attention.folding import Backend, Partial, attend_causal, attend_gqa, merge
+from offload.attention.folding import (
+    Backend,
+    Partial,
+    attend_gqa,
+    attend_masked,
+    causal_mask,
+    merge,
+)
 from offload.attention.shape_buckets import ROWS, compiles_per_shape, pad_rows
 from offload.layout import ceil_div
 
@@ -15,6 +22,7 @@ from offload.layout import ceil_div
 _ROWS_PER_BLOCK, _KEYS_PER_BLOCK = 32, 512
 # up to this number of scores per head, one masked call is faster than merging prefix and square
 _SMALL_MASK = 1 << 16
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
@@ -37,9 +45,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 
 def op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Partial:
     """Call torch's flash operator on q, k and v (1, H, T or N, D), as a `folding.Operator`."""
-    if causal or mask is not None:
-        return _flash(q, k, v, causal, mask)
-    return _attend_split(q, k, v)
+    keys = k.shape[2]
+    parts = 1 if causal or mask is not None else _key_parts(q, k)
+    if parts == 1:
+        return _flash(q, k, v, 0.0, causal, attn_mask=mask)
+    whole = keys // parts * parts  # equal parts; the remaining keys are a part of their own
+    by_part = (_by_part(x[:, :, :whole], parts) for x in (k, v))
+    out, lse = _flash(q.expand(parts, -1, -1, -1), *by_part)
+    partials = [(out[part, None], lse[part, None]) for part in range(parts)]
+    if whole < keys:
+        partials.append(_flash(q, k[:, :, whole:], v[:, :, whole:]))
+    return merge(partials)
 
 
 CPU = Backend(attend, op)  # not used with float16: torch's operator barely supports it
@@ -48,42 +64,22 @@ CPU = Backend(attend, op)  # not used with float16: torch's operator barely supp
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     scores = len(q) * len(k)  # scores per head
     if causal and scores <= _SMALL_MASK:
-        return attend_causal(op, q, k, v)
+        return attend_masked(op, q, k, v, causal_mask(q, k))
     return attend_gqa(op, q, k, v, causal)
 
 
-def _attend_split(q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    """Attend with the keys split over threads that the operator would leave idle.
+def _key_parts(q: Tensor, k: Tensor) -> int:
+    """Return in how many parts to attend to the keys, so that no thread is idle.
 
     The operator parallelises over heads and blocks of rows only, and there may be fewer of these.
     """
-    _, heads, keys, _ = k.shape
-    threads = torch.get_num_threads()
+    heads, threads = k.shape[1], torch.get_num_threads()
     blocks = ceil_div(q.shape[2], _ROWS_PER_BLOCK)
     parts = threads // math.gcd(threads, heads)  # from heads alone: the last block may be small
     busy = heads >= threads or heads * blocks >= 4 * threads
-    if busy or keys < parts * _KEYS_PER_BLOCK:
-        parts = 1
-    whole = keys // parts * parts  # equal parts; the remaining keys are a part of their own
-    partials = _attend_parts(q, k[:, :, :whole], v[:, :, :whole], parts)
-    if whole < keys:
-        partials += _attend_parts(q, k[:, :, whole:], v[:, :, whole:], 1)
-    return merge(partials)
+    return 1 if busy or k.shape[2] < parts * _KEYS_PER_BLOCK else parts
 
 
-def _attend_parts(q: Tensor, k: Tensor, v: Tensor, parts: int) -> list[Partial]:
-    """Attend to `parts` parts of the keys of equal size."""
-
-    def split_keys(x: Tensor) -> Tensor:  # (1, H, N, D) to (P, H, N / P, D)
-        return x[0].unflatten(1, (parts, -1)).transpose(0, 1)
-
-    out, lse = _flash(q.expand(parts, -1, -1, -1), split_keys(k), split_keys(v))
-    return [(out[part, None], lse[part, None]) for part in range(parts)]
-
-
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None
-) -> Partial:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=mask
-    )
+def _by_part(x: Tensor, parts: int) -> Tensor:
+    """Return x (1, H, N, D) as (P, H, N / P, D)."""
+    return x[0].unflatten(1, (parts, -1)).transpose(0, 1)

@@ -60,23 +60,18 @@ def _merge_two(first: Partial, second: Partial) -> Partial:
     return merged.to(out.dtype), torch.logaddexp(lse, other_lse)
 
 
-def attend_causal(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    """Attend in one call, with bottom-right causality in its mask."""
+def causal_mask(q: Tensor, k: Tensor) -> Tensor:
+    """Return a mask for `attend_masked` that is causal, with bottom-right alignment."""
     rows, keys = len(q), len(k)
     mask = torch.full((rows, keys), -torch.inf, device=q.device)
     mask.triu_(keys - rows + 1)
-    mask = mask.repeat_interleave(q.shape[1] // k.shape[1], 0)
-    return attend_masked(op, q, k, v, mask)
+    return mask.repeat_interleave(q.shape[1] // k.shape[1], 0)
 
 
 def attend_masked(op: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
     """Attend in one call with mask (T * G, N), G query heads per KV head."""
-    keys, values = _as_batch(k), _as_batch(v)
-
-    def attend(folded: Tensor) -> Partial:
-        return op(folded, keys, values, False, mask[None, None])
-
-    return _fold(q, q.shape[1] // k.shape[1], attend)
+    partial = op(_fold(q, k), _as_batch(k), _as_batch(v), False, mask[None, None])
+    return _unfold(partial, q)
 
 
 def attend_gqa(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
@@ -85,19 +80,14 @@ def attend_gqa(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> P
     The query heads of a KV head become rows of it. A causal segment splits into a prefix that
     every row sees and a square, where top-left and bottom-right alignment agree.
     """
-    groups = q.shape[1] // k.shape[1]
     if not causal:
-        keys, values = _as_batch(k), _as_batch(v)
-
-        def attend(folded: Tensor) -> Partial:
-            return op(folded, keys, values, False)
-
-        return _fold(q, groups, attend)
+        return _unfold(op(_fold(q, k), _as_batch(k), _as_batch(v), False), q)
     prefix = len(k) - len(q)
     if prefix > 0:
         before = attend_gqa(op, q, k[:prefix], v[:prefix], False)
         square = attend_gqa(op, q, k[prefix:], v[prefix:], True)
         return merge([before, square])
+    groups = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(groups, 1)  # (T, Hq, D); the square is small
     v = v.repeat_interleave(groups, 1)
     out, lse = op(_as_batch(q), _as_batch(k), _as_batch(v), True)
@@ -109,13 +99,15 @@ def _as_batch(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _fold(q: Tensor, groups: int, attend: Callable[[Tensor], Partial]) -> Partial:
-    """Fold the query heads of a KV head into rows (1, Hkv, T * G, D), attend, and unfold."""
-    rows, heads, dim = q.shape
+def _fold(q: Tensor, k: Tensor) -> Tensor:
+    """Return q (T, Hq, D) with the query heads of a KV head as rows of it (1, Hkv, T * G, D)."""
+    by_head = q.unflatten(1, (k.shape[1], -1)).permute(1, 0, 2, 3)  # (Hkv, T, G, D)
+    return by_head.flatten(1, 2)[None]
 
-    def unfold(x: Tensor) -> Tensor:  # (1, Hkv, T * G, ...) to (T, Hkv, G, ...)
-        return x[0].unflatten(1, (rows, groups)).transpose(0, 1)
 
-    by_head = q.unflatten(1, (-1, groups)).permute(1, 0, 2, 3)  # (Hkv, T, G, D)
-    out, lse = attend(by_head.flatten(1, 2)[None])
-    return unfold(out).reshape(rows, heads, dim), unfold(lse).reshape(rows, heads)
+def _unfold(partial: Partial, q: Tensor) -> Partial:
+    """Return the attention of folded rows as that of q (T, Hq, D)."""
+    rows = len(q)
+    # (1, Hkv, T * G, ...) to (T, Hkv, G, ...)
+    out, lse = (x[0].unflatten(1, (rows, -1)).transpose(0, 1) for x in partial)
+    return out.reshape(q.shape), lse.reshape(q.shape[:2])

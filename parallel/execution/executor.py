@@ -284,7 +284,7 @@ class TensorParallelExecutor:
         index, level = self.locate(requests[0].cache)
         if self.group.size > 1 and self.sequences[index].levels[level].is_sharded:
             self._send(command.pack(self))
-        return command.run(self)
+        return self.graphs.run(requests)
 
     def prefill(
         self, sequence: OpenSequence, whole_layer: bool, progress: Progress | None = None
