@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decoding.engine.cached_sequence import CachedSequence, HeldSequence, room_for_turns
 from decoding.engine.request import Request, RequestState
-from decoding.engine.session import SequenceState, SwappedSequence
+from decoding.engine.session import SequenceState
 from decoding.engine.session_manager import SequenceManager
 from decoding.engine.swap_space import SwapOut, SwapSpace
 from decoding.prefix_cache.store import MIN_TOKENS
@@ -52,6 +52,7 @@ class CachePool:
         previous = self._previous(request, concurrency)
         if not self._make_room(state, concurrency, previous):
             return
+        extended = 0
         if previous is not None:
             is_only = concurrency == 1 and not state.runs_alone
             if is_only or previous.common_tokens(*_size(request)):
@@ -63,8 +64,10 @@ class CachePool:
             elif _fits(request, previous):
                 self.sessions.extend(previous.caches, request.prompt, reused)
                 state.sequence, stats.reused_tokens = previous, reused
+                extended = reused
             else:  # larger caches copy it
-                self._swaps[state] = self.swap_space.begin(previous, concurrency, reused)
+                swap = self.swap_space.begin(previous, concurrency, cached=reused)
+                self._swaps[state] = swap
                 return
         del previous  # frees the caches before others are allocated
         if state.sequence is None:
@@ -72,12 +75,17 @@ class CachePool:
         self._in_use.append(state.sequence)
         stats.discarded_tokens = max(0, stats.discarded_tokens - stats.reused_tokens)
         state.sequence.tokens = request.tokens
-        state.sequence.missing = len(request.prompt) - stats.reused_tokens
+        state.sequence.missing = len(request.prompt) - extended
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether a sequence that ran alone is still to be swapped out."""
+        return any(swap.is_large for swap in self._swaps.values())
 
     def cancel(self, state: RequestState) -> None:
         """Stop making room for a request."""
         if (swap := self._swaps.pop(state, None)) is not None:
-            self.kept.insert(0, swap.sequence)
+            self.kept.insert(len(self.kept) if swap.is_continued else 0, swap.sequence)
             self.swap_space.cancel(swap)
 
     def is_worth_waiting(self, request: Request) -> bool:
@@ -123,7 +131,7 @@ class CachePool:
             if request.progress:
                 request.progress(done, total)
 
-        started = time.perf_counter()
+        started, is_copying = time.perf_counter(), sequence.caches.copied is not None
         logits = self.sessions.executor.prefill(sequence.caches, whole_layer, report)
         if logits is not None:
             sequence.missing = 0
@@ -131,7 +139,8 @@ class CachePool:
             self.swap_space.drop_prefixes(sequence)
         elif waits:
             sequence.caches.runtime.link.finish_compute()
-        sequence.prefill_s += time.perf_counter() - started
+        if not is_copying:
+            sequence.prefill_s += time.perf_counter() - started
         if logits is not None and not sequence.token_s:
             sequence.token_s = sequence.prefill_s / rest
         return logits
@@ -158,18 +167,21 @@ class CachePool:
         """
         if not self.kept:
             return None
-        is_full = len(self.kept) + len(self._in_use) >= concurrency
+        is_full = len(self.kept) + len(self._in_use) + len(self._swaps) >= concurrency
         best = max(self.kept, key=lambda each: each.reusable_tokens(*_size(request)))
-        reusable = best.reusable_tokens(*_size(request))
-        if 2 * reusable >= len(best.tokens) and reusable >= self._source(request)[1]:
-            if best.caches.plan.concurrency < concurrency:
+        reusable, (source, shared) = best.reusable_tokens(*_size(request)), self._source(request)
+        if 2 * reusable >= len(best.tokens) and reusable >= shared:
+            if best.caches.plan.concurrency >= concurrency:
+                return best
+            share = self.sessions.memory.whole.divided(concurrency)
+            if not self.sessions.planner.fits(len(request.prompt), request.max_new_tokens, share):
                 raise InsufficientMemoryError(
                     f"the conversation does not fit one of {concurrency} shares of the memory."
                 )
-            return best
         # its caches are reused, unless they hold what is worth more
         oldest = self.kept[0]
-        return oldest if is_full and not self.swap_space.is_worth(oldest, self._held()) else None
+        is_worth = self.swap_space.is_worth(oldest, self._held(), source)
+        return oldest if is_full and not is_worth else None
 
     def _make_room(
         self, state: RequestState, concurrency: int, previous: CachedSequence | None
@@ -180,14 +192,16 @@ class CachePool:
         and is closed in any case. Returns False if one is to be swapped out before: `prefill` goes
         on with it.
         """
+        source, _ = self._source(state.request)
+        others = [each for each in self._held() if each is not previous]
         for each in [each for each in self.kept if each is not previous]:
             is_large = each.caches.plan.concurrency < concurrency
             count = len(self.kept) + len(self._in_use) + len(self._swaps)
             if not is_large and count + (previous is None) <= concurrency:
                 continue
             self.kept.remove(each)
-            if self.swap_space.is_worth(each, self._held()):
-                self._swaps[state] = self.swap_space.begin(each, concurrency)
+            if self.swap_space.is_worth(each, others, source):
+                self._swaps[state] = self.swap_space.begin(each, concurrency, source)
                 return False
             self.sessions.close(each.caches)
         return True
@@ -210,39 +224,31 @@ class CachePool:
         """Open a sequence with room for later turns if memory allows, else for this one alone.
 
         It begins with the longest prefix that another sequence shares, if that is worth copying.
-        Kept sequences make room for it.
         """
-        while True:
-            try:
-                return self._open_in_share(state, concurrency)
-            except InsufficientMemoryError:
-                if not self.kept:
-                    raise
-                self.sessions.close(self.kept.pop(0).caches)
-
-    def _open_in_share(self, state: RequestState, concurrency: int) -> SequenceState:
         request = state.request
         prompt, new = request.prompt, request.max_new_tokens
         source, shared = self._source(request)
         if source is not None and self.sessions.cached_prefix(prompt, new) > shared + MIN_TOKENS:
             source, shared = None, 0
-        options, session = (concurrency, request.name, source, shared), None
+        caches, session = source.caches if source is not None else None, None
+        options = concurrency, request.name, caches, shared
         if room := self._room(request):
             with suppress(InsufficientMemoryError):
                 session = self.sessions.open(prompt, new + room, *options)
         session = session or self.sessions.open(prompt, new, *options)
         # the source may have been closed to make room
         state.stats.reused_tokens = shared if session.copied is not None else 0
+        if source is not None:
+            self.swap_space.touch(source)
         return session
 
-    def _source(self, request: Request) -> tuple[SequenceState | SwappedSequence | None, int]:
+    def _source(self, request: Request) -> tuple[HeldSequence | None, int]:
         """Return the sequence with the longest prefix of a prompt to copy, and its length."""
-        source: SequenceState | SwappedSequence | None = None
-        shared = MIN_TOKENS - 1
+        source, shared = None, MIN_TOKENS - 1
         for each in self._held():
             common = min(each.common_tokens(*_size(request)), each.copyable)
             if (common := min(common, len(request.prompt) - OBSERVED_ROWS)) > shared:
-                source, shared = each.caches, common
+                source, shared = each, common
         return (source, shared) if source is not None else (None, 0)
 
     def _room(self, request: Request) -> int:

@@ -172,6 +172,7 @@ class Engine:
         try:
             while not state.is_finished:
                 self.scheduler.step()
+                self.stats = state.stats  # new ones if it was started again
                 while taken < len(state.tokens):
                     taken += 1
                     yield state.tokens[taken - 1]

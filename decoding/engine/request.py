@@ -157,8 +157,6 @@ class RequestState:
         randomness = make_randomness(sampling, caches.prompt.device, needs.settings.deterministic)
         probs = randomness.probs(sampling, logits)[0]
         tokens = to_host(randomness.draw(probs, len(request.prompt)), probs)
-        if request.on_logits:
-            request.on_logits(logits)
         sequence = TokenSequence([*caches.prompt.tolist(), *tokens])
         own_lengths = lengths.setdefault(needs.mode, draft_lengths(needs.settings))
         decoder = build_decoder(caches, sequence, sampling, randomness, own_lengths, clock)
@@ -166,6 +164,8 @@ class RequestState:
         stats.rounds = decoder.rounds
         stats.attach(caches, decoder)
         stats.first_token_s = time.perf_counter() - self._started
+        if request.on_logits:  # once, after all that may run out of memory
+            request.on_logits(logits)
         self._decoding = _Decoding(decoder, clock, clock())
         self.status = Status.RUNNING
         return tokens

@@ -154,6 +154,8 @@ class Scheduler:
         running, waiting = self._running, list(self._waiting)
         if len(running) >= self.concurrency or any(state.runs_alone for state in running):
             return None
+        if self.caches.is_full:
+            return None
         if self._is_batch:
             waiting.sort(key=lambda state: state.runs_alone)
         for state in waiting:
@@ -240,13 +242,17 @@ class Scheduler:
                 own = InsufficientMemoryError(f"out of memory: {one_line(error)}")
             else:  # other ranks may be in the middle of the same forward and cannot continue
                 raise
-            may_retry = isinstance(own, InsufficientMemoryError) and self.concurrency > 1
-            for state in reversed(states):  # those that run alone keep their order
+            is_shared = isinstance(own, InsufficientMemoryError) and self.concurrency > 1
+            for state in states:
                 is_unseen = self._is_batch or not state.tokens  # no token of it is shown yet
-                if may_retry and is_unseen and not state.runs_alone:
+                may_retry = is_shared and is_unseen and not state.runs_alone
+                size = len(state.request.prompt), state.request.max_new_tokens
+                if may_retry and self.sessions.planner.fits(*size, self.sessions.memory.whole):
                     self._finish(state)
                     state.restart_alone()
-                    self._waiting.appendleft(state)
+                    # before all but those that run alone, too
+                    index = sum(each.runs_alone for each in self._waiting)
+                    self._waiting.insert(index, state)
                 else:
                     state.error = own
                     self._finish(state)

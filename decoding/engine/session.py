@@ -30,12 +30,13 @@ class SwappedSequence:
     Its "prefill" copies the KV of the sequence's caches, which may be freed after it.
     """
 
-    def __init__(self, source: SequenceState):
-        """Start to copy a sequence."""
+    copied: CopiedPrefix | None = None  # its source is not closed before all is copied
+
+    def __init__(self, source: SequenceState, tokens: int):
+        """Start to copy the first tokens of a sequence."""
         self.runtime, self.rope_key = source.runtime, source.rope_key
         self.levels: list[Level] = []  # it cannot be decoded on
-        self.target = HostCopy(source.target)
-        self.copied: CopiedPrefix | None = CopiedPrefix(source, source.target.length)
+        self.target = HostCopy(source.target.layout, tokens)
         self._layers = self.target.fill(source.target)
 
     def prefill_steps(self) -> PrefillSteps:
@@ -49,18 +50,13 @@ class SwappedSequence:
                 next(self._layers)
             if done < layers:
                 yield PrefillStep(done, layers, ends_layer=True)
-        self.close_copy()
+        self._layers.close()  # it refers to the caches
         return torch.empty(0)
 
     def close(self) -> None:
         """Free the memory."""
-        self.close_copy()
-        self.target.free()
-
-    def close_copy(self) -> None:
-        """Drop what refers to the sequence's caches."""
-        self.copied = None
         self._layers.close()
+        self.target.free()
 
 
 class SequenceState:
@@ -175,11 +171,11 @@ class SequenceState:
     def swap_out(self, cached: int) -> SwappedSequence:
         """Return a sequence whose prefill copies this one's KV to host memory.
 
-        A turn after `cached` of its tokens goes on from there; 0: another sequence needs the room.
+        A turn after `cached` of its tokens goes on from these; 0: another sequence needs the room.
         """
         if cached:
             self.stored.replace(cached, is_freed=True)
-        return SwappedSequence(self)
+        return SwappedSequence(self, cached or self.target.length)
 
     def capture_graphs(self) -> None:
         """Capture short forwards as CUDA graphs; before prefill. All ranks call it."""
@@ -201,13 +197,15 @@ class SequenceState:
             yield from self.stored.load(self.rope_key, self.prompt, self.target)
             return
         assert isinstance(copied.source, SequenceState | SwappedSequence)
-        layers = copy_prefix(copied.source.target, self.target, copied.tokens)
+        tokens = copied.tokens
+        layers = copy_prefix(copied.source.target, self.target, tokens)
+        del copied  # its source may be closed before the next step
         for is_last in [*[False] * self.target.layout.layers, True]:
             with self.runtime.target.group.sync_errors():
                 next(layers, None)
             if is_last:
                 self.copied = None
-            yield copied.tokens
+            yield tokens
 
     def _prefill_chunk(self, part: Tensor) -> PrefillSteps:
         """Append tokens (T,) to the target's cache in steps."""

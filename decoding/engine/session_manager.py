@@ -136,9 +136,9 @@ class SequenceManager:
         except TierForceError:
             if isinstance(session, SequenceState):
                 session.stored.cancel()
+            executor.remove(session, is_lost=True)
             raise
-        finally:
-            executor.remove(session)
+        executor.remove(session)
 
     def plans(self) -> list[MemoryPlan]:
         """Return the memory plans of all open sequences on this rank."""
@@ -166,9 +166,8 @@ class SequenceManager:
                 session.stored.cancel()
             raise
         finally:
-            # the latest first: no copy of an earlier one is finished for it
-            for sequence in reversed(list(self.executor.sequences)):
-                self.executor.remove(sequence)
+            for sequence in list(self.executor.sequences):
+                self.executor.remove(sequence, is_lost=True)
 
     def _open(self, command: Open) -> SequenceState:
         prompt, max_new_tokens = command.prompt, command.max_new_tokens
@@ -261,7 +260,8 @@ class AvailableMemory:
     def __init__(self, runtime: Runtime, executor: TensorParallelExecutor, slots: Slots):
         self._runtime, self._executor, self._slots = runtime, executor, slots
         self._on_cpu = runtime.target.group.device.type == "cpu"  # device memory is host memory
-        self._free = Memory(0, 0)  # the free memory when no sequence was open
+        # the memory when no sequence was open, bounded by what is free since
+        self.whole = Memory(0, 0)
 
     @property
     def swapped(self) -> list[SwappedSequence]:
@@ -276,9 +276,10 @@ class AvailableMemory:
     def now(self) -> Memory:
         """Return what the next sequence may use if no other is open.
 
-        The memory of what is swapped out counts as free.
+        The memory of what is swapped out counts as free, once all of it is.
         """
-        swapped, reusable = self.swapped_bytes, self._slots.reusable_bytes
+        swapped = sum(each.target.nbytes for each in self._evictable())
+        reusable = self._slots.reusable_bytes
         memory = self._runtime.memory(reusable + (swapped if self._on_cpu else 0))
         return replace(memory, host=memory.host + self._slots.other_host_bytes + swapped)
 
@@ -290,8 +291,8 @@ class AvailableMemory:
         now = self.now()
         if plans:
             device = now.device + sum(plan.device_bytes for plan in plans)
-            now = Memory(min(self._free.device, device), min(self._free.host, now.host))
-        self._free = now
+            now = Memory(min(self.whole.device, device), min(self.whole.host, now.host))
+        self.whole = now
         return now.divided(concurrency)
 
     def evict(self, plan: MemoryPlan, slot: SequenceSlot, source: OpenSequence | None) -> None:
@@ -300,15 +301,19 @@ class AvailableMemory:
         It is the plan of a sequence in this slot, which would copy `source`: that is the last one.
         """
         group = self._runtime.target.group
-        needed = plan.host_bytes - slot.arena.nbytes - host_available() // group.size
+        needed = max(0, plan.host_bytes - slot.arena.nbytes) - host_available() // group.size
         if self._on_cpu:
             needed += plan.device_bytes
-        swapped, count = sorted(self.swapped, key=lambda each: each is source), 0
+        swapped, count = sorted(self._evictable(), key=lambda each: each is source), 0
         while needed > 0 and count < len(swapped):
             needed -= swapped[count].target.nbytes
             count += 1
         for each in swapped[: max(group.gather(count))]:
             self._executor.remove(each)
+
+    def _evictable(self) -> list[SwappedSequence]:
+        """Return the sequences that are swapped out wholly, the oldest one first."""
+        return [each for each in self.swapped if each.target.is_complete]
 
 
 def _states(executor: TensorParallelExecutor) -> list[SequenceState]:

@@ -21,45 +21,73 @@ class SwapOut:
     sequence: CachedSequence
     swapped: HeldSequence
     concurrency: int
+    is_continued: bool  # whether the request is its next turn, which needs larger caches
+
+    @property
+    def is_large(self) -> bool:
+        """Return whether the sequence ran alone, and leaves other requests no memory."""
+        return self.sequence.caches.plan.concurrency < self.concurrency
 
 
 class SwapSpace:
-    """Sequences in host memory alone, the oldest of which make room for others.
+    """Sequences in host memory alone, of which those used longest ago make room for others.
 
     Those that are planned later may use the memory: `SequenceManager.open` then closes the oldest.
+    What has outgrown its caches stays until its next turn is prefilled, whatever the limit.
     """
 
     def __init__(self, sessions: SequenceManager):
         self.sessions = sessions
         # bytes on this rank; None: half of the host memory that is free
         self.limit: int | None = 0
-        self._held: list[HeldSequence] = []
+        self._held: list[HeldSequence] = []  # least recently used first
 
     def held(self) -> list[HeldSequence]:
-        """Return what is swapped out, or is being swapped out, the oldest first."""
+        """Return what is swapped out, or is being swapped out, least recently used first."""
         swapped = self.sessions.memory.swapped
         self._held = [each for each in self._held if each.caches in swapped]
         return self._held
 
-    def is_worth(self, sequence: CachedSequence, others: Iterable[HeldSequence]) -> bool:
-        """Return whether a sequence has enough tokens that no other has, and fits the memory."""
+    def is_worth(
+        self,
+        sequence: CachedSequence,
+        others: Iterable[HeldSequence],
+        source: HeldSequence | None,
+    ) -> bool:
+        """Return whether a sequence has enough tokens that no other has, and fits the memory.
+
+        That is with `source`, which is needed next.
+        """
         tokens = sequence.caches.target.length
         if tokens < MIN_TOKENS or sequence.caches.runtime.settings.deterministic:
             return False
-        if _kv_bytes(sequence) > self._size():
+        kept = _kv_bytes(source) if source is not None and source in self._held else 0
+        if _kv_bytes(sequence) + kept > self._size():
             return False
         common = [_common(each, sequence) for each in others if each is not sequence]
         return is_worth_saving(tokens, max(common, default=0))
 
-    def begin(self, sequence: CachedSequence, concurrency: int, cached: int = 0) -> SwapOut:
-        """Begin to swap out a sequence (`SequenceManager.swap_out`); `step` goes on with it."""
-        for each in [each for each in self.held() if not each.missing]:
-            if self.sessions.memory.swapped_bytes + _kv_bytes(sequence) > self._size():
-                self._close(each)
-        tokens = sequence.tokens[: sequence.caches.target.length]
+    def begin(
+        self,
+        sequence: CachedSequence,
+        concurrency: int,
+        source: HeldSequence | None = None,
+        cached: int = 0,
+    ) -> SwapOut:
+        """Begin to swap out a sequence; `step` goes on with it.
+
+        Args:
+            sequence: one that no request uses.
+            concurrency: that of the request that needs the room.
+            source: what the request copies its beginning from, which is not closed for it.
+            cached: the tokens that the request begins with, if it continues the sequence; others
+                are not copied.
+        """
+        self._trim(_kv_bytes(sequence), source)
+        tokens = sequence.tokens[: cached or sequence.caches.target.length]
         swapped = HeldSequence(self.sessions.swap_out(sequence.caches, cached), tokens, len(tokens))
         self._held.append(swapped)
-        return SwapOut(sequence, swapped, concurrency)
+        return SwapOut(sequence, swapped, concurrency, cached > 0)
 
     def step(self, swap: SwapOut, whole_layer: bool) -> bool:
         """Run the next step; after the last one close the caches, and return True."""
@@ -76,11 +104,18 @@ class SwapSpace:
         """Stop swapping out a sequence, which keeps its caches."""
         self._close(swap.swapped)
 
+    def touch(self, sequence: HeldSequence) -> None:
+        """Mark what is swapped out as used."""
+        if sequence in self._held:
+            self._held.remove(sequence)
+            self._held.append(sequence)
+
     def drop_prefixes(self, sequence: CachedSequence) -> None:
-        """Close what is swapped out if a sequence in caches has nearly all of it."""
+        """Close what a sequence in caches has nearly all of, and what exceeds the limit."""
         for each in [each for each in self.held() if not each.missing]:
             if not is_worth_saving(len(each.tokens), _common(each, sequence)):
                 self._close(each)
+        self._trim(0)
 
     def close(self) -> None:
         """Close all."""
@@ -88,6 +123,12 @@ class SwapSpace:
             for each in self.held():
                 closing.callback(self.sessions.close, each.caches)
             self._held = []
+
+    def _trim(self, nbytes: int, source: HeldSequence | None = None) -> None:
+        """Close sequences, all but `source`, until there is room for so many bytes."""
+        for each in [each for each in self.held() if not each.missing and each is not source]:
+            if sum(map(_kv_bytes, self._held)) + nbytes > self._size():
+                self._close(each)
 
     def _size(self) -> int:
         """Return the bytes that may be swapped out on this rank."""
@@ -108,7 +149,7 @@ def _common(held: HeldSequence, sequence: CachedSequence) -> int:
     return min(common_prefix(held.tokens, sequence.tokens), held.copyable)
 
 
-def _kv_bytes(sequence: CachedSequence) -> int:
+def _kv_bytes(sequence: HeldSequence) -> int:
     """Return the bytes of a sequence's KV on this rank."""
     target = sequence.caches.target
     return target.layout.bytes(target.length)

@@ -77,6 +77,13 @@ class Planner:
         lacking_host = [error for error in errors if error.host_bytes]
         raise min(lacking_host or errors[:1], key=lambda each: each.host_bytes)
 
+    def fits(self, prompt: int, max_new_tokens: int, memory: Memory) -> bool:
+        """Return whether a request fits this memory in any strategy."""
+        try:
+            return bool(self.candidates(prompt, max_new_tokens, memory))
+        except InsufficientMemoryError:
+            return False
+
     def choose(self, candidates: Candidates) -> Plan:
         """Return the plan of the fastest strategy, or of the one in use if it is hardly slower."""
         if len(candidates) == 1:

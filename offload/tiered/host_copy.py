@@ -28,20 +28,22 @@ class KVSource(Protocol):
 
 
 class HostCopy:
-    """A copy of all KV of a cache, in host memory that is not pinned.
+    """A copy of the KV of a cache's first tokens, in host memory that is not pinned."""
 
-    It holds as many tokens as the cache had when it was made, and it never changes.
-    """
-
-    def __init__(self, cache: TieredCache):
-        """Start empty; `fill` copies the KV."""
-        self.layout, self.length = cache.layout, cache.length
+    def __init__(self, layout: KVLayout, length: int):
+        """Start empty; `fill` copies the first `length` tokens."""
+        self.layout, self.length = layout, length
         self._layers: list[Tensor] = []  # (2, Hkv, T, D) each
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of host memory that are allocated so far."""
         return sum(layer.nbytes for layer in self._layers)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all layers are copied."""
+        return len(self._layers) == self.layout.layers
 
     def fill(self, cache: TieredCache) -> Generator[int, None, None]:
         """Copy the KV of the cache, and yield each layer's index once it is copied.

@@ -44,7 +44,7 @@ class OpenSequence(Protocol):
     """A sequence that holds memory."""
 
     levels: list[Level]  # sharded levels come first, in the same order on all ranks
-    copied: CopiedPrefix | None  # its beginning, until its prefill has copied it
+    copied: CopiedPrefix | None  # its beginning, until its prefill has copied that
 
     def prefill_steps(self) -> PrefillSteps:
         """Prefill its prompt, in steps."""
@@ -227,9 +227,10 @@ class TensorParallelExecutor:
         self.sequences.append(sequence)
         self.prefills[sequence] = sequence.prefill_steps()
 
-    def remove(self, sequence: OpenSequence) -> None:
-        """Remove a sequence and close it, on all ranks."""
-        self.finish_copies(sequence)
+    def remove(self, sequence: OpenSequence, is_lost: bool = False) -> None:
+        """Remove a sequence and close it, on all ranks; if a rank `is_lost`, on this one alone."""
+        if not is_lost:
+            self.finish_copies(sequence)
         self.sequences.remove(sequence)
         if (steps := self.prefills.pop(sequence, None)) is not None:
             steps.close()
@@ -244,7 +245,8 @@ class TensorParallelExecutor:
                     self.run_prefill(sequence, whole_layer=True)
                 except TierForceError as error:  # its own prefill raises it
                     sequence.copied = None
-                    self.prefills[sequence] = _fail(error)
+                    error.__context__ = None  # it and the traceback refer to the source
+                    self.prefills[sequence] = _fail(error.with_traceback(None))
 
     def set_lengths(self, index: int, lengths: Sequence[int]) -> None:
         """Set the lengths of a sequence's sharded caches, as on rank 0."""

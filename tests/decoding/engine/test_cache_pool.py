@@ -7,14 +7,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+import decoding.engine.request
 import decoding.engine.scheduler
 from bench.harness.decode_loop import run_together
 from decoding import GREEDY, Engine, Sampling
 from decoding.engine.request import Request, Status
-from offload.errors import RequestCancelled, TierForceError
+from offload.errors import InsufficientMemoryError, RequestCancelled, TierForceError
 from offload.tiered.prefill import OBSERVED_ROWS
 from parallel.ranks.process_group import TensorParallelGroup
 from support import batches
@@ -226,6 +228,129 @@ def test_a_failed_request_does_not_affect_others(models: Pair) -> None:
             engine.scheduler.step()
         assert [state.error is None for state in states] == [True, False, False]
         assert len(states[0].tokens) == NEW
+
+
+def test_what_a_copied_prompt_misses_decreases(models: Pair) -> None:
+    long = random_tokens(900, seed=3).tolist()
+    with serving(models, "plain", 3, link="emulated:50", gpu_kv_layers=1) as engine:
+        run_together(engine, requests([long]))
+        state = engine.scheduler.add(Request([*long[:400], *OTHER[:40]], NEW, GREEDY))
+        missing = [state.missing]
+        while state.status is not Status.RUNNING:
+            engine.scheduler.step()
+            missing.append(state.missing)
+        assert state.stats.reused_tokens == 400
+    assert missing == sorted(missing, reverse=True)
+
+
+@pytest.fixture
+def deep(checkpoint: Callable[..., Path]) -> Pair:
+    folder = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
+    return Pair(folder, folder)
+
+
+def room_for(models: Pair, tokens: int, count: int = 1) -> dict[str, Any]:
+    """Return options with device memory for so many sequences, all of whose KV is on the device."""
+    with models.engine("plain", **SMALL, device_memory=10**9) as engine:
+        sequence = engine.plan(tokens, NEW + 100).memory.device_bytes
+        limit = engine.runtime.weight_bytes + count * sequence
+    return {"device_memory": limit, "gpu_kv_layers": 8}
+
+
+def test_a_sequence_that_ran_alone_is_closed_before_others_are_opened(deep: Pair) -> None:
+    long = random_tokens(2000, seed=3).tolist()
+    prompts = [random_tokens(400, seed=50 + count).tolist() for count in range(3)]
+    options, planned = room_for(deep, 2000), 0
+    with serving(deep, "plain", 3, swap_space=10**9, **options) as engine:
+        (alone,) = run_together(engine, requests([long]))
+        assert alone.runs_alone
+        available = engine.sessions.memory.whole.device
+        states = [engine.scheduler.add(request) for request in requests(prompts)]
+        while engine.scheduler.is_busy:
+            engine.scheduler.step()
+            planned = max(planned, sum(plan.device_bytes for plan in engine.sessions.plans()))
+        assert planned <= available
+        assert [state.stats.concurrency for state in states] == [3, 3, 3]
+        (turn,) = run_together(engine, requests([[*long, *alone.tokens, 5]]))
+        assert turn.stats.reused_tokens == len(long) + NEW + 1 - OBSERVED_ROWS
+
+
+def test_a_request_that_runs_alone_swaps_out_others(deep: Pair) -> None:
+    long = random_tokens(2000, seed=3).tolist()
+    with serving(deep, "plain", 3, swap_space=10**9, **room_for(deep, 2000)) as engine:
+        (first,) = run_together(engine, requests([OTHER]))
+        (alone,) = run_together(engine, requests([long]))
+        assert alone.runs_alone
+        (turn,) = run_together(engine, requests([[*OTHER, *first.tokens, 5]]))
+        assert turn.stats.reused_tokens == len(OTHER) + NEW + 1 - OBSERVED_ROWS
+
+
+def test_a_request_that_cannot_fit_fails_at_once(deep: Pair) -> None:
+    with serving(deep, "plain", 3, **room_for(deep, 1000)) as engine:
+        scheduler = engine.scheduler
+        running = scheduler.add(Request(OTHER[:60], 60, GREEDY))
+        while len(running.tokens) < 2:
+            scheduler.step()
+        large = scheduler.add(Request(random_tokens(2000, seed=3).tolist(), NEW, GREEDY))
+        small = scheduler.add(Request(OTHER[:40], 3, GREEDY))
+        while not small.tokens:
+            scheduler.step()
+        assert isinstance(large.error, InsufficientMemoryError)
+        assert len(running.tokens) < 60
+        while scheduler.is_busy:
+            scheduler.step()
+
+
+def test_a_part_of_a_large_sequence_does_not_run_alone(deep: Pair) -> None:
+    long = random_tokens(2000, seed=3).tolist()
+    with serving(deep, "plain", 3, **room_for(deep, 1200, 3)) as engine:
+        states = run_together(engine, requests([long]))
+        states += run_together(engine, requests([[*long[:1050], 5]]))
+        assert [state.runs_alone for state in states] == [True, False]
+
+
+def test_the_engine_counts_a_request_that_was_started_again(deep: Pair) -> None:
+    with serving(deep, "plain", 3, **room_for(deep, 2000)) as engine:
+        answer = list(engine.generate(random_tokens(2000, seed=3).tolist(), NEW, GREEDY))
+        assert engine.stats.new_tokens == len(answer) == NEW
+
+
+def test_documents_that_run_alone_keep_their_order(deep: Pair) -> None:
+    prompts = [random_tokens(1900 + count, seed=count).tolist() for count in range(4)]
+    with deep.engine("plain", **SMALL, **room_for(deep, 2000)) as engine:
+        states = list(engine.generate_batch(requests(prompts), 3))
+    assert [state.request.prompt for state in states] == prompts
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_memory_that_runs_out_before_the_first_token(is_first: bool, models: Pair) -> None:
+    """The request runs again, alone; after the first token it fails, since that has been sent."""
+    rows, calls, build = list[int](), 0, decoding.engine.request.build_decoder
+
+    def fail_once(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1 and is_first:
+            raise InsufficientMemoryError("no room")
+        return build(*arguments)
+
+    with (
+        serving(models, "plain", 2) as engine,
+        patch.object(decoding.engine.request, "build_decoder", fail_once),
+    ):
+        request = Request(OTHER, NEW, GREEDY, on_logits=lambda logits: rows.append(len(logits)))
+        state = engine.scheduler.add(request)
+        while not state.tokens:
+            engine.scheduler.step()
+        if not is_first:
+            no_room = InsufficientMemoryError("no room")
+            with patch.object(engine.sessions.executor, "forward", side_effect=no_room):
+                engine.scheduler.step()
+        while engine.scheduler.is_busy:
+            engine.scheduler.step()
+        assert state.runs_alone == is_first
+        assert (state.error is None) == is_first
+        assert sum(rows) == len(state.tokens)
 
 
 def test_a_request_too_large_for_its_share_runs_alone(checkpoint: Callable[..., Path]) -> None:

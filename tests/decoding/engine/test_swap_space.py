@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +58,16 @@ def talk(engine: Engine) -> tuple[list[RequestState], list[int]]:
     return states, [state.stats.reused_tokens for state in states]
 
 
+def run(engine: Engine) -> None:
+    while engine.scheduler.is_busy:
+        engine.scheduler.step()
+
+
+def kv_bytes(models: Pair, tokens: int) -> int:
+    layout = models.target.config.kv_layout(1, models.target.embed.weight.dtype)
+    return layout.bytes(tokens)
+
+
 def expected(models: Pair, states: list[RequestState]) -> list[list[int]]:
     with models.engine("plain") as engine:
         return batches.run_alone(engine, [state.request for state in states])
@@ -98,14 +109,15 @@ def test_without_swap_space_the_conversation_is_lost(models: Pair) -> None:
 
 
 def test_the_oldest_makes_room_in_host_memory(models: Pair) -> None:
-    layout = models.target.config.kv_layout(1, models.target.embed.weight.dtype)
-    limit = layout.bytes(len(PROMPTS[0]) + NEW)  # two of them are more
+    limit = kv_bytes(models, len(PROMPTS[0]) + NEW)  # two of them are more
     with serving(models, "retrieval", 1, swap_space=limit) as engine:
         for prompt in PROMPTS:
             ask(engine, prompt)
-        assert [each.target.length for each in engine.sessions.memory.swapped] == [361]
+        (second,) = engine.sessions.memory.swapped
+        assert second.target.length == 361
         assert ask(engine, [*PROMPTS[0], 5])[0].stats.reused_tokens == 0
         assert [each.target.length for each in engine.sessions.memory.swapped] == [311]
+        assert second.target.nbytes == 0
         assert engine.sessions.memory.swapped_bytes <= limit
     with serving(models, "retrieval", 1, swap_space=limit // 2) as engine:
         ask(engine, PROMPTS[0])
@@ -116,8 +128,7 @@ def test_the_oldest_makes_room_in_host_memory(models: Pair) -> None:
 def test_by_default_half_of_the_free_memory_is_used(
     models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = models.target.config.kv_layout(1, models.target.embed.weight.dtype)
-    nbytes = layout.bytes(len(PROMPTS[0]) + NEW - 1)
+    nbytes = kv_bytes(models, len(PROMPTS[0]) + NEW - 1)
     for available, count in ((2 * nbytes, 1), (2 * nbytes - 1, 0)):
         monkeypatch.setattr(
             decoding.engine.swap_space, "host_available", lambda free=available: free
@@ -165,16 +176,85 @@ def test_others_get_tokens_while_a_conversation_is_swapped_out_and_back(models: 
     assert tokens([running, back]) == expected(models, [running, back])
 
 
-def test_a_turn_waits_for_the_copy_that_it_goes_on_from(models: Pair) -> None:
-    with serving(models, "plain", 1) as engine:
-        scheduler = engine.scheduler
+@pytest.mark.parametrize("other", [random_tokens(300, seed=90).tolist(), PROMPTS[0][:300]])
+def test_the_beginning_of_the_next_request_is_not_closed_for_another(
+    other: list[int], models: Pair
+) -> None:
+    """Nor is what was used last."""
+    limit = kv_bytes(models, len(PROMPTS[0]) + len(PROMPTS[1]) + 2 * NEW)
+    with serving(models, "plain", 1, swap_space=limit) as engine:
         (first,) = ask(engine, PROMPTS[0])
-        other = scheduler.add(Request(PROMPTS[1], NEW, GREEDY))
+        ask(engine, PROMPTS[1])
+        (state,) = ask(engine, [*PROMPTS[0][:300], *QUESTIONS[0]])
+        assert state.stats.reused_tokens == 300 + len(QUESTIONS[0]) - OBSERVED_ROWS
+        ask(engine, other)
+        (turn,) = ask(engine, [*PROMPTS[0], *first.tokens, 5])
+        assert turn.stats.reused_tokens == len(PROMPTS[0]) + NEW + 1 - OBSERVED_ROWS
+
+
+def test_two_that_are_swapped_out_together_stay_within_the_limit(models: Pair) -> None:
+    limit, largest = kv_bytes(models, 420), 0
+    with serving(models, "plain", 2, swap_space=limit) as engine:
+        ask(engine, PROMPTS[0])
+        ask(engine, PROMPTS[1])
+        for seed in (90, 91):
+            request = Request(random_tokens(300, seed=seed).tolist(), NEW, GREEDY)
+            engine.scheduler.add(request)
+        while engine.scheduler.is_busy:
+            engine.scheduler.step()
+            largest = max(largest, engine.sessions.memory.swapped_bytes)
+    assert 0 < largest <= limit
+
+
+@pytest.mark.parametrize("swap_space", [0, 100])
+def test_what_outgrew_its_caches_is_not_kept_beyond_the_limit(
+    swap_space: int, models: Pair
+) -> None:
+    with serving(models, "plain", 1, swap_space=kv_bytes(models, 1) * swap_space) as engine:
+        ask(engine, PROMPTS[0])
+        engine.scheduler.caches.kept[0].token_s = 1e9  # reuse pays
+        prompt = [*PROMPTS[0][:330], *random_tokens(500, seed=5).tolist()]
+        state = engine.scheduler.add(Request(prompt, NEW, GREEDY))
+        engine.scheduler.step()
+        assert [each.target.length for each in engine.sessions.memory.swapped] == [330]
+        run(engine)
+        assert state.stats.reused_tokens == 330
+        assert not engine.sessions.memory.swapped
+    assert tokens([state]) == expected(models, [state])
+
+
+def test_a_cancelled_turn_that_outgrew_its_caches_is_the_last_used(models: Pair) -> None:
+    with serving(models, "plain", 2) as engine:
+        ask(engine, PROMPTS[1])
+        (first,) = ask(engine, PROMPTS[0])
+        turn = [*PROMPTS[0], *first.tokens, *random_tokens(100, seed=2).tolist()]
+        state = engine.scheduler.add(Request(turn, NEW, GREEDY))
+        engine.scheduler.step()
+        assert engine.scheduler.caches._swaps
+        engine.scheduler.abort(state)
+        lengths = [len(each.tokens) for each in engine.scheduler.caches.kept]
+        assert lengths == [len(PROMPTS[1]) + NEW, len(PROMPTS[0]) + NEW]
+
+
+def test_deterministic_conversations_are_not_swapped_out(models: Pair) -> None:
+    """No later turn could reuse their KV."""
+    with serving(models, "plain", 1, deterministic=True, prefill_chunk=None) as engine:
+        ask(engine, PROMPTS[0])
+        ask(engine, PROMPTS[1])
+        assert not engine.sessions.memory.swapped
+
+
+def test_a_turn_waits_for_the_copy_that_it_goes_on_from(models: Pair) -> None:
+    with serving(models, "plain", 3) as engine:
+        scheduler = engine.scheduler
+        first, *_ = (ask(engine, prompt)[0] for prompt in PROMPTS)
+        other = scheduler.add(Request(random_tokens(300, seed=90).tolist(), NEW, GREEDY))
         scheduler.step()
         assert scheduler.caches._swaps
         turn = scheduler.add(Request([*PROMPTS[0], *first.tokens, 5], NEW, GREEDY))
-        while scheduler.is_busy:
-            scheduler.step()
+        scheduler.step()
+        assert turn.status is Status.WAITING
+        run(engine)
         assert turn.stats.reused_tokens == len(PROMPTS[0]) + NEW + 1 - OBSERVED_ROWS
     assert tokens([other, turn]) == expected(models, [other, turn])
 
@@ -226,6 +306,22 @@ def test_requests_have_priority_over_what_is_swapped_out(
     assert tokens([state]) == expected(models, [state])
 
 
+def test_a_swap_in_progress_is_not_closed_for_another_request(
+    models: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(models, "plain", 2) as engine:
+        scheduler = engine.scheduler
+        ask(engine, PROMPTS[0])
+        ask(engine, PROMPTS[1])
+        requests = [Request(random_tokens(300, seed=seed).tolist(), NEW, GREEDY) for seed in (8, 9)]
+        states = [scheduler.add(request) for request in requests]
+        scheduler.step()
+        assert len(scheduler.caches._swaps) == 2
+        monkeypatch.setattr(decoding.engine.session_manager, "host_available", lambda: 0)
+        run(engine)
+    assert tokens(states) == expected(models, states)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("ends", ["closed", "continued"])
 def test_a_copy_is_finished_before_its_source_changes(
@@ -248,7 +344,10 @@ def test_a_copy_is_finished_before_its_source_changes(
                 lambda *_: (_ for _ in ()).throw(InsufficientMemoryError("no room")),
             )
         if ends == "closed":
+            cache = weakref.ref(scheduler.caches.kept[0].caches.target)
+            del source
             engine.sessions.close(scheduler.caches.kept.pop().caches)
+            assert cache() is None
         else:
             kept = scheduler.caches.kept[0]
             engine.sessions.extend(kept.caches, [*long[:100], 5], 100)

@@ -23,7 +23,7 @@ import torch
 from decoding import GREEDY, Engine
 from decoding.engine.request import Request
 from decoding.prefix_cache.store import CachedPrompt, PromptCache
-from decoding.prefix_cache.writer import files_of, load_saved
+from decoding.prefix_cache.writer import BackgroundWriter, files_of, load_saved
 from offload.errors import InvalidRequestError
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVFile
@@ -191,6 +191,35 @@ def test_prompts_with_nan_logits_are_not_saved(models: Pair, cache_folder: str) 
         assert not prompts_in(cache_folder)
         list(engine.generate(PROMPT, NEW, GREEDY))
         assert len(prompts_in(cache_folder)) == 1
+
+
+@pytest.mark.parametrize("shared", [len(PROMPT), len(PROMPT) // 2])
+def test_a_turn_that_outgrows_its_caches_cancels_saving_what_it_contains(
+    shared: int, models: Pair, cache_folder: str
+) -> None:
+    """The turn is saved in place of it; a prompt that it does not contain is saved first."""
+    turn = [*PROMPT[:shared], *random_tokens(300, seed=8).tolist()]
+    cancelled, cancel = list[int](), BackgroundWriter.cancel
+
+    def count(writer: BackgroundWriter) -> None:
+        cancelled.append(writer.tokens)
+        cancel(writer)
+
+    with (
+        models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine,
+        patch.object(BackgroundWriter, "cancel", count),
+    ):
+        with engine.conversation(room=8), slow_writes(0.1):
+            list(engine.generate(PROMPT, NEW, GREEDY))
+            (kept,) = engine.scheduler.caches.kept
+            kept.token_s = 1e9  # reuse pays
+            list(engine.generate(turn, NEW, GREEDY))
+            assert engine.stats.reused_tokens >= shared - OBSERVED_ROWS
+        lengths = [each.manifest.tokens for each in prompts_in(cache_folder)]
+    if shared == len(PROMPT):
+        assert (cancelled, lengths) == ([len(PROMPT)], [len(turn)])
+    else:
+        assert (cancelled, set(lengths)) == ([], {len(PROMPT), len(turn)})
 
 
 def test_an_interrupt_cancels_saving(models: Pair, cache_folder: str) -> None:
