@@ -1,6 +1,7 @@
 """`tierforce serve` under load: real clients over HTTP, in this process, and the server in another.
 
-- Several clients ask different questions about one document, one after another and together.
+- Several clients ask different questions about one document, one after another and together; on
+  llama.cpp's server too, if it is given.
 - A short request arrives while a long prompt is being read.
 - Two questions to each of several documents, with room for the caches of one.
 - Many requests, some malformed, some of whose clients leave: the server's memory must stay flat.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -18,15 +20,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import psutil
+import torch
 import typer
 
 from bench.harness import options as opt
@@ -35,6 +38,7 @@ from bench.harness.tables import say
 from bench.harness.text import prompt_tokens, tokenizer_of
 from bench.speed.conversation import QUESTIONS
 from offload.errors import TierForceError
+from parallel.formats.locate import find_local, is_gguf
 
 _START_S = 120  # time limit of the server's start
 _SHORT = 40  # prompt tokens of a short request
@@ -54,7 +58,7 @@ class Answer:
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str):
+    def __init__(self, process: subprocess.Popen[Any], url: str):
         self.process, self._address = process, urlsplit(url)
 
     def complete(
@@ -112,6 +116,35 @@ class Server:
 
 
 @contextmanager
+def llama_cpp(program: Path, model: Path, slots: int, context: int) -> Iterator[Server]:
+    """Run llama.cpp's server with so many slots of `context` tokens. Raises TierForceError."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(program), "--model", str(model), "--port", str(port), "--parallel", str(slots)]
+    command += ["--ctx-size", str(slots * context), "--threads", str(torch.get_num_threads())]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(10 * _START_S):
+            with suppress(OSError):
+                connection = HTTPConnection("127.0.0.1", port)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    break
+            if process.poll() is not None:
+                break
+            time.sleep(0.1)
+        else:
+            raise TierForceError(f"{program} does not answer")
+        if process.poll() is not None:
+            raise TierForceError(f"{program} did not start: it exited with {process.returncode}")
+        yield Server(process, f"http://127.0.0.1:{port}")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
 def serving(target: str, dtype: str, concurrency: int, *options: str) -> Iterator[Server]:
     """Run a server that answers so many requests at once. Raises TierForceError."""
     command = [sys.executable, "-m", "decoding", "serve", "--model", target, "--port", "0"]
@@ -147,10 +180,17 @@ def ask_all(
     return answers, time.perf_counter() - started
 
 
-def row(what: str, concurrency: int, answers: Sequence[Answer], seconds: float) -> Row:
+def row(
+    what: str,
+    concurrency: int,
+    answers: Sequence[Answer],
+    seconds: float,
+    server: str = "TierForce",
+) -> Row:
     """Return the row of requests that belong together."""
-    say(f"{what}: {seconds:.1f} s")
+    say(f"{server}: {what}: {seconds:.1f} s")
     return {
+        "server": server,
         "requests": what,
         "concurrency": concurrency,
         "all_s": seconds,
@@ -169,6 +209,22 @@ def ask_each(
     """Ask a question about each document, one after another; return the row of all."""
     prompts = [[*document, *question] for document in documents]
     return row(what, 1, *ask_all(server, prompts, new_tokens, 1))
+
+
+def peer_rows(
+    program: Path, model: Path, prompts: Sequence[Sequence[int]], new_tokens: int, clients: int
+) -> list[Row]:
+    """Return llama.cpp's rows of the same prompts, one after another and together.
+
+    Its server reuses the longest common prefix of a slot's last prompt, as by default.
+    """
+    rows, context = [], max(map(len, prompts)) + new_tokens + 1
+    for what, slots in (("one after another", 1), ("together", clients)):
+        with llama_cpp(program, model, slots, context) as server:
+            server.complete(prompts[0][:_SHORT], 4)
+            answers, seconds = ask_all(server, prompts, new_tokens, slots)
+        rows.append(row(what, slots, answers, seconds, "llama.cpp"))
+    return rows
 
 
 def short_beside_long(
@@ -228,6 +284,9 @@ def main(
     new_tokens: opt.NewTokens = 64,
     dtype: opt.Dtype = "float32",
     threads: opt.Threads = 0,
+    llama_server: Annotated[
+        Path | None, typer.Option(help="llama.cpp's llama-server, to compare with.")
+    ] = None,
     output: opt.Output = Path("results/serve.json"),
 ) -> Measurement:
     """Measure a server: several clients at once, a short request beside a long one, a soak."""
@@ -266,6 +325,13 @@ def main(
         same = [one.text == two.text for one, two in zip(alone, together, strict=True)]
         ratios["answers with the same text"] = f"{sum(same)} of {len(same)}"
         yield {"rows": rows, "ratios": ratios}
+        if llama_server is not None:
+            file = find_local(target)
+            if file is None or not is_gguf(file):
+                raise TierForceError(f"llama.cpp reads GGUF files only, and {target} is none")
+            rows += peer_rows(llama_server, file, prompts, new_tokens, clients)
+            ratios["the same on llama.cpp's server"] = rows[-1]["all_s"] / rows[-2]["all_s"]
+            yield {"rows": rows, "ratios": ratios}
         quick, slow = short_beside_long(server, other, document[:_SHORT], 8)
         rows.append(row("a short one, 1 s after a long one", clients, [quick], quick.whole_s))
         rows.append(row("the long one", clients, [slow], slow.whole_s))
