@@ -52,19 +52,20 @@ class CachePool:
         previous = self._previous(request, concurrency)
         if not self._make_room(state, concurrency, previous):
             return
-        extended = 0
+        extended = closed = 0  # tokens of the previous sequence
         if previous is not None:
-            is_only = concurrency == 1 and not state.runs_alone
-            if is_only or previous.common_tokens(*_size(request)):
-                # otherwise it is another conversation, which makes room
-                stats.discarded_tokens = previous.caches.target.length
+            length = previous.caches.target.length
             self.kept.remove(previous)
-            if not (reused := self._reused_tokens(request, previous)):
+            reused = self._reused_tokens(request, previous)
+            stats.discarded_tokens = length - reused if reused else 0
+            if not reused:
+                is_only = concurrency == 1 and not state.runs_alone
+                if is_only or previous.common_tokens(*_size(request)):
+                    closed = length  # otherwise it is another conversation, which makes room
                 self.sessions.close(previous.caches)
             elif _fits(request, previous):
                 self.sessions.extend(previous.caches, request.prompt, reused)
-                state.sequence, stats.reused_tokens = previous, reused
-                extended = reused
+                state.sequence, stats.reused_tokens, extended = previous, reused, reused
             else:  # larger caches copy it
                 swap = self.swap_space.begin(previous, concurrency, cached=reused)
                 self._swaps[state] = swap
@@ -73,13 +74,14 @@ class CachePool:
         if state.sequence is None:
             state.sequence = CachedSequence(self._open(state, concurrency))
         self._in_use.append(state.sequence)
-        stats.discarded_tokens = max(0, stats.discarded_tokens - stats.reused_tokens)
+        if closed:
+            stats.discarded_tokens = max(0, closed - stats.reused_tokens)
         state.sequence.tokens = request.tokens
         state.sequence.missing = len(request.prompt) - extended
 
     @property
-    def is_full(self) -> bool:
-        """Return whether a sequence that ran alone is still to be swapped out."""
+    def is_blocked(self) -> bool:
+        """Return whether a sequence that ran alone, and has all memory, is being swapped out."""
         return any(swap.is_large for swap in self._swaps.values())
 
     def cancel(self, state: RequestState) -> None:

@@ -154,7 +154,7 @@ class Scheduler:
         running, waiting = self._running, list(self._waiting)
         if len(running) >= self.concurrency or any(state.runs_alone for state in running):
             return None
-        if self.caches.is_full:
+        if self.caches.is_blocked:
             return None
         if self._is_batch:
             waiting.sort(key=lambda state: state.runs_alone)

@@ -208,6 +208,7 @@ def test_a_sequence_that_outgrows_its_caches_gets_larger_ones(
             prompt = [*prompt, *turns[-1][1], *turn]
             if len(turns) > 1:
                 assert engine.stats.reused_tokens >= len(turns[-2][0])
+                assert engine.stats.discarded_tokens == 0
         # more new tokens than were planned, after a shorter prompt
         turns.append((PROMPT, list(engine.generate(PROMPT, 60, GREEDY))))
         assert engine.stats.reused_tokens == len(PROMPT) - OBSERVED_ROWS
