@@ -217,6 +217,9 @@ class CachePool:
         cached = kept.reusable_tokens(*_size(request))
         if cached < self._source(request)[1]:
             return 0  # more can be copied
+        copied = min(cached, len(request.prompt) - OBSERVED_ROWS)
+        if copied < MIN_TOKENS and not _fits(request, kept):
+            return 0  # too few to copy them to larger caches
         if len(request.prompt) - cached > MIN_TOKENS:  # more of it may be on disk
             on_disk = self.sessions.cached_prefix(request.prompt, request.max_new_tokens)
             return cached if on_disk <= cached + MIN_TOKENS else 0

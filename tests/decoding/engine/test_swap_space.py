@@ -223,6 +223,19 @@ def test_what_outgrew_its_caches_is_not_kept_beyond_the_limit(
     assert tokens([state]) == expected(models, [state])
 
 
+def test_a_short_beginning_is_not_copied_to_larger_caches(models: Pair) -> None:
+    with serving(models, "plain", 1) as engine:
+        ask(engine, PROMPTS[0][:250])
+        engine.scheduler.caches.kept[0].token_s = 1e9  # reuse would pay
+        prompt = [*PROMPTS[0][:250], *random_tokens(300, seed=5).tolist()]
+        state = engine.scheduler.add(Request(prompt, NEW, GREEDY))
+        engine.scheduler.step()
+        assert not engine.sessions.memory.swapped
+        run(engine)
+        assert state.stats.reused_tokens == 0
+        assert state.stats.discarded_tokens == 250 + NEW - 1
+
+
 def test_a_cancelled_turn_that_outgrew_its_caches_is_the_last_used(models: Pair) -> None:
     with serving(models, "plain", 2) as engine:
         ask(engine, PROMPTS[1])
