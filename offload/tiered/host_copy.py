@@ -17,11 +17,6 @@ from offload.tiered.kv_file import HostReader, read_layer
 class KVSource(Protocol):
     """What another cache's beginning is copied from."""
 
-    @property
-    def layout(self) -> KVLayout:
-        """Return the layout of all layers."""
-        ...
-
     def host_readers(self) -> Sequence[HostReader]:
         """Return a reader of each layer's KV in host memory."""
         ...

@@ -135,19 +135,13 @@ def copies_to(kv: Tensor, block: KVBlock) -> list[Copy]:
 def read_layer(read: HostReader, layout: KVLayout, tokens: int) -> Tensor:
     """Return a copy (2, Hkv, tokens, D) of a layer's first tokens in host memory.
 
-    Another cache's `Prefill.load_blocks` loads it. Raises InsufficientMemoryError.
+    Raises InsufficientMemoryError.
     """
     _, *shape = layout.shape(1, tokens)
     copy = allocate(prod(shape), layout.dtype).view(shape)
-    for block in head_blocks(copy):
-        block.kv.copy_(read(block.head, 0, tokens))
+    for head in range(layout.heads):
+        copy[:, head].copy_(read(head, 0, tokens))
     return copy
-
-
-def head_blocks(kv: Tensor) -> Iterator[KVBlock]:
-    """Yield each head of a layer (2, Hkv, T, D) in host memory as one block."""
-    for head in range(kv.shape[1]):
-        yield KVBlock(head, 0, kv[:, head])
 
 
 def _bytes_of(kv: Tensor) -> memoryview:

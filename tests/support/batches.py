@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from decoding import Engine, Sampling
@@ -11,6 +12,8 @@ from support import engines
 from support.models import random_tokens
 
 SMALL: dict[str, Any] = {**engines.SMALL, "selection_interval": 1, "prompt_lookup_ngram": 0}
+# several prefill chunks, and prompt lookup in modes without a draft
+SERVING: dict[str, Any] = {**SMALL, "prompt_lookup_ngram": None, "prefill_chunk": 64}
 
 
 def requests(sampling: Sampling, sizes: Iterable[tuple[int, int]]) -> list[Request]:
@@ -40,3 +43,22 @@ def run_alone(engine: Engine, batch: list[Request]) -> list[list[int]]:
     return [
         list(engine.generate(each.prompt, each.max_new_tokens, each.sampling)) for each in batch
     ]
+
+
+@contextmanager
+def serving(
+    models: engines.Pair,
+    mode: str,
+    concurrency: int,
+    swap_space: int | None = 0,
+    **options: Any,
+) -> Iterator[Engine]:
+    """Yield an engine in a conversation of several sequences; all are closed after it."""
+    with models.engine(mode, **{**SERVING, **options}) as engine:
+        if engine.group.rank:
+            engine.run_worker()
+            yield engine
+            return
+        with engine.conversation(100, concurrency, swap_space):
+            yield engine
+        assert not engine.sessions.executor.sequences

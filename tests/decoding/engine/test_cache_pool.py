@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,19 @@ import pytest
 import decoding.engine.request
 import decoding.engine.scheduler
 from bench.harness.decode_loop import run_together
-from decoding import GREEDY, Engine, Sampling
+from decoding import GREEDY, Sampling
 from decoding.engine.request import Request, Status
 from offload.errors import InsufficientMemoryError, RequestCancelled, TierForceError
 from offload.tiered.prefill import OBSERVED_ROWS
 from parallel.ranks.process_group import TensorParallelGroup
 from support import batches
+from support.batches import SERVING as SMALL
+from support.batches import serving
 from support.engines import MODES, PLACEMENTS, Folders, Pair
 from support.models import random_tokens
 from support.ranks import run_ranks
 from support.slow import slow_except
 
-SMALL: dict[str, Any] = {**batches.SMALL, "prompt_lookup_ngram": None, "prefill_chunk": 64}
 NEW = 12
 DOCUMENT = random_tokens(400, seed=1).tolist()
 QUESTIONS = [[*DOCUMENT, *random_tokens(20 + count, seed=count).tolist()] for count in range(2, 6)]
@@ -36,20 +36,6 @@ OTHER = random_tokens(300, seed=9).tolist()
 
 def requests(prompts: Sequence[Sequence[int]], sampling: Sampling = GREEDY) -> list[Request]:
     return [Request(prompt, NEW, sampling) for prompt in prompts]
-
-
-@contextmanager
-def serving(
-    models: Pair, mode: str, concurrency: int, swap_space: int = 0, **options: Any
-) -> Iterator[Engine]:
-    with models.engine(mode, **{**SMALL, **options}) as engine:
-        if engine.group.rank:
-            engine.run_worker()
-            yield engine
-            return
-        with engine.conversation(100, concurrency, swap_space):
-            yield engine
-        assert not engine.sessions.executor.sequences
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -25,25 +23,11 @@ from support.models import random_tokens
 from support.ranks import run_ranks
 from support.slow import slow_except
 
-SMALL: dict[str, Any] = {**batches.SMALL, "prompt_lookup_ngram": None, "prefill_chunk": 64}
 NEW = 12
 PLENTY = 10**9
+serving = partial(batches.serving, swap_space=PLENTY)
 PROMPTS = [random_tokens(count, seed=count).tolist() for count in (400, 350, 300)]
 QUESTIONS = [random_tokens(20, seed=seed).tolist() for seed in (7, 8, 9)]
-
-
-@contextmanager
-def serving(
-    models: Pair, mode: str, concurrency: int, swap_space: int | None = PLENTY, **options: Any
-) -> Iterator[Engine]:
-    with models.engine(mode, **{**SMALL, **options}) as engine:
-        if engine.group.rank:
-            engine.run_worker()
-            yield engine
-            return
-        with engine.conversation(100, concurrency, swap_space):
-            yield engine
-        assert not engine.sessions.executor.sequences
 
 
 def ask(engine: Engine, *prompts: list[int], new: int = NEW) -> list[RequestState]:
