@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from offload.kernels.batch_invariant_attention import batch_invariant_attention
 from offload.kernels.selection import (
     batch_invariant_kernels,
     retrieval_kernels,
+    slot_kernels,
     split_kernels,
 )
 from offload.memory.bandwidth import BandwidthProbe
@@ -29,6 +31,7 @@ from offload.traffic import ByteCounters
 
 _DIM = 128  # head dimension
 _DTYPE = torch.bfloat16
+_RECENT = 300  # tokens of a window
 
 
 def machine(context: Context) -> None:
@@ -113,6 +116,7 @@ def fused(context: Context) -> None:
     _split_float(context, heads, groups, tokens)
     _batch_invariant(context, heads, groups, tokens)
     _retrieval(context, groups, tokens)
+    _slots(context, tokens // 16)
 
 
 def _split_float(context: Context, heads: int, groups: int, tokens: int) -> None:
@@ -164,7 +168,7 @@ def _retrieval(context: Context, groups: int, tokens: int) -> None:
     if kernels is None:
         return
     kv = random_tensor(2, 1, tokens, _DIM, device=device, dtype=_DTYPE)
-    recent = random_tensor(1, 300, _DIM, device=device, dtype=_DTYPE)
+    recent = random_tensor(1, _RECENT, _DIM, device=device, dtype=_DTYPE)
     q = random_tensor(33, groups, _DIM, device=device, dtype=_DTYPE)
     chunks = torch.arange(512, device=device)[None]
     codes = torch.zeros(2, 1, 512 * chunk, _DIM, dtype=torch.int8, device=device)
@@ -177,3 +181,47 @@ def _retrieval(context: Context, groups: int, tokens: int) -> None:
     score = partial(kernels.chunk_scores, q, kv[0], recent, 8, chunk)
     context.add("scores of one head's chunks", 1e6 * median_seconds(score), "us")
     context.add("storing 512 chunks in 8 bits", 1e6 * median_seconds(store), "us")
+
+
+def _slots(context: Context, tokens: int) -> None:
+    """Attention to selected tokens in 8 bits and a window, alone and of four sequences at once."""
+    for heads, groups in ((32, 1), (8, 4)):
+        kernels, why = slot_kernels(context.device.type, _DTYPE, _DIM, groups)
+        context.add(f"slot kernels, {groups} query heads per KV head", why)
+        if kernels is None:
+            return
+        for sequences in (1, 4):
+            attend, nbytes = _slot_attention(context, kernels, heads, groups, tokens, sequences)
+            what = f"attention to slots, {heads} KV heads x {groups}, {sequences} at once"
+            context.add(what, nbytes / median_seconds(attend) / 1e9, "GB/s")
+
+
+def _slot_attention(
+    context: Context, kernels: Any, heads: int, groups: int, tokens: int, sequences: int
+) -> tuple[Callable[[], torch.Tensor], int]:
+    """Return attention in layers enough to exceed the L2 cache, and the bytes it reads."""
+    device = context.device
+    scales = torch.ones(2, heads, tokens, 1, dtype=_DTYPE, device=device)
+    layers = [
+        [
+            (
+                random_tensor(2, heads, _RECENT + 1, _DIM, device=device, dtype=_DTYPE),
+                None,
+                torch.zeros(2, heads, tokens, _DIM, dtype=torch.int8, device=device),
+                scales,
+            )
+            for _ in range(sequences)
+        ]
+        for _ in range(16)
+    ]
+    places = torch.tensor([[1, tokens + _RECENT - 1, 0]] * sequences, device=device)
+    q = random_tensor(sequences, heads * groups, _DIM, device=device, dtype=_DTYPE)
+    table = kernels.SlotTable.of(layers)
+
+    def attend() -> torch.Tensor:
+        for layer in range(len(layers)):
+            out: torch.Tensor = kernels.attend(q, table, layer, places)
+        return out
+
+    kv, _, codes, _ = layers[0][0]
+    return attend, len(layers) * sequences * (kv.nbytes + codes.nbytes + scales.nbytes)

@@ -1,7 +1,7 @@
 """The part of a GPU day in which several requests share an engine, as on a server.
 
-Four questions to one document, one after another and together; and a short request that arrives
-while a long prompt is being read.
+Four questions to one document, one after another and together; a short request that arrives while
+a long prompt is being read; and questions to two documents in turn, with room for one.
 """
 
 from __future__ import annotations
@@ -51,6 +51,29 @@ def together(context: Context) -> None:
                     f"{mode}: answers with the same tokens as alone", f"{same} of {_CLIENTS}"
                 )
                 _short_beside_long(context, engine, mode, prompt[:long])
+    documents = [prompt[:document], prompt[:document][::-1]]
+    for swap_space in (0, None):
+        with _engine(context, "plain", 1, swap_space) as engine:
+            _in_turn(context, engine, documents, questions, swap_space != 0)
+
+
+def _in_turn(
+    context: Context,
+    engine: Engine,
+    documents: list[list[int]],
+    questions: list[list[int]],
+    is_swapped: bool,
+) -> None:
+    """Report how long a second question to a document waits after one to another document."""
+    for first, second in zip(documents, questions, strict=False):
+        run_together(engine, [Request([*first, *second], 8, GREEDY)])
+    waits = []
+    for first, second in zip(documents, questions[2:], strict=False):
+        (state,) = run_together(engine, [Request([*first, *second], 8, GREEDY)])
+        waits.append(state.stats.first_token_s)
+    how = "swapped out meanwhile" if is_swapped else "no swap space"
+    what = f"plain, {len(documents[0]):,} tokens, {how}: first token of another question"
+    context.add(what, 1e3 * mean(waits), "ms")
 
 
 def _short_beside_long(context: Context, engine: Engine, mode: str, long: list[int]) -> None:
@@ -76,7 +99,9 @@ def _short_beside_long(context: Context, engine: Engine, mode: str, long: list[i
 
 
 @contextmanager
-def _engine(context: Context, mode: str, concurrency: int) -> Iterator[Engine]:
+def _engine(
+    context: Context, mode: str, concurrency: int, swap_space: int | None = 0
+) -> Iterator[Engine]:
     """Yield an engine that keeps the caches of so many sequences, and free all its memory."""
     choices = context.choices
     target, draft, _ = load_models(choices, context.group)
@@ -91,7 +116,7 @@ def _engine(context: Context, mode: str, concurrency: int) -> Iterator[Engine]:
     runtime = Runtime.create(target, draft if "draft" in LEVELS[mode] else None, mode, settings)
     engine = Engine(runtime, None, frozenset())
     try:
-        with engine.conversation(concurrency=concurrency):
+        with engine.conversation(concurrency=concurrency, swap_space=swap_space):
             yield engine
     finally:
         engine.close()

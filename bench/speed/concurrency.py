@@ -65,7 +65,7 @@ def run_padded_batch(model: Any, requests: Sequence[Request]) -> Run:
     """Do the same with `generate`; prompts have equal lengths, so that nothing is padded."""
     clock, first = Clock(), requests[0]
     torch.manual_seed(first.sampling.seed)
-    batch = torch.tensor([request.prompt for request in requests])
+    batch = torch.tensor([request.prompt for request in requests], device=model.device)
 
     def record_time(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         clock.put(None)  # a logits processor, as streamers do not support batches
@@ -80,6 +80,7 @@ def run_padded_batch(model: Any, requests: Sequence[Request]) -> Run:
             logits_processor=[record_time],
             **sampling_options(first.sampling),
         )
+    out = out.cpu()  # waits for a GPU
     ended = time.perf_counter()
     tokens = out.shape[1] - batch.shape[1] - 1
     decode = ended - clock.times[0]
@@ -178,7 +179,7 @@ def main(
     if padded:
         model = load_transformers(
             resolve(target, TensorParallelGroup()), dtype, output.parent / "converted"
-        )
+        ).to("cuda" if torch.cuda.is_available() else "cpu")
         repeated = [run_padded_batch(model, requests) for _ in range(repeats)]
         rows.append(row(PADDED, prompts, prompts, repeated))
         yield {"rows": rows, "ratios": ratios(rows)}

@@ -22,6 +22,7 @@ from offload.kernels.selection import (
     Kernels,
     batch_invariant_kernels,
     retrieval_kernels,
+    slot_kernels,
     split_kernels,
 )
 from offload.memory.bandwidth import BandwidthProbe
@@ -126,6 +127,12 @@ class Runtime:
         """Return the kernels that select what a retrieval cache keeps, or None; and the reason."""
         layout, device = self.requirements.layout, self.target.group.device
         return retrieval_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
+
+    @property
+    def slot_kernels(self) -> Kernels:
+        """Return the attention kernels of captured forwards, or None; and the reason."""
+        layout, device = self.requirements.layout, self.target.group.device
+        return slot_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
 
     @cached_property
     def requirements(self) -> Requirements:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offload.attention.head_major import attend_prefix, token_slice, write_tokens
-from offload.cache.static_shape import StaticCache
+from offload.cache.static_shape import SlotBuffers, StaticCache
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.layout import KVLayout
 from offload.rotary import Rotary
@@ -62,8 +62,8 @@ class StreamingCache(StaticCache):
             return True
         return super().has_room(rows)
 
-    def buffers(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._kv[layer], self._raw[layer]
+    def buffers(self, layer: int) -> SlotBuffers:
+        return SlotBuffers(self._kv[layer], self._raw[layer])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         slot, _ = self.slot_and_position(start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from itertools import product
 from subprocess import CalledProcessError
 from types import ModuleType
 from typing import Any
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from offload.attention import partial_attention
 from offload.codec.format import split_format
-from offload.codec.int8 import LARGEST
+from offload.codec.int8 import LARGEST, dequantise, quantise
 from offload.codec.outliers import Outliers
 from offload.codec.split_float import SplitFloatCodec
 from offload.errors import is_out_of_memory, one_line
 from offload.kernels.batch_invariant_shape import KEY_BLOCK
+from offload.rotary import rotate
 
 _HEADS, _TOKENS = 2, 300  # size of the self-test
 _RECENT = 20  # keys of it that are not split
@@ -82,6 +84,21 @@ def retrieval_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) ->
     if kernels is not None and not kernels.supports(1, groups, 1):
         reason += f"; selection has none for {groups} query heads per KV head"
     return kernels, reason
+
+
+@cache
+def slot_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Kernels:
+    """Return `offload.kernels.slot_attention` if it can be used, or None, and the reason.
+
+    Args:
+        device: type of the device.
+        dtype: of the elements.
+        dim: head dimension.
+        groups: query heads per KV head.
+    """
+    if dtype.itemsize != 2:
+        return None, f"there are none for {dtype}"
+    return _run_self_test("offload.kernels.slot_attention", _test_slots, device, dtype, dim, groups)
 
 
 def _run_self_test(name: str, test: Callable[..., None], device: str, *shape: Any) -> Kernels:
@@ -212,11 +229,52 @@ def _test_retrieval(
         raise RuntimeError(f"elements of {dtype} are quantised incorrectly")
 
 
+def _test_slots(
+    kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int, groups: int
+) -> None:
+    """Raise RuntimeError if the kernels' results differ from those of plain operations."""
+    for codes_slots, rows in product((0, _TOKENS), _row_counts(groups)):
+        kv, q = _inputs(device, dtype, codes_slots + _RECENT + rows + 1, dim, 2 * rows, groups)
+        codes = torch.empty(2, _HEADS, codes_slots, dim, dtype=torch.int8, device=device)
+        scales = torch.empty(2, _HEADS, codes_slots, 1, dtype=dtype, device=device)
+        selected, window = kv[:, :, :codes_slots].contiguous(), kv[:, :, codes_slots:].contiguous()
+        if codes_slots:
+            quantise(selected, codes, scales)
+            dequantise(codes, scales, selected)
+        eight_bits = (codes, scales) if codes_slots else (None, None)
+        buffers = [(each, each[0].clone(), *eight_bits) for each in (window, window.clone())]
+        table = kernels.SlotTable.of([buffers])
+        first = max(0, codes_slots - 40)  # first valid slot
+        slot = codes_slots + _RECENT
+        places = torch.tensor([[rows, slot, first], [0, 0, 0]], device=device)
+        turns = torch.randn(2 * rows, 1, dim // 4 * 2, generator=_generator())
+        angles = turns.cos().to(device, dtype), turns.sin().to(device, dtype)
+        k, v = q[:, :_HEADS] * 2, q[:, -_HEADS:] / 2
+        keys, queries = rotate(k, *angles)[:rows], rotate(q, *angles)
+        actual = kernels.write(q, k, v, angles, table, 0, places)
+        _check_close(f"rotation in {dtype}", actual / 8, queries / 8)  # numbers of up to 8
+        written = torch.stack((keys, v[:rows])).transpose(1, 2) / 8  # (2, H, T, D)
+        _check_close(f"written KV in {dtype}", window[:, :, _RECENT:-1] / 8, written)
+        if not torch.equal(buffers[0][1][:, _RECENT:-1], k[:rows].transpose(0, 1)):
+            raise RuntimeError(f"keys before rotation in {dtype} are written incorrectly")
+        visible = torch.cat((selected[:, :, first:], window[:, :, :-1]), dim=2)
+        k, v = visible.transpose(1, 2)
+        expected, _ = partial_attention(queries[:rows], k, v, causal=True)
+        actual = kernels.attend(actual, table, 0, places)
+        _check_close(f"attention to slots in {dtype}", actual[:rows], expected)
+        if actual[rows:].any():
+            raise RuntimeError(f"attention to slots in {dtype} is wrong for padding")
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
 def _inputs(
     device: torch.device, dtype: torch.dtype, tokens: int, dim: int, rows: int, groups: int
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values (2, H, N, D), and queries (T, H * groups, D)."""
-    generator = torch.Generator().manual_seed(0)
+    generator = _generator()
     kv = torch.randn(2, _HEADS, tokens, dim, generator=generator)
     q = torch.randn(rows, _HEADS * groups, dim, generator=generator)
     return kv.to(device, dtype), q.to(device, dtype)

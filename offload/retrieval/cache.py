@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.attention import partial_attention
 from offload.attention.head_major import attend_by_heads, token_slice, write_tokens
-from offload.cache.static_shape import StaticCache
+from offload.cache.static_shape import SlotBuffers, StaticCache
 from offload.layout import KVLayout
 from offload.retrieval.selection import SelectionPolicy, Selector
 from offload.retrieval.shape import OBSERVED_KEYS, RetrievalCacheSpec
@@ -105,8 +105,9 @@ class RetrievalCache(StaticCache):
         _, window = self._store.slots_of(self.selector.selected)
         return window + start - base, start
 
-    def buffers(self, layer: int) -> tuple[Tensor, None]:
-        return self._store.window(self._index[layer]), None
+    def buffers(self, layer: int) -> SlotBuffers:
+        index = self._index[layer]
+        return SlotBuffers(self._store.window(index), None, *self._store.codes(index))
 
     def first_valid_slot(self) -> int:
         first, _ = self._store.slots_of(self.selector.selected)

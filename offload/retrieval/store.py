@@ -46,6 +46,10 @@ class RetrievalStore(ABC):
         Its last slot is for padding.
         """
 
+    def codes(self, index: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return a layer's codes (2, Hkv, m, D) and scales (2, Hkv, m, 1); None without any."""
+        return None, None
+
     @abstractmethod
     def head_groups(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield heads of a layer, and their KV (2, h, n, D) in the slots from `first` to `end`.
@@ -134,6 +138,9 @@ class Int8Store(RetrievalStore):
 
     def window(self, index: int) -> Tensor:
         return self._window[index]
+
+    def codes(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._codes[index], self._scales[index]
 
     def head_groups(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
         window = self.window_offset

@@ -73,19 +73,9 @@ def run_forward(requests: Sequence[ForwardRequest]) -> list[Tensor]:
     assert isinstance(model, Transformer)
     tokens = [request.tokens for request in requests]
     rows = [request.rows for request in requests]
-    x = batched_hidden_states(model, tokens, [request.cache for request in requests])
-    parts = x.split([len(part) for part in tokens])
+    counts = [len(part) for part in tokens]
+    cache = BatchedCache([request.cache for request in requests], counts)
+    # matrix products are computed once for the rows of all sequences
+    parts = model.hidden_states(torch.cat(tokens), cache).split(counts)
     last = [part[-count:] for part, count in zip(parts, rows, strict=True)]
     return list(model.logits(torch.cat(last)).split(rows))
-
-
-def batched_hidden_states(
-    model: Transformer, tokens: Sequence[Tensor], caches: Sequence[KVCacheLike]
-) -> Tensor:
-    """Run tokens (T,) of each sequence, after its cache's content, in one forward.
-
-    Matrix products are computed once for the rows of all sequences. Returns the last layer's hidden
-    states of all sequences, concatenated: (all T, hidden).
-    """
-    counts = [len(part) for part in tokens]
-    return model.hidden_states(torch.cat(list(tokens)), BatchedCache(caches, counts))

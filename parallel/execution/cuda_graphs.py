@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.cache.base import Cache
-from offload.cache.static_shape import Place, StaticCache, StaticForward
+from offload.cache.static_forward import Place, StaticForward
+from offload.cache.static_shape import StaticCache
 from offload.errors import TierForceError
 from parallel.config.parameter_count import MAX_GRAPH_TOKENS, MAX_STATIC_TOKENS
-from parallel.execution.batched_forward import ForwardRequest, batched_hidden_states, run_forward
+from parallel.execution.batched_forward import ForwardRequest, run_forward
 from parallel.model.transformer import Transformer
 from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.process_group import TensorParallelGroup
@@ -250,9 +251,10 @@ class _CapturedForward:
     """
 
     def __init__(self, model: Transformer, caches: Sequence[StaticCache], tokens: int, out: Tensor):
-        self._static = [StaticForward(cache, tokens) for cache in caches]
+        self._width = tokens
+        self._static = StaticForward(caches, tokens)
         device = model.embed.weight.device
-        self._tokens = [torch.zeros(tokens, dtype=torch.int64, device=device) for _ in caches]
+        self._tokens = torch.zeros(len(caches) * tokens, dtype=torch.int64, device=device)
         # A partial: a bound method would make a reference cycle, which would outlive the caches.
         self.run: Callable[[], Tensor] = partial(_logits, model, self._tokens, self._static, out)
         self.graph: Callable[[], Tensor] = self.run
@@ -260,28 +262,28 @@ class _CapturedForward:
     def replay(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
         """Return the logits (rows, V) of each request by replaying the graph."""
         by_cache = {id(request.cache): request for request in requests}
-        for static, tokens in zip(self._static, self._tokens, strict=True):
-            request = by_cache.get(id(static.cache))
+        own: dict[int, slice] = {}  # cache -> rows of its tokens
+        for index, cache in enumerate(self._static.caches):
+            request = by_cache.get(id(cache))
             if request is None:
-                static.place(Place(0))
+                self._static.place(index, Place(0))
                 continue
-            static.place(Place.after(static.cache, len(request.tokens)))
-            tokens[: len(request.tokens)].copy_(request.tokens)
-        by_slot = self.graph().split(len(self._tokens[0]))
-        own = dict(zip((id(static.cache) for static in self._static), by_slot, strict=True))
-        parts = [own[id(request.cache)][: len(request.tokens)] for request in requests]
+            first = index * self._width
+            rows = own[id(cache)] = slice(first, first + len(request.tokens))
+            self._static.place(index, Place.after(cache, len(request.tokens)))
+            self._tokens[rows].copy_(request.tokens)
+        logits = self.graph()
         # copies: the next replay overwrites them
-        return [part[-each.rows :].clone() for part, each in zip(parts, requests, strict=True)]
+        return [logits[own[id(each.cache)]][-each.rows :].clone() for each in requests]
 
     def launch(self, empty: StaticCache) -> None:
         """Launch the forward on a cache that is empty, and leave those of other slots as they are.
 
         It is captured like this.
         """
-        width = len(self._tokens[0])
-        for static in self._static:
-            place = Place(width, empty.window_offset) if static.cache is empty else Place(0)
-            static.place(place)
+        for index, cache in enumerate(self._static.caches):
+            place = Place(self._width, cache.window_offset) if cache is empty else Place(0)
+            self._static.place(index, place)
         self.run()
 
     def difference(self, empty: StaticCache) -> str | None:
@@ -290,15 +292,13 @@ class _CapturedForward:
         It gets other tokens, in other slots and at other positions than those of the capture, and
         padding after them: what is baked in shows.
         """
-        width = len(self._tokens[0])
-        (index,) = (i for i, static in enumerate(self._static) if static.cache is empty)
-        static, rows = self._static[index], max(1, width - 1)
+        width = self._width
+        index, rows = self._static.caches.index(empty), max(1, width - 1)
         last = Place(width, empty.slots - width)
         position = empty.rotary.length - width
-        static.place(Place(rows, last.slot, position, first_valid_slot=1))
-        for tokens in self._tokens:
-            tokens.fill_(1)
-        written = static.written(last)
+        self._static.place(index, Place(rows, last.slot, position, first_valid_slot=1))
+        self._tokens.fill_(1)
+        written = self._static.written(index, last)
         # Zeros reveal a replay that writes its KV elsewhere, or padding there. Other slots' results
         # are not compared: their sequences need not be finite.
         own = slice(index * width, index * width + rows)
@@ -324,17 +324,9 @@ def _has_two_places(cache: StaticCache, tokens: int) -> bool:
 
 
 @torch.inference_mode()
-def _logits(
-    model: Transformer,
-    tokens: Sequence[Tensor],
-    caches: Sequence[StaticForward],
-    out: Tensor,
-) -> Tensor:
-    """Run tokens (T,) of each sequence in one forward; return all logits (all T, V), in `out`."""
-    if len(caches) == 1:
-        logits = model(tokens[0], caches[0], len(tokens[0]))
-    else:
-        logits = model.logits(batched_hidden_states(model, tokens, caches))
+def _logits(model: Transformer, tokens: Tensor, static: StaticForward, out: Tensor) -> Tensor:
+    """Run the tokens of all sequences in one forward; return their logits (all T, V), in `out`."""
+    logits = model(tokens, static, len(tokens))
     return out[: len(logits)].copy_(logits)
 
 

@@ -31,6 +31,7 @@ from offload.errors import InsufficientMemoryError, TierForceError
 from offload.kernels.selection import (
     batch_invariant_kernels,
     retrieval_kernels,
+    slot_kernels,
     split_kernels,
 )
 from offload.tiered.prefill import OBSERVED_ROWS
@@ -500,6 +501,16 @@ def test_batch_invariant_kernels_pass_their_self_test(
 )
 def test_retrieval_kernels_pass_their_self_test(dtype: torch.dtype, dim: int, groups: int) -> None:
     kernels, why = retrieval_kernels("cuda", dtype, dim, groups)
+    assert kernels is not None, why
+
+
+@pytest.mark.cuda(standin=False)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "groups"), [(64, 3), (80, 1), (128, 1), (128, 4), (128, 7), (128, 16), (256, 8)]
+)
+def test_slot_kernels_pass_their_self_test(dtype: torch.dtype, dim: int, groups: int) -> None:
+    kernels, why = slot_kernels("cuda", dtype, dim, groups)
     assert kernels is not None, why
 
 

@@ -51,12 +51,11 @@ def stale_graph(function: LogitsFn) -> LogitsFn:
 
 def fixed_slot_graph(function: LogitsFn) -> LogitsFn:
     """Return a graph that always writes to the slots of its capture."""
-    _, _, forwards, _ = function.args  # type: ignore[attr-defined]
-    starts = [(forward._start, forward._start.clone()) for forward in forwards]
+    _, _, static, _ = function.args  # type: ignore[attr-defined]
+    captured = static._places.clone()
 
     def replay() -> Tensor:
-        for start, captured in starts:
-            start.copy_(captured)
+        static._places.copy_(captured)
         return function()
 
     return replay
@@ -64,15 +63,13 @@ def fixed_slot_graph(function: LogitsFn) -> LogitsFn:
 
 def unpadded_graph(function: LogitsFn) -> LogitsFn:
     """Return a graph that computes all the tokens of its capture, also where padding is meant."""
-    _, tokens, forwards, _ = function.args  # type: ignore[attr-defined]
+    _, tokens, static, _ = function.args  # type: ignore[attr-defined]
 
     def replay() -> Tensor:
-        counts = [forward._start[0].clone() for forward in forwards]
-        for forward in forwards:
-            forward._start[0].fill_(len(tokens[0]))
+        places = static._places.clone()
+        static._places[:, 0].fill_(len(tokens) // len(places))
         out = function()
-        for forward, count in zip(forwards, counts, strict=True):
-            forward._start[0].copy_(count)
+        static._places.copy_(places)
         return out
 
     return replay

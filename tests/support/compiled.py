@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from offload.codec.int8 import LARGEST, scale_limits
 from offload.kernels import batch_invariant as batch_invariant_kernels
 from offload.kernels import retrieval as retrieval_kernels
+from offload.kernels import slot_attention as slot_kernels
 from offload.kernels import split_float as split_kernels
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
@@ -48,8 +49,10 @@ MULTIPLES.add("key_head")
 POINTERS = {"kv": "*i16", "high": "*u8", "low": "*u8", "offsets": "*i32", "out": "*i16"}
 POINTERS |= {"outliers": "*u8", "positions": "*i32", "patterns": "*i16", "starts": "*i32"}
 POINTERS |= {"outs": "*fp32", "lses": "*fp32", "recent_lse": "*fp32", "lse": "*fp32"}
+POINTERS |= {"table": "*i64", "places": "*i64"}
 POINTERS |= {"scale": "fp32", "chunks": "*i64", "codes": "*i8", "results": "*fp32"}
 ELEMENT_POINTERS = ("q", "prefix", "recent", "attended", "recent_out", "merged", "keys", "scales")
+ELEMENT_POINTERS += ("k", "v", "cos", "sin", "turned")
 # batch-invariant attention: dtype, head dimension, and query heads per KV head
 BATCH_INVARIANT_SHAPES = {
     80: [("fp16", 128, 1)],
@@ -137,6 +140,21 @@ def compile_retrieval_kernels(capability: int, element: str) -> None:
         compile_kernel(retrieval_kernels._store_int8, element, capability, sizes)
 
 
+def compile_slot_kernels(capability: int, shapes: int | None) -> None:
+    """Compile attention to slots; two programs fit an SM up to head dimension 128."""
+    for element, rows, columns in SPLIT_SHAPES[capability][:shapes]:
+        options = slot_kernels.launch_options(rows, columns)
+        for codes in (True, False):
+            sizes = SIZES | {"ROWS": rows, "DIM": columns, "CODES": codes}
+            binary = compile_kernel(slot_kernels._attend, element, capability, sizes, **options)
+            assert "ld.global.v4" in binary.asm["ptx"]  # addresses from a table are aligned, too
+            if capability == 89 and columns <= 128:
+                block_bytes = binary.metadata.shared + RESERVED_BYTES
+                assert 2 * block_bytes <= SM_SHARED_BYTES, (rows, columns)
+        for kernel in (slot_kernels._write, slot_kernels._merge):
+            compile_kernel(kernel, element, capability, {"DIM": columns, "SPLITS": 64})
+
+
 if __name__ == "__main__":
     extents: dict[str, Any] = {"first": ([89], 1), "all": (MAX_SHARED_BYTES, None)}
     capabilities, shapes = extents[sys.argv[1]]
@@ -147,5 +165,6 @@ if __name__ == "__main__":
             compile_kernel(getattr(split_kernels, kernel), element, capability, sizes)
         compile_split_kernels(capability, shapes)
         compile_batch_invariant_kernels(capability, shapes)
+        compile_slot_kernels(capability, shapes)
         compile_retrieval_kernels(capability, element)
     print("compiled")

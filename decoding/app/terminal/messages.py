@@ -58,34 +58,35 @@ def say_what_fits(
                 f"{longest.name} ({longest.tokens:,} prompt tokens) will fail: "
                 f"{as_flags(str(error))}"
             )
-    requirements = engine.runtime.requirements
-    # The self-test of kernels takes seconds; it is skipped if all layers stay on the device.
-    may_split = requirements.has_split or (
-        len(requirements.candidate_modes) > 1 and plan is not None and plan.uses_link
-    )
     if engine.group.device.type == "cuda":
-        if may_split:
-            _warn_without("split KV", engine.runtime.split_kernels, "Another --mode may be faster.")
-        if requirements.may_retrieve and requirements.dtype.itemsize == 2:
-            _warn_without(
-                "retrieval", engine.runtime.retrieval_kernels, "Another --mode may be faster."
-            )
-        if requirements.settings.deterministic:
-            _warn_without(
-                "--deterministic", engine.runtime.batch_invariant_kernels, "It is faster without."
-            )
+        _warn_without_kernels(engine, plan)
     line = startup_line(engine, longest.tokens if longest else 0, plan)
     say(f"{line}; {concurrency} concurrent requests" if concurrency > 1 else line)
 
 
-def _warn_without(purpose: str, kernels: Kernels, hint: str) -> None:
-    """Warn if the fused kernels for a purpose are unavailable."""
-    kernel, reason = kernels
-    if kernel is None:
-        warn(
-            f"the kernels for {purpose} cannot be used here ({reason}): plain PyTorch "
-            f"operations replace them and take several times as long. {hint}"
-        )
+def _warn_without_kernels(engine: Engine, plan: Plan | None) -> None:
+    """Warn of each purpose of this engine for which fused kernels are unavailable."""
+    runtime, needs = engine.runtime, engine.runtime.requirements
+    # The self-test of kernels takes seconds; it is skipped if all layers stay on the device.
+    may_split = needs.has_split or (
+        len(needs.candidate_modes) > 1 and plan is not None and plan.uses_link
+    )
+    another = "Another --mode may be faster."
+    found = list[tuple[str, Kernels, str]]()
+    if may_split:
+        found.append(("split KV", runtime.split_kernels, another))
+    if needs.may_retrieve and needs.dtype.itemsize == 2:
+        found.append(("retrieval", runtime.retrieval_kernels, another))
+        found.append(("short forwards", runtime.slot_kernels, another))
+    if needs.settings.deterministic:
+        determinism = runtime.batch_invariant_kernels
+        found.append(("--deterministic", determinism, "It is faster without."))
+    for purpose, (kernels, reason), hint in found:
+        if kernels is None:
+            warn(
+                f"the kernels for {purpose} cannot be used here ({reason}): plain PyTorch "
+                f"operations replace them and take several times as long. {hint}"
+            )
 
 
 def sanity_warnings(engine: Engine, common: Common) -> list[str]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.cache.static_shape import Place, StaticCache, StaticForward
+from offload.cache.static_forward import Place, StaticForward
+from offload.cache.static_shape import StaticCache
 from offload.cache.streaming import StreamingCache
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.retrieval.selection import POLICIES
@@ -40,17 +41,17 @@ class StaticForwards:
     """The static forwards of a cache, of up to `rows` tokens, for the cache's lifetime."""
 
     def __init__(self, cache: StaticCache, rows: int = ROWS):
-        self.static, self.rows = StaticForward(cache, rows), rows
+        self.static, self.rows = StaticForward([cache], rows), rows
         self.counts: set[int] = set()  # numbers of tokens
 
     def forward(self, tokens: list[QKV]) -> Tensor:
         count = len(tokens[0][0])
         self.counts.add(count)
-        out = self.forward_at(Place.after(self.static.cache, count), tokens)
+        out = self.forward_at(Place.after(self.static.caches[0], count), tokens)
         return out[:, :count]
 
     def forward_at(self, place: Place, tokens: list[QKV]) -> Tensor:
-        self.static.place(place)
+        self.static.place(0, place)
         self.static.begin_forward(self.rows)
         padded = concat(tokens, random_qkv(self.rows - len(tokens[0][0])))
         return torch.stack([self.static.attend(layer, *qkv, 0) for layer, qkv in enumerate(padded)])
@@ -68,14 +69,14 @@ def assert_same(
     rows = slice(slot, slot + len(tokens[0][0]))
     before = []
     for layer in range(LAYOUT.layers):
-        kv, raw = cache.buffers(layer)
+        kv, raw, *_ = cache.buffers(layer)
         before.append((kv.clone(), None if raw is None else raw.clone()))
         kv[:, :, rows] = 7.0  # unwritten slots become visible
         if raw is not None:
             raw[:, rows] = 7.0
     torch.testing.assert_close(static.forward(tokens), expected, atol=1e-5, rtol=1e-5)
     for layer, saved in enumerate(before):
-        for actual, expected_buffer in zip(cache.buffers(layer), saved, strict=True):
+        for actual, expected_buffer in zip(cache.buffers(layer)[:2], saved, strict=True):
             assert (actual is None) == (expected_buffer is None)
             if actual is not None and expected_buffer is not None:
                 slots = slice(cache.slots - cache.window_offset)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.cache.static_shape import Place, StaticForward
+from offload.cache.static_forward import Place, StaticForward
 from offload.layout import KVLayout
 from offload.memory.link import Link
 from offload.retrieval import cache as retrieval
@@ -345,8 +345,8 @@ def test_dequantising_heads_in_parts_gives_the_same_outputs(
         forward(target, tokens)
         target.advance(7)
         outs.append(forward(middle, probe))
-        static = StaticForward(middle, 3)
-        static.place(Place.after(middle, 3))
+        static = StaticForward([middle], 3)
+        static.place(0, Place.after(middle, 3))
         static.begin_forward(3)
         by_layer = [static.attend(layer, *qkv, 0) for layer, qkv in enumerate(probe)]
         outs.append(torch.stack(by_layer))

@@ -1,0 +1,169 @@
+"""Short forwards in static shapes, on caches with a slot per token.
+
+A forward whose shapes, addresses and launches are the same at any length can be captured once and
+replayed: as a CUDA graph it costs one launch instead of hundreds. So positions are read from device
+memory here, and attention covers all slots of a cache, of which some are not visible (as in
+gpt-fast's static cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from offload.attention import masked_attention
+from offload.attention.head_major import attend_by_heads, token_slice
+from offload.cache.static_shape import StaticCache
+from offload.kernels.selection import slot_kernels
+from offload.rotary import Angles
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a forward's `tokens` tokens in a cache; 0 tokens leave the cache as it is."""
+
+    tokens: int
+    slot: int = 0  # the first token's
+    position: int = 0  # the first token's
+    first_valid_slot: int = 0
+
+    @classmethod
+    def after(cls, cache: StaticCache, tokens: int) -> Place:
+        """Place the next forward's tokens after the cached ones; count the bytes it attends to.
+
+        Raises ValueError if they do not fit.
+        """
+        cache.begin_forward(tokens)
+        slot, position = cache.slot_and_position(cache.length)
+        if not cache.has_room(tokens):  # a sliding cache raises in `begin_forward`
+            raise ValueError(f"{tokens} tokens at slot {slot} do not fit a buffer of {cache.slots}")
+        cache.traffic.attended += cache.slot_bytes(0, cache.slots)
+        return cls(tokens, slot, position, cache.first_valid_slot())
+
+
+class StaticForward:
+    """Forwards of up to `rows` tokens on each cache; after `place`, all else can be captured.
+
+    The tokens of all sequences follow each other. Those that a forward lacks are padding, whose
+    results are of no use.
+    """
+
+    length = 0  # unused: the start is in device memory
+    is_batch_invariant = False
+
+    def __init__(self, caches: Sequence[StaticCache], rows: int):
+        kv, layout = caches[0].buffers(0).kv, caches[0].layout
+        self.caches, self._rows = list(caches), rows
+        # (B, 3): number of tokens, slot of the first one, and the first valid slot
+        self._places = torch.zeros(len(caches), 3, dtype=torch.int64, device=kv.device)
+        # copied from the sequences' tables: the next sequence on a cache has others
+        cos, sin = (each.repeat(len(caches) * rows, 1, 1) for each in caches[0].rotary.angles(0, 1))
+        self._angles = cos, sin
+        kernels, _ = slot_kernels(kv.device.type, kv.dtype, layout.head_dim, layout.groups)
+        self._attention = (
+            _PlainAttention(self.caches, rows)
+            if kernels is None
+            else _FusedAttention(self.caches, kernels)
+        )
+
+    def place(self, index: int, place: Place) -> None:
+        """Set where the next forward's tokens on a cache are."""
+        numbers = (place.tokens, place.slot, place.first_valid_slot)
+        for tensor, number in zip(self._places[index], numbers, strict=True):
+            tensor.fill_(number)
+        rotary, first = self.caches[index].rotary, index * self._rows
+        own = rotary.angles(place.position, place.position + place.tokens)
+        for angles, rows in zip(self._angles, own, strict=True):
+            angles[first : first + place.tokens].copy_(rows)
+
+    def written(self, index: int, place: Place) -> Tensor:
+        """Return a cache's first layer's KV of tokens placed there (2, Hkv, T, D), as a view.
+
+        A forward should write it.
+        """
+        cache = self.caches[index]
+        first = place.slot - cache.window_offset
+        return token_slice(cache.buffers(0).kv, first, first + place.tokens)
+
+    def begin_forward(self, rows: int) -> None:
+        """Read the places from device memory."""
+        self._attention.begin(self._places)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        """Write the tokens' KV and return their attention, as `Cache.attend`; `start` is unused."""
+        return self._attention.attend(layer, q, k, v, self._angles)
+
+
+class _FusedAttention:
+    """The tokens of all sequences are written and attended to by kernels."""
+
+    def __init__(self, caches: Sequence[StaticCache], kernels: ModuleType):
+        self._kernels, self._nope_layers = kernels, caches[0].rotary.nope_layers
+        layers = range(caches[0].layout.layers)
+        self._table = kernels.SlotTable.of(
+            [each.buffers(layer) for each in caches] for layer in layers
+        )
+
+    def begin(self, places: Tensor) -> None:
+        """Begin a forward with the places (B, 3) of a StaticForward."""
+        self._places = places
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+        """Return the attention (B * T, Hq, D), as `StaticForward.attend`."""
+        turns = None if layer in self._nope_layers else angles
+        q = self._kernels.write(q, k, v, turns, self._table, layer, self._places)
+        out: Tensor = self._kernels.attend(q, self._table, layer, self._places)
+        return out
+
+
+class _PlainAttention:
+    """Plain operations, sequence by sequence, with masks for slots that are not visible."""
+
+    def __init__(self, caches: Sequence[StaticCache], rows: int):
+        device = caches[0].buffers(0).kv.device
+        self._caches = caches
+        self._steps = torch.arange(rows, device=device)
+        self._columns = torch.arange(max(cache.slots for cache in caches), device=device)
+
+    def begin(self, places: Tensor) -> None:
+        """Compute slots and masks from the places (B, 3) of a StaticForward."""
+        self._slots, self._masks = list[Tensor](), list[Tensor]()
+        for cache, (tokens, slot, first) in zip(self._caches, places, strict=True):
+            slots = torch.where(self._steps < tokens, slot + self._steps, cache.slots)  # (T,)
+            columns = self._columns[: cache.slots]
+            hidden = (columns > slots[:, None]) | (columns < first)  # (T, slots)
+            mask = torch.zeros_like(hidden, dtype=torch.float32)
+            self._masks.append(mask.masked_fill(hidden, -torch.inf))
+            self._slots.append(slots - cache.window_offset)  # in a layer's own buffer
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+        """Return the attention (B * T, Hq, D), as `StaticForward.attend`."""
+        rotary = self._caches[0].rotary
+        rotated = (rotary.apply(x, angles, layer) for x in (q, k))
+        parts = [x.split(len(self._steps)) for x in (*rotated, k, v)]
+        outs = []
+        for index, (own_q, own_k, own_raw, own_v) in enumerate(zip(*parts, strict=True)):
+            cache, slots = self._caches[index], self._slots[index]
+            kv, raw, *_ = cache.buffers(layer)
+            _write(kv[0], slots, own_k)
+            _write(kv[1], slots, own_v)
+            if raw is not None:
+                _write(raw, slots, own_raw)
+            attend = partial(_masked, self._masks[index])
+            outs.append(attend_by_heads(own_q, k.shape[1], cache.head_groups(layer), attend))
+        return torch.cat(outs)
+
+
+def _masked(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, _ = masked_attention(q, k, v, mask)
+    return out
+
+
+def _write(buffer: Tensor, slots: Tensor, x: Tensor) -> None:
+    """Write x (T, Hkv, D) to slots of a buffer (Hkv, n, D)."""
+    buffer.index_copy_(1, slots, x.transpose(0, 1))

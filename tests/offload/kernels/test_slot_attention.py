@@ -1,0 +1,126 @@
+"""Fused kernels for caches with a slot per token, in triton's interpreter: as plain operations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.cache import static_forward
+from offload.cache.static_forward import Place, StaticForward
+from offload.cache.static_shape import StaticCache
+from offload.cache.streaming import StreamingCache
+from offload.cache.streaming_shape import StreamingCacheSpec
+from offload.kernels import selection
+from offload.kernels.selection import slot_kernels
+from offload.retrieval.shape import RetrievalCacheSpec
+from support.driving import (
+    BLOCK,
+    CAPACITY,
+    LAYOUT,
+    RECENT,
+    cache_pair,
+    forward,
+    prefill,
+    random_qkv,
+)
+from support.interpreter import import_interpreted
+from support.links import CPU, make_test_link
+from support.reference import random_rotary
+from support.slow import slow_except
+
+pytest.importorskip("triton")
+SHAPE = RetrievalCacheSpec(48, 4, RECENT, BLOCK, CAPACITY, 7, CAPACITY)
+
+
+@pytest.fixture
+def kernels() -> Any:
+    """The interpreted kernels; on a machine with a GPU, tests/gpu tests the compiled ones."""
+    return import_interpreted("offload.kernels.slot_attention")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "groups"),
+    slow_except([(torch.bfloat16, 16, 3), (torch.bfloat16, 80, 1), (torch.float16, 128, 4)]),
+    ids=str,
+)
+def test_the_kernels_equal_plain_operations(
+    dtype: torch.dtype, dim: int, groups: int, kernels: ModuleType
+) -> None:
+    selection._test_slots(kernels, CPU, dtype, dim, groups)
+
+
+@pytest.mark.parametrize(("name", "what"), [("write", "rotation|written"), ("attend", "attention")])
+def test_the_self_test_finds_a_wrong_kernel(
+    name: str, what: str, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(kernels, name)
+    monkeypatch.setattr(kernels, name, lambda *args: right(*args) * 1.1)
+    with pytest.raises(RuntimeError, match=what):
+        selection._test_slots(kernels, CPU, torch.bfloat16, 16, 2)
+
+
+def _buffers(cache: StaticCache) -> list[Tensor]:
+    layers = range(LAYOUT.layers)
+    return [each for layer in layers for each in cache.buffers(layer)[:2] if each is not None]
+
+
+def _outputs(
+    caches: list[StaticCache], places: list[Place], qkv: list[tuple[Tensor, ...]], rows: int
+) -> list[Tensor]:
+    """Return each layer's attention of a static forward of all caches."""
+    static = StaticForward(caches, rows)
+    for index, place in enumerate(places):
+        static.place(index, place)
+    static.begin_forward(len(qkv[0][0]))
+    return [static.attend(layer, *each, 0) for layer, each in enumerate(qkv)]
+
+
+@pytest.mark.parametrize("kind", ["16 bits", "8 bits", "streaming"])
+def test_sequences_of_different_sizes_share_launches(
+    kind: str, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each writes the KV, and gets the attention, that plain operations give it."""
+    caches: list[StaticCache] = []
+    for index, start in enumerate((70, 5, 40)):
+        if kind == "streaming":
+            rotary = random_rotary(LAYOUT, 40)
+            cache = StreamingCache(LAYOUT, StreamingCacheSpec(3, 16 + index, 8), rotary, CPU)
+            forward(cache, random_qkv(19))
+            cache.advance(19)
+            caches.append(cache)
+            continue
+        shape = replace(SHAPE, quantised=kind == "8 bits", budget=48 - 4 * index)
+        target, middle = cache_pair(make_test_link("view"), 2, shape)
+        prefill(target, random_qkv(start), 32)
+        caches.append(middle)
+    rows = 4
+    places = [Place.after(caches[0], 3), Place(0), Place.after(caches[2], 4)]
+    qkv = random_qkv(rows * len(caches))
+    before = [[x.clone() for x in _buffers(cache)] for cache in caches]
+    expected = _outputs(caches, places, qkv, rows)
+    written = [[x.clone() for x in _buffers(cache)] for cache in caches]
+    for cache, saved in zip(caches, before, strict=True):
+        for tensor, each in zip(_buffers(cache), saved, strict=True):
+            tensor.copy_(each)
+    monkeypatch.setattr(static_forward, "slot_kernels", lambda *_: (kernels, ""))
+    monkeypatch.setattr(kernels, "_MIN_KEYS", 16)  # several programs per head
+    actual = _outputs(caches, places, qkv, rows)
+    for out, other in zip(actual, expected, strict=True):
+        for index, place in enumerate(places):
+            own = slice(rows * index, rows * index + place.tokens)
+            torch.testing.assert_close(out[own], other[own], atol=1e-5, rtol=1e-4)
+    for cache, saved in zip(caches, written, strict=True):
+        for tensor, each in zip(_buffers(cache), saved, strict=True):
+            # the last slot is for padding
+            torch.testing.assert_close(tensor[..., :-1, :], each[..., :-1, :])
+
+
+def test_there_are_kernels_for_16_bits_on_a_gpu_alone() -> None:
+    assert slot_kernels("cpu", torch.bfloat16, 64, 1) == (None, "there are none for cpu")
+    _, reason = slot_kernels("cuda", torch.float32, 64, 1)
+    assert reason == "there are none for torch.float32"
