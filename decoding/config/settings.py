@@ -95,8 +95,7 @@ class Settings:
         "little more than half the memory.",
         value=None,
         group=PYTHON,
-        default="on for 16-bit KV that may be on the host, on a GPU with at least 51 MiB of L2 "
-        "cache",
+        default="on for 16-bit KV that may be on the host",
     )
     selection_interval: int | None = option(
         "Minimum number of tokens between two selections of the retrieval cache.",

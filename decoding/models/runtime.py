@@ -30,7 +30,6 @@ from offload.memory.host import host_available
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
 from offload.memory.link_spec import make_link
-from offload.retrieval.shape import MIN_L2_BYTES
 from parallel.model.loading import parameter_bytes
 from parallel.model.transformer import Transformer
 
@@ -65,8 +64,6 @@ class Runtime:
         Raises TierForceError for a link that the device does not support.
         """
         link = make_link(settings.link, target.group.device)
-        if settings.int8_retrieval is None and (link.l2_bytes or MIN_L2_BYTES) < MIN_L2_BYTES:
-            settings = replace(settings, int8_retrieval=False)
         arena = HostArena(link, target.embed.weight.dtype)
         return cls(target, draft, mode, settings, link, arena, identity)
 

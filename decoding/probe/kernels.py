@@ -26,6 +26,7 @@ from decoding.probe.split_rates import split_rates
 from decoding.speculation.rejection_sampler import Draft, rejection_sample
 from decoding.speculation.sampling import Sampling
 from offload.attention import partial_attention
+from offload.cache.static_forward import Place, StaticForward
 from offload.cache.streaming import StreamingCache
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.kernels.batch_invariant_attention import batch_invariant_attention
@@ -288,9 +289,19 @@ class _Kernels:
         def select() -> Tensor:
             cache.on_forward(_PREFIX, _PREFIX, _PREFIX + rows)
             cache.on_attention(0, 0, q, prefix, recent)
-            return cache.buffers(0)[0]
+            return cache.buffers(0).kv
 
-        return lambda: cache.attend(0, q[:1], keys, values, _PREFIX), median_seconds(select)
+        select_s = median_seconds(select)
+        if self.device.type == "cpu":
+            return lambda: cache.attend(0, q[:1], keys, values, _PREFIX), select_s
+        static = StaticForward([cache], 1)  # as in a captured forward
+        static.place(0, Place(1, *cache.slot_and_position(_PREFIX), cache.first_valid_slot()))
+
+        def attend() -> Tensor:
+            static.begin_forward(1)
+            return static.attend(0, q[:1], keys, values, 0)
+
+        return attend, select_s
 
     def _random(self, shape: Sequence[int]) -> Tensor:
         return random_tensor(*shape, device=self.device, dtype=self.dtype)

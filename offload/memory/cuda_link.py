@@ -22,9 +22,7 @@ class CudaLink(Link):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        properties = torch.cuda.get_device_properties(device)
         self.device_name = torch.cuda.get_device_name(device)
-        self.l2_bytes = properties.L2_cache_size
         self._stream = torch.cuda.Stream(device)
         self._out_stream = torch.cuda.Stream(device)
         self._read_stream = torch.cuda.Stream(device)

@@ -37,7 +37,6 @@ class Link(ABC):
 
     # False if host memory is device memory: callers then use the host store itself
     copies = True
-    l2_bytes: int | None = None  # size of the device's L2 cache; None if it is host memory
     device_name = ""  # name of the device reported by the driver
 
     def __init__(self, device: torch.device):

@@ -8,11 +8,9 @@ from offload.layout import KVLayout, ceil_div
 
 # keys, over all heads, that a selection processes at once: bounds its scratch memory
 OBSERVED_KEYS = 1 << 18
-# bytes of the buffer that int8 KV is dequantised to, unless one head takes more: under half of a
-# 4090's L2 cache, since attention reads it right away
+# bytes of the buffer that int8 KV is dequantised to without a fused kernel, unless one head takes
+# more: under half of a 4090's L2 cache, since attention reads it right away
 SHARED_BYTES = 34 << 20
-# minimum L2 cache: in a smaller one, dequantised KV is evicted before attention reads it
-MIN_L2_BYTES = SHARED_BYTES * 3 // 2
 # elements quantised at once, in float32: also bounds scratch memory
 QUANTISED_ELEMENTS = 1 << 22
 _FLOAT32 = 4  # bytes
