@@ -171,8 +171,16 @@ def test_captured_graphs_do_not_change_output(mode: str, int8: bool, expected: l
     assert counts[0] == counts[1] == counts[2]
 
 
-def test_caches_that_a_request_leaves_are_free_for_the_next() -> None:
+def test_caches_that_a_request_leaves_are_free_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Their memory counts as available, and is freed if the next request cannot reuse them."""
+
+    def own_memory(device: object = None) -> tuple[int, int]:  # without tests beside this one
+        total = torch.cuda.get_device_properties(0).total_memory
+        return total - torch.cuda.memory_reserved(0), total
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", own_memory)
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     engine = open_engine(group, "auto", retrieval_budget=None, gpu_kv_layers=2)
     available = []

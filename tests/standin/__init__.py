@@ -120,7 +120,6 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
         "get_device_name": lambda device=None: "a stand-in",
         "get_device_properties": lambda device: SimpleNamespace(
             total_memory=machine.memory,
-            L2_cache_size=72 << 20,  # a 4090's
             pci_domain_id=0,
             pci_bus_id=machine.bus,
             pci_device_id=0,

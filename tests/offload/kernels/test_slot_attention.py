@@ -120,6 +120,21 @@ def test_sequences_of_different_sizes_share_launches(
             torch.testing.assert_close(tensor[..., :-1, :], each[..., :-1, :])
 
 
+def test_a_sequence_gets_the_same_bits_beside_others(kernels: ModuleType) -> None:
+    buffers = []
+    for _ in range(3):
+        codes = torch.randint(-127, 128, (2, 2, 640, 16), dtype=torch.int8)
+        scales = torch.rand(2, 2, 640, 1).bfloat16()
+        buffers.append((torch.randn(2, 2, 90, 16).bfloat16(), None, codes, scales))
+    places = torch.tensor([[2, 700, 8], [1, 640, 0], [2, 660, 600]])
+    q = torch.randn(6, 4, 16).bfloat16()
+    together = kernels.attend(q, kernels.SlotTable.of([buffers]), 0, places)
+    for index, each in enumerate(buffers):
+        rows, table = slice(2 * index, 2 * index + 2), kernels.SlotTable.of([[each]])
+        alone = kernels.attend(q[rows], table, 0, places[index : index + 1])
+        assert torch.equal(alone, together[rows])
+
+
 def test_there_are_kernels_for_16_bits_on_a_gpu_alone() -> None:
     assert slot_kernels("cpu", torch.bfloat16, 64, 1) == (None, "there are none for cpu")
     _, reason = slot_kernels("cuda", torch.float32, 64, 1)
