@@ -186,7 +186,7 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
         target=config_of(LLAMA_13B if experiment.checkpoint == THIRTEEN else LLAMA_7B),
         draft=config_of(LLAMA_68M),
         mode=mode,
-        settings=Settings(mode=mode, graphs=True, int8_retrieval=machine.int8_retrieval, **known),
+        settings=Settings(mode=mode, graphs=True, **known),
         dtype=torch.float16,
         ranks=options["gpus"],
         draft_ranks=1,

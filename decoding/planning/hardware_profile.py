@@ -71,8 +71,7 @@ class HardwareProfile:
     # kv_rate, since a high byte is half of an element
     high_bits_rate: float | None = None
     # bytes/s of 16-bit elements, in attention of one query token to an 8-bit retrieval cache;
-    # kv_rate, since half of the bytes come from memory and the dequantized elements stay in a
-    # processor's cache
+    # kv_rate, although half of the bytes are read: an H200's kernel takes as long as in 16 bits
     int8_rate: float | None = None
     # overhead per block of rows, block of keys and head of batch-invariant attention
     # (`--deterministic`), beside reading and arithmetic; none with fused kernels
@@ -90,11 +89,6 @@ class HardwareProfile:
     def int8_share(self) -> float:
         """Return the time to read an 8-bit retrieval cache, relative to a 16-bit one."""
         return (self.kv_rate or self.memory_rate) / self.int8_rate if self.int8_rate else 1.0
-
-    @property
-    def int8_retrieval(self) -> bool | None:
-        """Return the default of the `int8_retrieval` setting on this machine."""
-        return None if self.int8_share <= 1 else False
 
     @property
     def extra_query_tokens(self) -> list[tuple[int, float]]:

@@ -126,7 +126,6 @@ def plan(
         rope=rope,
         dtype=dtype,
         deterministic=deterministic,
-        int8_retrieval=machine.int8_retrieval,
         # An engine decides by a self-test of its GPU (`cuda_graphs_supported`).
         graphs=machine.runs_ahead and not deterministic,
     )
