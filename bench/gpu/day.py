@@ -78,7 +78,7 @@ def main(
         bool | None,
         typer.Option(
             "--int8/--no-int8",
-            help="Store the retrieval cache in 8 bits; by default in streamed and plan.",
+            help="Store the retrieval cache in 8 bits; by default as an engine does.",
         ),
     ] = None,
     graphs: Annotated[

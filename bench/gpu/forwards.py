@@ -39,7 +39,7 @@ def resident(context: Context) -> None:
     """All KV on the device: forwards are compute alone, and short ones are captured."""
     layers = load_models(context.choices, context.group)[0].config.layers
     mode = mode_of(context, context.choices.mode)
-    int8 = bool(context.choices.int8)
+    int8 = context.choices.int8
     tokens = context.tokens(_TOKENS)
     with prefilled_session(
         context, tokens, mode, gpu_kv_layers=layers, int8_retrieval=int8
@@ -57,7 +57,7 @@ def resident(context: Context) -> None:
 def streamed(context: Context) -> None:
     """No layer's KV on the device, or `gpu_kv_layers`: how much compute overlaps the link."""
     mode = mode_of(context, context.choices.mode)
-    int8 = context.choices.int8 is not False
+    int8 = context.choices.int8
     layers = context.choices.gpu_kv_layers or 0
     tokens = context.tokens(_TOKENS)
     with prefilled_session(
@@ -136,7 +136,7 @@ def _planned(context: Context) -> None:
     chosen: dict[str, Any] = {
         "device_memory": planned_memory(choices.device_memory, weights),
         "gpu_kv_layers": choices.gpu_kv_layers,
-        "int8_retrieval": choices.int8 is not False,
+        "int8_retrieval": choices.int8,
     }
     before = _device_bytes(context)
     with prefilled_session(context, context.tokens(_LONG), mode, **chosen) as session:

@@ -201,14 +201,13 @@ def _slot_attention(
 ) -> tuple[Callable[[], torch.Tensor], int]:
     """Return attention in layers enough to exceed the L2 cache, and the bytes it reads."""
     device = context.device
-    scales = torch.ones(2, heads, tokens, 1, dtype=_DTYPE, device=device)
     layers = [
         [
             (
                 random_tensor(2, heads, _RECENT + 1, _DIM, device=device, dtype=_DTYPE),
                 None,
                 torch.zeros(2, heads, tokens, _DIM, dtype=torch.int8, device=device),
-                scales,
+                torch.ones(2, heads, tokens, 1, dtype=_DTYPE, device=device),
             )
             for _ in range(sequences)
         ]
@@ -223,5 +222,7 @@ def _slot_attention(
             out: torch.Tensor = kernels.attend(q, table, layer, places)
         return out
 
-    kv, _, codes, _ = layers[0][0]
+    kv, _, codes, scales = layers[0][0]
+    assert codes is not None
+    assert scales is not None
     return attend, len(layers) * sequences * (kv.nbytes + codes.nbytes + scales.nbytes)

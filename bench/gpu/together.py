@@ -111,7 +111,7 @@ def _engine(
         rope=choices.rope,
         graphs=context.graphs,
         retrieval_budget=min(choices.retrieval_budget, context.tokens(_DOCUMENT) // 4),
-        int8_retrieval=bool(choices.int8),
+        int8_retrieval=choices.int8,
     )
     runtime = Runtime.create(target, draft if "draft" in LEVELS[mode] else None, mode, settings)
     engine = Engine(runtime, None, frozenset())

@@ -79,7 +79,7 @@ USABLE_SHARE = 0.9
 # (`python -m bench memory`).
 ALLOCATOR_FACTOR = 2
 # Float32 values per query row, head and slot of a masked forward, together with another forward
-# that is captured concurrently.
+# that is captured concurrently. Fused kernels take less.
 MASKED_VALUES_PER_SCORE = 6
 # Bytes per logit: the logit itself, its index in sorted order (int64), and the intermediate tensors
 # of computing and comparing probabilities.

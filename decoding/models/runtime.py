@@ -126,10 +126,17 @@ class Runtime:
         return retrieval_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
 
     @property
-    def slot_kernels(self) -> Kernels:
-        """Return the attention kernels of captured forwards, or None; and the reason."""
-        layout, device = self.requirements.layout, self.target.group.device
-        return slot_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
+    def slot_kernels(self) -> list[Kernels]:
+        """Return the kernels of each model's captured forwards, or None; and the reason."""
+        needs, device = self.requirements, self.target.group.device
+        models = [self.target] if needs.has_retrieval else []
+        if needs.has_draft and self.draft is not None:
+            models.append(self.draft)
+        configs = [model.config for model in models if self.settings.graphs]
+        return [
+            slot_kernels(device.type, self.dtype, each.head_dim, each.heads // each.kv_heads)
+            for each in configs
+        ]
 
     @cached_property
     def requirements(self) -> Requirements:

@@ -292,16 +292,18 @@ class _Kernels:
             return cache.buffers(0).kv
 
         select_s = median_seconds(select)
-        if self.device.type == "cpu":
+        group = TensorParallelGroup(device=self.device)
+        if not cuda_graphs_supported(group):
             return lambda: cache.attend(0, q[:1], keys, values, _PREFIX), select_s
-        static = StaticForward([cache], 1)  # as in a captured forward
+        static = StaticForward([cache], 1)
         static.place(0, Place(1, *cache.slot_and_position(_PREFIX), cache.first_valid_slot()))
 
         def attend() -> Tensor:
             static.begin_forward(1)
             return static.attend(0, q[:1], keys, values, 0)
 
-        return attend, select_s
+        attend()  # compiles kernels
+        return group.graph_capturer.capture(attend), select_s
 
     def _random(self, shape: Sequence[int]) -> Tensor:
         return random_tensor(*shape, device=self.device, dtype=self.dtype)

@@ -2,8 +2,8 @@
 
 A forward whose shapes, addresses and launches are the same at any length can be captured once and
 replayed: as a CUDA graph it costs one launch instead of hundreds. So positions are read from device
-memory here, and attention covers all slots of a cache, of which some are not visible (as in
-gpt-fast's static cache).
+memory here, as in gpt-fast's static cache. Plain operations attend to all slots of a cache, of
+which some are masked; fused kernels to those that are visible.
 """
 
 from __future__ import annotations

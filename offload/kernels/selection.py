@@ -24,6 +24,7 @@ from offload.rotary import rotate
 
 _HEADS, _TOKENS = 2, 300  # size of the self-test
 _RECENT = 20  # keys of it that are not split
+_CODES = 1100  # slots in 8 bits: several programs for each head
 _CHUNK = 8  # tokens per chunk, the default of the retrieval cache
 _BLOCKS = 16, 32, 64  # rows of a KV head per program: a kernel is compiled for each
 _BATCH_INVARIANT_TOKENS, _BATCH_INVARIANT_ROWS = (
@@ -233,37 +234,58 @@ def _test_slots(
     kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int, groups: int
 ) -> None:
     """Raise RuntimeError if the kernels' results differ from those of plain operations."""
-    for codes_slots, rows in product((0, _TOKENS), _row_counts(groups)):
+    for codes_slots, rows in product((0, _CODES), _row_counts(groups)):
         kv, q = _inputs(device, dtype, codes_slots + _RECENT + rows + 1, dim, 2 * rows, groups)
-        codes = torch.empty(2, _HEADS, codes_slots, dim, dtype=torch.int8, device=device)
-        scales = torch.empty(2, _HEADS, codes_slots, 1, dtype=dtype, device=device)
-        selected, window = kv[:, :, :codes_slots].contiguous(), kv[:, :, codes_slots:].contiguous()
-        if codes_slots:
-            quantise(selected, codes, scales)
-            dequantise(codes, scales, selected)
-        eight_bits = (codes, scales) if codes_slots else (None, None)
-        buffers = [(each, each[0].clone(), *eight_bits) for each in (window, window.clone())]
+        before = kv[:, :, codes_slots:]
+        # two sequences of different sizes, the second of which lacks a token
+        sizes = [(codes_slots, rows), (codes_slots // 2, rows - 1)]
+        selected, buffers = zip(*(_slot_buffers(kv, codes_slots, m) for m, _ in sizes), strict=True)
         table = kernels.SlotTable.of([buffers])
-        first = max(0, codes_slots - 40)  # first valid slot
-        slot = codes_slots + _RECENT
-        places = torch.tensor([[rows, slot, first], [0, 0, 0]], device=device)
+        firsts = [max(5, codes_slots - 90), codes_slots // 2 + 3]  # first valid slots
+        places = torch.tensor(
+            [[count, m + _RECENT, first] for (m, count), first in zip(sizes, firsts, strict=True)]
+        )
+        places = places.to(device)
         turns = torch.randn(2 * rows, 1, dim // 4 * 2, generator=_generator())
         angles = turns.cos().to(device, dtype), turns.sin().to(device, dtype)
-        k, v = q[:, :_HEADS] * 2, q[:, -_HEADS:] / 2
-        keys, queries = rotate(k, *angles)[:rows], rotate(q, *angles)
-        actual = kernels.write(q, k, v, angles, table, 0, places)
-        _check_close(f"rotation in {dtype}", actual / 8, queries / 8)  # numbers of up to 8
-        written = torch.stack((keys, v[:rows])).transpose(1, 2) / 8  # (2, H, T, D)
-        _check_close(f"written KV in {dtype}", window[:, :, _RECENT:-1] / 8, written)
-        if not torch.equal(buffers[0][1][:, _RECENT:-1], k[:rows].transpose(0, 1)):
-            raise RuntimeError(f"keys before rotation in {dtype} are written incorrectly")
-        visible = torch.cat((selected[:, :, first:], window[:, :, :-1]), dim=2)
-        k, v = visible.transpose(1, 2)
-        expected, _ = partial_attention(queries[:rows], k, v, causal=True)
-        actual = kernels.attend(actual, table, 0, places)
-        _check_close(f"attention to slots in {dtype}", actual[:rows], expected)
-        if actual[rows:].any():
-            raise RuntimeError(f"attention to slots in {dtype} is wrong for padding")
+        k, v = q[:, :_HEADS] * 2, (q / 2)[:, -_HEADS:]  # their strides differ
+        keys, queries = rotate(k, *angles), rotate(q, *angles)
+        rotated = kernels.write(q, k, v, angles, table, 0, places)
+        _check_close(f"rotation in {dtype}", rotated / 8, queries / 8)  # numbers of up to 8
+        outs = kernels.attend(rotated, table, 0, places).split(rows)
+        for index, (_, count) in enumerate(sizes):
+            own, end = slice(index * rows, index * rows + count), _RECENT + count
+            window, raw, *_ = buffers[index]
+            written = before.clone()
+            written[:, :, _RECENT:end] = torch.stack((keys[own], v[own])).transpose(1, 2)
+            # the last slot is for padding
+            _check_close(f"written KV in {dtype}", window[:, :, :-1] / 8, written[:, :, :-1] / 8)
+            written[0, :, _RECENT:end] = k[own].transpose(0, 1)
+            if not torch.equal(raw[:, :-1], written[0, :, :-1]):
+                raise RuntimeError(f"keys before rotation in {dtype} are written incorrectly")
+            if outs[index][count:].any():
+                raise RuntimeError(f"attention to slots in {dtype} is wrong for padding")
+            if count == 0:
+                continue
+            visible = torch.cat((selected[index], window[:, :, :end]), dim=2)[:, :, firsts[index] :]
+            k_seen, v_seen = visible.transpose(1, 2)
+            expected, _ = partial_attention(queries[own], k_seen, v_seen, causal=True)
+            _check_close(f"attention to slots in {dtype}", outs[index][:count], expected)
+
+
+def _slot_buffers(kv: Tensor, offset: int, slots: int) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Return the first `slots` of kv (2, H, N, D) as in 8 bits, and the buffers of a SlotTable.
+
+    KV in 16 bits is what starts at `offset`.
+    """
+    selected, window = kv[:, :, :slots].contiguous(), kv[:, :, offset:].clone()
+    if not slots:
+        return selected, (window, window[0].clone(), None, None)
+    codes = torch.empty_like(selected, dtype=torch.int8)
+    scales = torch.empty_like(selected[..., :1])
+    quantise(selected, codes, scales)
+    dequantise(codes, scales, selected)
+    return selected, (window, window[0].clone(), codes, scales)
 
 
 def _generator() -> torch.Generator:

@@ -22,8 +22,8 @@ from offload.kernels.split_float import UPCAST, launch_options
 from offload.layout import ceil_div
 
 _KEYS = 64  # keys per tile
-_PROGRAMS = 512  # target number of programs: four for each multiprocessor of a 4090
-_MIN_KEYS = 256  # minimum keys per program
+# keys per program: with 32 KV heads a budget of 4,096 makes four for each of a 4090's processors
+_SPLIT_KEYS = 256
 _MAX_SPLITS = 64  # programs that share the keys of a head
 _COLUMNS: tl.constexpr = tl.constexpr(6)  # numbers in a row of a table
 
@@ -122,11 +122,11 @@ def attend(q: Tensor, table: SlotTable, layer: int, places: Tensor) -> Tensor:
     groups = query_heads // heads
     block = min(64, max(16, triton.next_power_of_2(tokens * groups)))
     blocks = ceil_div(tokens * groups, block)
-    slots = table.codes + table.tokens
-    # not fewer for several sequences, so that each gets the same results as alone
-    target = max(1, _PROGRAMS // (heads * blocks))
-    splits = min(target, ceil_div(slots, _MIN_KEYS), _MAX_SPLITS - 1)
-    split_keys = ceil_div(ceil_div(slots, splits), _KEYS) * _KEYS
+    # The same for any number of sequences and tokens: with caches of the same size, a sequence
+    # gets the same results as alone.
+    split_keys = _SPLIT_KEYS
+    while ceil_div(table.codes, split_keys) + ceil_div(table.tokens, split_keys) > _MAX_SPLITS:
+        split_keys *= 2
     code_splits = ceil_div(table.codes, split_keys)
     splits = code_splits + ceil_div(table.tokens, split_keys)
     columns = max(16, triton.next_power_of_2(dim))

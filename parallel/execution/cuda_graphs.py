@@ -155,12 +155,17 @@ class GraphRunner:
         is_full = self.capturer.count >= MAX_GRAPHS
         if len(slots) > 1 and any(gather(is_full)):
             return  # captured for a later sequence, if slots' graphs are freed
-        # before any rank captures in vain
-        if self._is_refused(gather(self.capturer.broken)):
+        captured, objection = None, self.capturer.broken
+        if objection is None:
+            try:  # allocates, and tests kernels
+                out = forwards.output_buffer(model, len(slots))
+                captured = _CapturedForward(model, forwards.caches(slots), tokens, out)
+            except (RuntimeError, TierForceError) as error:
+                objection = repr(error)
+        # before any rank captures in vain, or waits for another one's collectives
+        if self._is_refused(gather(objection)) or captured is None:
             forwards.captured[slots, tokens] = None
             return
-        out = forwards.output_buffer(model, len(slots))
-        captured = _CapturedForward(model, forwards.caches(slots), tokens, out)
         # The warm-up that a capture needs. Its errors are no objections: collectives have run.
         captured.launch(empty)
         objection = None

@@ -27,6 +27,8 @@ from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.app.options import Common
 from decoding.app.terminal.messages import say_what_fits
 from decoding.engine.request import Request
+from decoding.engine.session import SequenceState
+from offload.cache.static_shape import StaticCache
 from offload.errors import InsufficientMemoryError, TierForceError
 from offload.kernels.selection import (
     batch_invariant_kernels,
@@ -458,6 +460,8 @@ def test_split_layers_on_a_gpu(split: int | None) -> None:
     [
         ("split KV", "split", False),
         ("retrieval", "retrieval", False),
+        ("captured forwards", "retrieval", False),
+        ("captured forwards", "speculative", False),
         ("--deterministic", "plain", True),
     ],
 )
@@ -478,6 +482,41 @@ def test_missing_kernels_give_a_warning(
     output = capsys.readouterr().err
     why = "cannot be used here (RuntimeError: a stand-in compiles nothing): plain"
     assert f"the kernels for {purpose} {why}" in output
+
+
+@pytest.mark.parametrize(("mode", "graphs"), [("retrieval", False), ("split", True)])
+def test_kernels_of_captured_forwards_are_tested_where_forwards_are_captured(
+    mode: str, graphs: bool
+) -> None:
+    group = TensorParallelGroup(device=torch.device("cuda", 0))
+    engine = open_engine(group, mode, dtype="bfloat16", graphs=graphs)
+    assert engine.runtime.slot_kernels == []
+    engine.close()
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_captured_forwards_in_16_bits_equal_launched_ones(int8: bool) -> None:
+    """On a GPU their kernels are fused, and those of launched forwards are torch's."""
+    group = TensorParallelGroup(device=torch.device("cuda", 0))
+    engine = open_engine(
+        group, "hierarchical", dtype="bfloat16", int8_retrieval=int8, gpu_kv_layers=2
+    )
+    assert list(engine.generate(PROMPT, NEW, GREEDY))
+    assert engine.stats.cuda_graphs is not None
+    assert (engine.stats.cuda_graphs["refused"], engine.stats.cuda_graphs["why"]) == (0, None)
+    session = SequenceState(engine.runtime, torch.tensor(PROMPT, device=group.device), NEW)
+    session.prefill()
+    for level in session.levels[1:]:
+        assert isinstance(level.cache, StaticCache)
+        for rows in (1, 3):
+            tokens = session.prompt[:rows]
+            captured = session.slot.graphs(level.model, tokens, level.cache, rows)
+            launched = level.model(tokens, level.cache, rows)
+            error = (captured - launched).abs().max() / launched.abs().max()
+            assert error < 0.05
+    assert session.slot.graphs.counts["replayed"] > 0
+    session.close()
+    engine.close()
 
 
 @pytest.mark.cuda(standin=False)

@@ -197,7 +197,8 @@ def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[M
         stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         # torch.tensor creates its result on the host, and copies it like any other tensor.
         torch._C._set_only_lift_cpu_tensors(True)
-        for self_test in ("_test_split", "_test_batch_invariant", "_test_retrieval"):
+        for name in ("split", "batch_invariant", "retrieval", "slots"):
+            self_test = f"_test_{name}"
             stack.enter_context(patch.object(selection, self_test, _fail_self_test))
         stack.enter_context(OnGpu(machine))
         yield machine

@@ -77,7 +77,8 @@ def _warn_without_kernels(engine: Engine, plan: Plan | None) -> None:
         found.append(("split KV", runtime.split_kernels, another))
     if needs.may_retrieve and needs.dtype.itemsize == 2:
         found.append(("retrieval", runtime.retrieval_kernels, another))
-        found.append(("short forwards", runtime.slot_kernels, another))
+    if needs.dtype.itemsize == 2:
+        found += [("captured forwards", each, another) for each in runtime.slot_kernels]
     if needs.settings.deterministic:
         determinism = runtime.batch_invariant_kernels
         found.append(("--deterministic", determinism, "It is faster without."))

@@ -54,13 +54,54 @@ def test_the_kernels_equal_plain_operations(
     selection._test_slots(kernels, CPU, dtype, dim, groups)
 
 
-@pytest.mark.parametrize(("name", "what"), [("write", "rotation|written"), ("attend", "attention")])
-def test_the_self_test_finds_a_wrong_kernel(
-    name: str, what: str, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+def _misplaced(kernels: ModuleType, what: str) -> Any:
+    """Return `write` with one thing wrong: the rotation, the padding, or the slots."""
+
+    def write(q: Tensor, k: Tensor, v: Tensor, angles: Any, table: Any, *where: Any) -> Tensor:
+        out: Tensor = write_right(q, k, v, angles, table, *where)
+        if what == "rotation":
+            return out * 1.1
+        layer, places = where
+        if what == "padding":  # counts one token too many
+            places = places + torch.tensor([1, 0, 0])
+        else:
+            places = places - torch.tensor([0, 1, 0])
+        write_right(q, k, v, angles, table, layer, places)
+        return out
+
+    write_right = kernels.write
+    return write
+
+
+@pytest.mark.parametrize("what", ["rotation", "padding", "slots"])
+def test_the_self_test_finds_wrong_writes(
+    what: str, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = getattr(kernels, name)
-    monkeypatch.setattr(kernels, name, lambda *args: right(*args) * 1.1)
-    with pytest.raises(RuntimeError, match=what):
+    monkeypatch.setattr(kernels, "write", _misplaced(kernels, what))
+    with pytest.raises(RuntimeError, match=r"rotation|written"):
+        selection._test_slots(kernels, CPU, torch.bfloat16, 16, 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda table, places: (table, places - torch.tensor([0, 0, 2])),  # first valid slot
+        lambda table, places: (replace(table, rows=table.rows[:, :1].repeat(1, 2, 1)), places),
+        lambda table, places: (replace(table, codes=256), places),  # splits that are left out
+    ],
+    ids=["first valid slot", "another sequence's table", "splits"],
+)
+def test_the_self_test_finds_wrong_attention(
+    wrong: Any, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = kernels.attend
+
+    def wrong_attend(q: Tensor, table: Any, layer: int, places: Tensor) -> Any:
+        table, places = wrong(table, places)
+        return attend(q, table, layer, places)
+
+    monkeypatch.setattr(kernels, "attend", wrong_attend)
+    with pytest.raises(RuntimeError, match="attention"):
         selection._test_slots(kernels, CPU, torch.bfloat16, 16, 2)
 
 
@@ -108,7 +149,7 @@ def test_sequences_of_different_sizes_share_launches(
         for tensor, each in zip(_buffers(cache), saved, strict=True):
             tensor.copy_(each)
     monkeypatch.setattr(static_forward, "slot_kernels", lambda *_: (kernels, ""))
-    monkeypatch.setattr(kernels, "_MIN_KEYS", 16)  # several programs per head
+    monkeypatch.setattr(kernels, "_SPLIT_KEYS", 64)  # several programs per head
     actual = _outputs(caches, places, qkv, rows)
     for out, other in zip(actual, expected, strict=True):
         for index, place in enumerate(places):
@@ -120,7 +161,10 @@ def test_sequences_of_different_sizes_share_launches(
             torch.testing.assert_close(tensor[..., :-1, :], each[..., :-1, :])
 
 
-def test_a_sequence_gets_the_same_bits_beside_others(kernels: ModuleType) -> None:
+def test_a_sequence_gets_the_same_bits_beside_others(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_SPLIT_KEYS", 64)
     buffers = []
     for _ in range(3):
         codes = torch.randint(-127, 128, (2, 2, 640, 16), dtype=torch.int8)

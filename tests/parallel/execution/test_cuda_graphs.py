@@ -16,6 +16,7 @@ import torch
 from decoding import GREEDY, Engine, Settings
 from offload.cache.streaming import StreamingCache
 from parallel.config.parameter_count import MAX_GRAPH_TOKENS
+from parallel.execution import cuda_graphs
 from parallel.execution.cuda_graphs import GraphRunner, cuda_graphs_supported
 from parallel.model.loading import load_model
 from parallel.model.transformer import Transformer
@@ -115,6 +116,21 @@ def test_a_replay_replaces_the_launches(
         runner(draft, random_tokens(1, seed=seed), cache, 1)
         cache.advance(1)
     assert (len(replayed), len(launched)) == (11, 13)  # none outside of replays
+
+
+def test_a_forward_that_cannot_be_prepared_runs_eagerly(
+    draft: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For lack of memory, for example: other ranks would wait for its collectives."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(cuda_graphs, "StaticForward", fail)
+    runner, cache = captured_runner(exact_graph, draft, [2])
+    assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 1)
+    assert "no memory left" in runner.counts["why"]
+    check_logits(runner, draft, cache, 3)
 
 
 def test_a_forward_is_padded_to_the_next_captured_size(draft: Transformer) -> None:
