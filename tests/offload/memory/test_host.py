@@ -37,7 +37,7 @@ def test_prefault_makes_a_new_buffer_resident() -> None:
     prefault(buffer)
     if resident_bytes(buffer) == before:
         pytest.skip("this kernel is older than MADV_POPULATE_WRITE")
-    assert before < 1 << 20
+    assert before < 4 << 20  # a huge page at either end, which other memory may share
     assert resident_bytes(buffer) > 60 << 20
 
 
