@@ -83,6 +83,7 @@ class _Kernels:
         self.config, self.device, self.dtype = config, device, dtype
         self.layer = replace(config, layers=1)
         self.layout = self.layer.kv_layout(1, dtype)
+        self._captured: list[Callable[[], Tensor]] = []  # with the tensors that graphs access
 
     def rates(self) -> dict[str, float]:
         """Measure all rates, keyed by the fields of a hardware profile."""
@@ -303,6 +304,7 @@ class _Kernels:
             return static.attend(0, q[:1], keys, values, 0)
 
         attend()  # compiles kernels
+        self._captured.append(attend)
         return group.graph_capturer.capture(attend), select_s
 
     def _random(self, shape: Sequence[int]) -> Tensor:

@@ -23,11 +23,13 @@ from torch import Tensor
 
 import decoding.prefix_cache.writer
 import support.ranks
+from bench.harness.dimensions import TINY, config_of
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.app.options import Common
 from decoding.app.terminal.messages import say_what_fits
 from decoding.engine.request import Request
 from decoding.engine.session import SequenceState
+from decoding.probe.kernels import _Kernels
 from offload.cache.static_shape import StaticCache
 from offload.errors import InsufficientMemoryError, TierForceError
 from offload.kernels.selection import (
@@ -492,6 +494,12 @@ def test_kernels_of_captured_forwards_are_tested_where_forwards_are_captured(
     engine = open_engine(group, mode, dtype="bfloat16", graphs=graphs)
     assert engine.runtime.slot_kernels == []
     engine.close()
+
+
+def test_probe_times_8_bit_attention_in_a_graph() -> None:
+    rates = _Kernels(config_of(TINY), torch.device("cuda", 0), torch.bfloat16).retrieval_rates()
+    assert rates.keys() <= {"score_rate", "int8_rate"}
+    assert all(rate > 0 for rate in rates.values())
 
 
 @pytest.mark.parametrize("int8", [False, True])
