@@ -512,7 +512,7 @@ def test_captured_forwards_in_16_bits_equal_launched_ones(int8: bool) -> None:
     assert list(engine.generate(PROMPT, NEW, GREEDY))
     assert engine.stats.cuda_graphs is not None
     assert (engine.stats.cuda_graphs["refused"], engine.stats.cuda_graphs["why"]) == (0, None)
-    session = SequenceState(engine.runtime, torch.tensor(PROMPT, device=group.device), NEW)
+    session = SequenceState(engine.runtime, PROMPT, NEW)
     session.prefill()
     for level in session.levels[1:]:
         assert isinstance(level.cache, StaticCache)
