@@ -10,6 +10,9 @@ import os
 from collections.abc import MutableMapping
 from importlib.metadata import PackageNotFoundError, version
 
+# Before they sleep, threads of GNU's OpenMP spin a few microseconds, so that most operations find
+# them awake (docs/log.md).
+_SPINS = "2000"
 _DEFAULTS = {
     # Waiting OpenMP threads sleep. By default they spin: with other busy processes on the same
     # cores, a token takes several times as long (docs/log.md).
@@ -25,6 +28,8 @@ _DEFAULTS = {
 
 def set_environment_defaults(variables: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that the user has not set. Call this before torch is imported."""
+    if "OMP_WAIT_POLICY" not in variables:
+        variables.setdefault("GOMP_SPINCOUNT", _SPINS)
     for name, value in _DEFAULTS.items():
         variables.setdefault(name, value)
 

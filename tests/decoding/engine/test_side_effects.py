@@ -103,8 +103,10 @@ def test_variables_of_the_user_are_not_overwritten() -> None:
     variables = {"OMP_WAIT_POLICY": "active", "LRU_CACHE_CAPACITY": "7"}
     set_environment_defaults(variables)
     assert variables["OMP_WAIT_POLICY"] == "active"
+    assert "GOMP_SPINCOUNT" not in variables  # it would take precedence
     assert variables["LRU_CACHE_CAPACITY"] == "7"
     assert variables["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "32"
     fresh: dict[str, str] = {}
     set_environment_defaults(fresh)
     assert fresh["OMP_WAIT_POLICY"] == "passive"
+    assert fresh["GOMP_SPINCOUNT"] == "2000"
