@@ -10,7 +10,7 @@ import os
 from collections.abc import MutableMapping
 from importlib.metadata import PackageNotFoundError, version
 
-# Before they sleep, threads of GNU's OpenMP spin a few microseconds, so that most operations find
+# Before they sleep, threads of GNU's OpenMP spin this many times, so that most operations find
 # them awake (docs/log.md).
 _SPINS = "2000"
 _DEFAULTS = {
