@@ -30,6 +30,11 @@ def batch_invariant(rows: int = ROW_BLOCK) -> Iterator[None]:
         _block_rows.reset(token)
 
 
+def is_batch_invariant() -> bool:
+    """Return whether the caller is inside of `batch_invariant`."""
+    return _block_rows.get() is not None
+
+
 def row_blocks(x: Tensor) -> Sequence[Tensor]:
     """Return x (T, ...) split into blocks, or as a whole outside of `batch_invariant`."""
     rows = _block_rows.get()

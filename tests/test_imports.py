@@ -29,6 +29,7 @@ IMPORT_ORDER = (
     ("parallel.ranks",),
     ("parallel.formats",),
     ("parallel.config",),
+    ("parallel.weights",),
     ("parallel.model",),
     ("parallel.execution",),
     ("decoding.config",),

@@ -36,6 +36,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "split-hierarchical": ("split", "retrieval", "draft"),
 }
 MODES = ("auto", *LEVELS)
+WEIGHTS = ("auto", "packed", "16-bit")
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,14 @@ class Settings:
         value="auto",
         group=MEMORY,
         choices=("auto", *DTYPES),
+    )
+    weights: str = option(
+        "How quantised weights of a GGUF file are stored: packed, as in the file, or 16-bit, "
+        "unpacked once. They are the same weights. auto is packed where that is faster, or where "
+        "16 bits do not fit.",
+        value="auto",
+        group=MEMORY,
+        choices=WEIGHTS,
     )
     prompt_cache: str | None = option(
         "Folder of the prompt cache, which stores the KV of prompts on disk: a prompt that shares "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from decoding.config.settings import LEVELS, Settings
 from decoding.models.runtime import Runtime
+from decoding.planning.forward_cost import choose_weights
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.requirements import draft_ranks
 from decoding.prefix_cache.fingerprint import WeightDigests, digest_of
@@ -20,9 +21,9 @@ from decoding.prefix_cache.manager import ModelFingerprint
 from decoding.prefix_cache.store import PromptCache
 from decoding.text.gguf_tokenizer import gguf_tokenizer
 from decoding.text.vocabulary import check_same_vocabulary
-from offload.dtypes import dtype_name
+from offload.dtypes import dtype_name, dtype_spec
 from offload.errors import TierForceError, one_line
-from offload.memory.link_spec import check_device
+from offload.memory.link_spec import check_device, make_link
 from offload.regular_files import read_json
 from parallel.config.model_config import ModelConfig, token_ids
 from parallel.errors import ConfigError
@@ -57,7 +58,7 @@ def load(
     with group.sync_errors():
         mode = settings.resolved_mode(draft is not None)
         check_device(settings.link, group.device.type)  # fails before weights are read
-        HardwareProfile.find(settings.hardware, "", group.size)  # fails before weights are read
+        machine = _Machine.find(settings, group)  # fails before weights are read
     folder = resolve(str(model), group)
     draft_folder = None
     if draft is not None and "draft" in LEVELS[mode]:
@@ -68,6 +69,7 @@ def load(
     with group.sync_errors():
         config = ModelConfig.from_pretrained(folder).with_rope_scaling(settings.rope)
         settings.check_layers(config.layers)
+        config = machine.choose_weights(config, settings.weights, settings.dtype)
         if settings.dtype != "auto":  # auto: known once weights are opened
             settings.check_split_dtype(mode, settings.dtype)
         tokenizer = load_tokenizer(folder)
@@ -79,7 +81,7 @@ def load(
         target.config.inverse_frequencies(1)
         draft_model = None
         if draft_folder is not None:
-            draft_model = _load_draft(draft_folder, target, settings.shard_draft)
+            draft_model = _load_draft(draft_folder, target, settings, machine)
         stop_tokens = load_stop_tokens(folder)
         _check_stop_tokens(stop_tokens, folder, target.config.vocab)
         stop_tokens = stop_tokens or target.config.stop_tokens
@@ -89,6 +91,27 @@ def load(
             # self-tested now, while there is memory for it; requests rely on the result
             _ = runtime.batch_invariant_kernels
         return runtime, tokenizer, stop_tokens
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What decides how weights are stored, before they are read."""
+
+    profile: HardwareProfile
+    device_memory: float  # bytes that are free for one rank
+
+    @classmethod
+    def find(cls, settings: Settings, group: TensorParallelGroup) -> _Machine:
+        """Return the machine of this run. Raises TierForceError for an unusable profile."""
+        with closing(make_link(settings.link, group.device)) as link:
+            profile, _ = HardwareProfile.find(settings.hardware, link.device_name, group.size)
+            memory = link.device_available()
+        return cls(profile, memory / (group.size if group.device.type == "cpu" else 1))
+
+    def choose_weights(self, config: ModelConfig, setting: str, dtype: str) -> ModelConfig:
+        """Return the config with the matrices that stay packed, in a run of this dtype."""
+        kind = dtype_spec("bfloat16" if dtype == "auto" else dtype)
+        return choose_weights(config, setting, self.profile, kind, self.device_memory)
 
 
 def _weights(folder: Path, settings: Settings, group: TensorParallelGroup) -> WeightDigests | None:
@@ -202,9 +225,14 @@ def check_tokenizer(folder: Path, tokenizer: Any, config: ModelConfig) -> None:
     check_same_vocabulary(folder, *names, min(draft_config.vocab, config.vocab))
 
 
-def _load_draft(folder: Path, target: Transformer, shard: bool | None) -> Transformer | None:
+def _load_draft(
+    folder: Path, target: Transformer, settings: Settings, machine: _Machine
+) -> Transformer | None:
     """Load the draft sharded over the ranks, or whole on rank 0, with None on the others."""
-    config, group = ModelConfig.from_pretrained(folder), target.group
+    config, group, shard = ModelConfig.from_pretrained(folder), target.group, settings.shard_draft
+    dtype = dtype_name(target.embed.weight.dtype)
+    setting = settings.weights if config.kept_types else "auto"
+    config = machine.choose_weights(config, setting, dtype)
     if shard is None:
         shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
     if shard and config.kv_heads < group.size:
@@ -214,7 +242,6 @@ def _load_draft(folder: Path, target: Transformer, shard: bool | None) -> Transf
         )
     if group.rank and not shard:
         return None
-    dtype = dtype_name(target.embed.weight.dtype)
     return load_model(
         folder, group if shard else TensorParallelGroup(device=group.device), dtype, config
     )

@@ -5,14 +5,18 @@ FLOPs are totals over all ranks; bytes are per rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from decoding.config.defaults import USABLE_SHARE
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.requirements import weight_bytes
+from offload.errors import TierForceError
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import inactive_parameters
+from parallel.config.weight_sizes import weight_sizes
 from parallel.ranks.partition import vocab_rows
 
 if TYPE_CHECKING:
@@ -62,9 +66,47 @@ def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype, tokens: int)
 
     Excludes the embedding unless it is tied to the head, and experts that no token is routed to.
     """
-    embedding_rows = 0 if config.tied else vocab_rows(config.vocab, ranks)
-    unread = int(inactive_parameters(config, ranks, tokens)) + embedding_rows * config.hidden
-    return weight_bytes(config, ranks, dtype) - unread * dtype.itemsize
+    sizes = weight_sizes(config, ranks, dtype.itemsize)
+    inactive = int(inactive_parameters(config, ranks, tokens)) * dtype.itemsize
+    return sizes.nbytes - sizes.embedding - inactive
+
+
+def choose_weights(
+    config: ModelConfig,
+    setting: str,
+    hardware: HardwareProfile,
+    dtype: torch.dtype,
+    device_memory: float,
+) -> ModelConfig:
+    """Return the config with the matrices that stay packed: all that can, or none.
+
+    By default they do where that is faster, or where whole ones do not fit.
+
+    Args:
+        config: the model's, with what can stay packed.
+        setting: auto, packed or 16-bit.
+        hardware: the profile of this machine; its number of GPUs shares the model.
+        dtype: of weights that are not packed.
+        device_memory: bytes for the weights on one rank.
+
+    Raises TierForceError if there is nothing to pack where `setting` demands it.
+    """
+    whole = replace(config, kept_types=())
+    if setting == "packed" and not config.kept_types:
+        raise TierForceError(
+            "`weights` packed: the model has no quantised matrices that can stay packed, as a GGUF "
+            "file has: leave it out."
+        )
+    if setting == "16-bit" or not config.kept_types:
+        return whole
+    is_faster = (
+        hardware.runs_ahead
+        and dtype.itemsize == 2
+        and hardware.packed_rate is not None
+        and hardware.packed_rate * dtype.itemsize > hardware.memory_rate
+    )
+    fits = weight_bytes(whole, hardware.gpus, dtype) < USABLE_SHARE * device_memory
+    return config if setting == "packed" or is_faster or not fits else whole
 
 
 class ForwardCost:
@@ -94,7 +136,7 @@ class ForwardCost:
         """
         config, ranks = self.config, self.ranks
         tokens = concurrency * query_tokens
-        weights = read_bytes(config, ranks, self.dtype, tokens)
+        weights = self._read_s(read_bytes(config, ranks, self.dtype, tokens))
         kv = kv_scale * concurrency * config.kv_layout(ranks, self.dtype).bytes(attended)
         extra = tokens * (query_tokens - 1) / query_tokens
         compute_s = self._compute_s(tokens, attended, weights, kv, extra, self.hardware.forward_s)
@@ -118,7 +160,7 @@ class ForwardCost:
         layout = config.kv_layout(ranks, self.dtype)
         shared = read_bytes(config, ranks, self.dtype, 0)
         experts = read_bytes(config, ranks, self.dtype, 1) - shared  # read separately per token
-        weights = shared + ROW_BLOCK * experts
+        weights = self._read_s(shared + ROW_BLOCK * experts)
         key_blocks = ceil_div(attended, KEY_BLOCK)
         attended = key_blocks * KEY_BLOCK
         key_blocks_s = config.layers * layout.heads * key_blocks * hardware.chunk_s
@@ -147,14 +189,14 @@ class ForwardCost:
         Args:
             query_tokens: of all requests.
             attended: tokens that each query token attends to.
-            weights: bytes of weights read.
+            weights: seconds of reading weights.
             kv: bytes of KV read.
             extra: query tokens whose attention the KV rate, measured with one query token per
                 request, does not include.
             overhead_s: seconds beside those of the layers.
         """
         hardware, config, ranks = self.hardware, self.config, self.ranks
-        memory = weights / hardware.memory_rate + kv / (hardware.kv_rate or hardware.memory_rate)
+        memory = weights + kv / (hardware.kv_rate or hardware.memory_rate)
         matmul_s = self._matmul_s(query_tokens)
         score_s = attention_flops(config) * attended / ranks
         score_s /= hardware.attention or hardware.matmul
@@ -162,6 +204,19 @@ class ForwardCost:
         if hardware.runs_ahead:
             return max(memory, matmul_s + query_tokens * score_s) + small_s
         return memory + matmul_s + extra * score_s + small_s
+
+    def _read_s(self, nbytes: float) -> float:
+        """Return the seconds of reading so many bytes of weights, and of unpacking them.
+
+        On a GPU kernels unpack what they read, otherwise 16 bits are written and read again.
+        """
+        hardware = self.hardware
+        read_s = nbytes / hardware.memory_rate
+        kept = weight_sizes(self.config, self.ranks, self.dtype.itemsize).kept
+        unpack_s = kept / (hardware.packed_rate or hardware.memory_rate / self.dtype.itemsize)
+        if not kept or hardware.runs_ahead:
+            return max(read_s, unpack_s if kept else 0.0)
+        return read_s + unpack_s + kept * self.dtype.itemsize / hardware.memory_rate
 
     def _all_reduces_s(self, query_tokens: float) -> float:
         """Return the seconds of a forward's all-reduces."""

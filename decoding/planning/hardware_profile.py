@@ -73,6 +73,9 @@ class HardwareProfile:
     # bytes/s of 16-bit elements, in attention of one query token to an 8-bit retrieval cache;
     # kv_rate, although half of the bytes are read: an H200's kernel takes as long as in 16 bits
     int8_rate: float | None = None
+    # packed weights that are unpacked per second: on a GPU in a product with few rows, elsewhere
+    # before it; half of memory_rate
+    packed_rate: float | None = None
     # overhead per block of rows, block of keys and head of batch-invariant attention
     # (`--deterministic`), beside reading and arithmetic; none with fused kernels
     chunk_s: float = 0.0
@@ -241,6 +244,7 @@ ASSUMED_CPU = HardwareProfile(
     reconstruct_rate=1.3e9,
     high_bits_rate=1.7e9,
     int8_rate=4.5e9,
+    packed_rate=2e9,
     forward_s=7e-3,
     sample_s=2e-3,
     draw_s=7e-3,

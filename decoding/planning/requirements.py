@@ -21,7 +21,7 @@ from offload.codec.format import split_format
 from offload.dtypes import dtype_name
 from offload.layout import KVLayout
 from parallel.config.model_config import ModelConfig
-from parallel.config.parameter_count import parameter_count
+from parallel.config.weight_sizes import weight_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -149,8 +149,12 @@ class Requirements:
 
 
 def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the last rank's weights, the maximum over ranks."""
-    return parameter_count(config, ranks) * dtype.itemsize
+    """Return the bytes of the last rank's weights, the maximum over ranks.
+
+    Packed ones need memory in which a layer is unpacked.
+    """
+    sizes = weight_sizes(config, ranks, dtype.itemsize)
+    return sizes.nbytes + sizes.scratch
 
 
 def draft_ranks(draft: ModelConfig, ranks: int, dtype: torch.dtype) -> int:

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallel.model.matmul import linear
 from parallel.ranks.process_group import TensorParallelGroup
+from parallel.weights.matmul import linear
 
 _LARGE_ALL_REDUCE_BYTES = 16 << 20
 _REPEATS = 5

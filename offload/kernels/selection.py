@@ -49,7 +49,7 @@ def split_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Ker
     """
     if split_format(dtype) is None:
         return None, f"elements of {dtype} cannot be split"
-    return _run_self_test("offload.kernels.split_float", _test_split, device, dtype, dim, groups)
+    return run_self_test("offload.kernels.split_float", _test_split, device, dtype, dim, groups)
 
 
 @cache
@@ -62,7 +62,7 @@ def batch_invariant_kernels(device: str, dtype: torch.dtype, dim: int, groups: i
         dim: head dimension.
         groups: query heads per KV head.
     """
-    return _run_self_test(
+    return run_self_test(
         "offload.kernels.batch_invariant", _test_batch_invariant, device, dtype, dim, groups
     )
 
@@ -79,7 +79,7 @@ def retrieval_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) ->
     """
     if dtype.itemsize != 2:
         return None, f"there are none for {dtype}"
-    kernels, reason = _run_self_test(
+    kernels, reason = run_self_test(
         "offload.kernels.retrieval", _test_retrieval, device, dtype, dim, groups
     )
     if kernels is not None and not kernels.supports(1, groups, 1):
@@ -99,11 +99,17 @@ def slot_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Kern
     """
     if dtype.itemsize != 2:
         return None, f"there are none for {dtype}"
-    return _run_self_test("offload.kernels.slot_attention", _test_slots, device, dtype, dim, groups)
+    return run_self_test("offload.kernels.slot_attention", _test_slots, device, dtype, dim, groups)
 
 
-def _run_self_test(name: str, test: Callable[..., None], device: str, *shape: Any) -> Kernels:
-    """Return a module of kernels if they pass `test`, which gets the device and `shape`.
+def run_self_test(name: str, test: Callable[..., None], device: str, *shape: Any) -> Kernels:
+    """Return a module of kernels if they pass `test`, and the reason; all of them are CUDA's.
+
+    Args:
+        name: of the module.
+        test: raises an error if its kernels are wrong; it gets the module, the device and `shape`.
+        device: type of the device.
+        shape: for the test.
 
     Raises out-of-memory errors (`is_out_of_memory`): they do not mean that the kernels are wrong.
     """

@@ -37,7 +37,7 @@ from parallel.config.rope import MAX_ROPE_FACTOR, inverse_frequencies, read_rope
 from parallel.config_checks import COUNT, LAYERS, NORM_EPS, bool_field, check_number, is_positive
 from parallel.errors import ConfigError
 from parallel.formats.gguf_header import read_header
-from parallel.formats.gguf_names import config_fields
+from parallel.formats.gguf_names import config_fields, kept_types
 from parallel.formats.hub import NotFound, fetch_config
 from parallel.formats.locate import find_local, is_gguf
 from parallel.ranks.partition import check_ranks, share_size
@@ -96,6 +96,8 @@ class ModelConfig:
     dense_positions: int | None = field(default=None, repr=False)
     # the maximum number of tokens that attention sees.
     window: int | None = field(default=None, repr=False)
+    # Matrices that stay packed as in their file, by name, and their types; the weights are the same
+    kept_types: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     nope_layers: frozenset[int] = frozenset()  # layers without RoPE
     qk_norm: QKNorm | None = None
     post_norm: bool = False  # norms follow attention and MLP instead of preceding them
@@ -127,8 +129,9 @@ class ModelConfig:
     def from_pretrained(cls, folder: Path) -> ModelConfig:
         """Read config.json in `folder` through transformers, which rejects broken configs.
 
-        `folder` may also be a GGUF file, whose metadata is read instead. Raises ConfigError if the
-        config is missing, broken or not supported, CheckpointError for a broken GGUF file.
+        `folder` may also be a GGUF file, whose metadata is read instead. Its `kept_types` are those
+        of the file's quantised matrices. Raises ConfigError if the config is missing, broken or not
+        supported, CheckpointError for a broken GGUF file.
         """
         if is_gguf(folder):
             return _read_config(folder)
@@ -228,6 +231,7 @@ class ModelConfig:
             trained_positions=trained,
             dense_positions=dense_positions(fields),
             window=active_window(fields, family),
+            kept_types=(),
             nope_layers=nope_layers(fields) if family.has_nope_layers else frozenset(),
             qk_norm=family.qk_norm,
             post_norm=family.post_norm,
@@ -347,8 +351,11 @@ class ModelConfig:
 
 
 def _read_config(path: Path) -> ModelConfig:
-    fields = config_fields(read_header(path)) if is_gguf(path) else read_fields(path)
-    return _parse(path, fields)
+    if not is_gguf(path):
+        return _parse(path, read_fields(path))
+    header = read_header(path)
+    config = _parse(path, config_fields(header))
+    return replace(config, kept_types=tuple(kept_types(header).items()))
 
 
 def _parse(path: Path, fields: Mapping[str, Any]) -> ModelConfig:

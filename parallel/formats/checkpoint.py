@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,26 @@ class Indexable(Protocol):
     """A tensor on disk; indexing with slices reads only that part."""
 
     def __getitem__(self, index: Any) -> Tensor: ...
+
+
+class BlockTensor(ABC):
+    """A tensor on disk in quantised blocks, which may stay as they are."""
+
+    path: Path
+    name: str
+    block: int  # columns in a block
+
+    @abstractmethod
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return a slice as numbers."""
+
+    @abstractmethod
+    def kept_format(self, columns: slice) -> str | None:
+        """Return the format in which these columns are kept; None if they are read as numbers."""
+
+    @abstractmethod
+    def blocks(self, rows: slice, columns: slice) -> Iterator[Tensor]:
+        """Yield the blocks (R, B, bytes) uint8 of rows that overlap the columns, few at a time."""
 
 
 class Checkpoint(ABC):
@@ -101,6 +122,9 @@ class Checkpoint(ABC):
 
     def set_dtype(self, dtype: torch.dtype) -> None:
         """Set the dtype of the tensors that are read, for formats that convert them."""
+
+    def keep_blocks(self) -> None:
+        """Let quantised tensors be kept as they are, for formats that have them."""
 
     @abstractmethod
     def _open_tensor(self, name: str) -> Indexable:

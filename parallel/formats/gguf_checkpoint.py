@@ -7,6 +7,7 @@ that none of its pages count as this process's memory.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,24 +19,33 @@ from torch import Tensor
 
 from offload.layout import ceil_div
 from parallel.errors import CheckpointError
-from parallel.formats.checkpoint import Checkpoint
+from parallel.formats.checkpoint import BlockTensor, Checkpoint
 from parallel.formats.gguf_header import TensorInfo, read_header
 from parallel.formats.gguf_names import ROPE_FACTORS, config_fields, family_of
 from parallel.formats.gguf_tensors import TYPES, check_end
+from parallel.formats.plane_format import kept_unit
 
 _FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KINDS = tuple(GGMLQuantizationType(number) for number in TYPES)
 _CHUNK_ELEMENTS = 1 << 20  # elements per dequantised chunk, which takes about 10 bytes per element
 
 
-class GgufTensor:
+class GgufTensor(BlockTensor):
     """A tensor in a GGUF file; indexing with slices reads those rows and converts those columns.
 
     With `head_dim`, the rows of each head are permuted back into Hugging Face's order.
     """
 
-    def __init__(self, path: Path, info: TensorInfo, dtype: torch.dtype, head_dim: int | None):
+    def __init__(
+        self,
+        path: Path,
+        info: TensorInfo,
+        dtype: torch.dtype,
+        head_dim: int | None,
+        keeps_blocks: bool = False,
+    ):
         self.path, self.info, self.dtype, self.head_dim = path, info, dtype, head_dim
+        self.name, self.keeps_blocks = info.name, keeps_blocks
         self.kind = GGMLQuantizationType(info.kind)
         self.block, self.block_bytes = GGML_QUANT_SIZES[self.kind]  # elements per block, and bytes
 
@@ -44,52 +54,70 @@ class GgufTensor:
         parts = index if isinstance(index, tuple) else (index,)
         shape = self.info.shape
         if len(shape) == 1:
-            return self._read_reordered(slice(0, 1), slice(0, shape[0]), shape)[parts[0]]
+            values = self._read(slice(0, 1), slice(0, shape[0])).view(-1)
+            return self._unpermute(values)[parts[0]]
         rows, columns, *_ = (*parts, slice(None))
         row_slice = slice(*rows.indices(shape[0])[:2])
-        return self._read_reordered(row_slice, slice(*columns.indices(shape[1])[:2]), shape)
+        return self._read(row_slice, slice(*columns.indices(shape[1])[:2]))
 
-    def _read_reordered(self, rows: slice, columns: slice, shape: tuple[int, ...]) -> Tensor:
-        """Return a slice with its rows in Hugging Face's order; it may cut heads."""
-        if self.head_dim is None:
-            return self._read(rows, columns, shape)
-        if len(shape) == 1:
-            return self._unpermute(self._read(rows, columns, shape))
-        first = rows.start // self.head_dim * self.head_dim
-        last = ceil_div(rows.stop, self.head_dim) * self.head_dim
-        whole = self._unpermute(self._read(slice(first, last), columns, shape))
-        return whole[rows.start - first : rows.stop - first]
+    def kept_format(self, columns: slice) -> str | None:
+        """Return the type's name, if blocks are kept and the columns are whole ones."""
+        unit = kept_unit(self.kind.name) if self.keeps_blocks else None
+        if unit is None or len(self.info.shape) != 2:
+            return None
+        return None if columns.start % unit or columns.stop % unit else self.kind.name
+
+    def blocks(self, rows: slice, columns: slice) -> Iterator[Tensor]:
+        """Yield the blocks (R, B, bytes) uint8 of rows that overlap the columns, few at a time.
+
+        Their rows are in Hugging Face's order. Raises CheckpointError.
+        """
+        is_vector = len(self.info.shape) == 1  # one row
+        unit = 1 if is_vector else self.head_dim or 1
+        first, last = rows.start // unit * unit, ceil_div(rows.stop, unit) * unit
+        width = self.info.shape[-1]
+        step = max(1, _CHUNK_ELEMENTS // width // unit) * unit
+        row_bytes = width // self.block * self.block_bytes
+        own = self._block_slice(columns)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.info.start + first * row_bytes)
+                for start in range(first, last, step):
+                    count = min(step, last - start)
+                    raw = torch.from_numpy(self._read_bytes(file, count, row_bytes))
+                    raw = raw.unflatten(1, (-1, self.block_bytes))[:, own]
+                    raw = raw if is_vector else self._unpermute(raw)
+                    yield raw[max(rows.start - start, 0) : rows.stop - start]
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from error
+
+    def _block_slice(self, columns: slice) -> slice:
+        """Return the blocks of a row that overlap the columns."""
+        first = columns.start // self.block
+        return slice(first, max(first, ceil_div(columns.stop, self.block)))
+
+    def _read(self, rows: slice, columns: slice) -> Tensor:
+        """Return rows and columns as numbers; it may cut heads and blocks."""
+        count, width = rows.stop - rows.start, columns.stop - columns.start
+        out = torch.empty(count, width, dtype=self.dtype)
+        skipped = columns.start - self._block_slice(columns).start * self.block
+        start = 0
+        for raw in self.blocks(rows, columns):
+            values = self._dequantize(raw.flatten(1).numpy())
+            part = out[start : start + len(values)]
+            part.copy_(torch.from_numpy(values[:, skipped : skipped + width]))
+            start += len(values)
+        return out
 
     def _unpermute(self, rows: Tensor) -> Tensor:
-        """Return rows (heads * D, ...) with the first half of each head before the second.
+        """Return rows (heads * D, ...) in Hugging Face's order: a head's first half first.
 
         The file interleaves the halves: row 0 of the first, row 0 of the second, and so on.
         """
-        pairs = rows.unflatten(0, (-1, self.head_dim // 2, 2))  # type: ignore[operator]
+        if self.head_dim is None:
+            return rows
+        pairs = rows.unflatten(0, (-1, self.head_dim // 2, 2))
         return pairs.transpose(1, 2).reshape(rows.shape)
-
-    def _read(self, rows: slice, columns: slice, shape: tuple[int, ...]) -> Tensor:
-        """Return rows and columns in the file's order; a vector as a whole."""
-        width = shape[-1]
-        first = columns.start // self.block  # first block that overlaps the columns
-        last = max(first, ceil_div(columns.stop, self.block))
-        row_bytes = width // self.block * self.block_bytes
-        byte_range = slice(first * self.block_bytes, last * self.block_bytes)
-        skipped = columns.start - first * self.block
-        count, column_count = rows.stop - rows.start, columns.stop - columns.start
-        out = torch.empty(count, column_count, dtype=self.dtype)
-        chunk_rows = max(1, _CHUNK_ELEMENTS // width)
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(self.info.start + rows.start * row_bytes)
-                for start in range(0, count, chunk_rows):
-                    part = out[start : start + chunk_rows]
-                    raw = self._read_bytes(file, len(part), row_bytes)
-                    values = self._dequantize(np.ascontiguousarray(raw[:, byte_range]))
-                    part.copy_(torch.from_numpy(values[:, skipped : skipped + column_count]))
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from error
-        return out.view(-1) if len(shape) == 1 else out
 
     def _read_bytes(self, file: BinaryIO | Any, rows: int, row_bytes: int) -> np.ndarray:
         """Return the bytes (rows, row_bytes) of the next rows."""
@@ -117,6 +145,7 @@ class GgufCheckpoint(Checkpoint):
         self._head_dim = config_fields(header)["head_dim"] if family.interleaved_rope else None
         self._infos: dict[str, TensorInfo] = {}
         self._target_dtype = torch.float32
+        self._keeps_blocks = False
         for info in header.tensors.values():
             if info.name == ROPE_FACTORS:  # part of the config
                 continue
@@ -144,10 +173,15 @@ class GgufCheckpoint(Checkpoint):
         """Set the dtype of the tensors that are read."""
         self._target_dtype = dtype
 
+    def keep_blocks(self) -> None:
+        """Let quantised tensors be kept as they are."""
+        self._keeps_blocks = True
+
     def _open_tensor(self, name: str) -> GgufTensor:
         is_permuted = "self_attn.q_proj" in name or "self_attn.k_proj" in name
         head_dim = self._head_dim if is_permuted else None
-        return GgufTensor(self.path, self._infos[name], self._target_dtype, head_dim)
+        info, dtype = self._infos[name], self._target_dtype
+        return GgufTensor(self.path, info, dtype, head_dim, self._keeps_blocks)
 
     def _file_of(self, name: str) -> Path:
         return self.path

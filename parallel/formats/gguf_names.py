@@ -15,7 +15,8 @@ from typing import Any
 from parallel.config_checks import COUNT, COUNT_OR_NONE, NORM_EPS, Number, is_positive, quote
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf_header import GgufHeader, TensorInfo
-from parallel.formats.gguf_tensors import check_end, check_tensor_offsets
+from parallel.formats.gguf_tensors import TYPES, check_end, check_tensor_offsets
+from parallel.formats.plane_format import kept_unit
 
 FIELDS = {  # metadata key without the architecture: field of a config.json
     "block_count": "num_hidden_layers",
@@ -99,6 +100,21 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral
     "llama": GgufFamily("llama", interleaved_rope=True),
     "qwen2": GgufFamily("qwen2"),
 }
+
+
+def kept_types(header: GgufHeader) -> dict[str, str]:
+    """Return the types of matrices that can stay packed, by their Hugging Face names.
+
+    Raises ConfigError for an unsupported architecture.
+    """
+    family = family_of(header)
+    types: dict[str, str] = {}
+    for info in header.tensors.values():
+        kind = TYPES.get(info.kind)
+        name = family.tensor_name(info.name)
+        if kind is not None and name is not None and len(info.shape) == 2 and kept_unit(kind.name):
+            types[name] = kind.name
+    return types
 
 
 def family_of(header: GgufHeader) -> GgufFamily:

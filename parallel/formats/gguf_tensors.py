@@ -36,6 +36,23 @@ TYPES = {  # supported types, keyed by ggml's type number
     12: TensorType("Q4_K", 256, 144),
     13: TensorType("Q5_K", 256, 176),
     14: TensorType("Q6_K", 256, 210),
+    16: TensorType("IQ2_XXS", 256, 66),
+    17: TensorType("IQ2_XS", 256, 74),
+    22: TensorType("IQ2_S", 256, 82),
+    18: TensorType("IQ3_XXS", 256, 98),
+    21: TensorType("IQ3_S", 256, 110),
+    20: TensorType("IQ4_NL", 32, 18),
+    23: TensorType("IQ4_XS", 256, 136),
+    39: TensorType("MXFP4", 32, 17),
+    40: TensorType("NVFP4", 64, 36),
+}
+
+# types that are kept in their blocks, keyed by name: their weights are looked up in a codebook, or
+# have 2 or 3 bits
+CODEBOOK_TYPES = {
+    each.name: each
+    for each in TYPES.values()
+    if each.name in ("Q2_K", "Q3_K") or each.name.startswith(("IQ2", "IQ3"))
 }
 
 

@@ -11,13 +11,14 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from parallel.batch_invariant import map_blocks
 from parallel.formats.checkpoint import Checkpoint
-from parallel.model.matmul import linear, linear_fp32_out
 from parallel.ranks.partition import vocab_rows
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
+from parallel.weights.matrix import Matrix, empty_parameter
+from parallel.weights.packed import Slice
 
 
 class RMSNorm(Module):
@@ -128,7 +129,7 @@ class ColumnParallelLinear(Module):
             group.share(output, unit) for output, unit in zip(outputs, units, strict=True)
         ]
         self.sizes = [share.stop - share.start for share in self.shares]
-        self.weight = empty_parameter(sum(self.sizes), inputs)
+        self.weight = Matrix(sum(self.sizes), inputs)
         self.bias = empty_parameter(sum(self.sizes)) if bias else None
 
     def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
@@ -136,26 +137,34 @@ class ColumnParallelLinear(Module):
 
         A single name for several matrices refers to a tensor in which they are stacked.
         """
-        self._load(checkpoint, [f"{name}.weight" for name in names], self.weight)
+        weights = self._slices(checkpoint, [f"{name}.weight" for name in names], (self.inputs,))
+        self.weight.load(weights)
         if self.bias is not None:
-            self._load(checkpoint, [f"{name}.bias" for name in names], self.bias)
+            biases = self._slices(checkpoint, [f"{name}.bias" for name in names], ())
+            for (tensor, rows, _), own in zip(biases, self.bias.split(self.sizes), strict=True):
+                own.copy_(tensor[rows])
 
-    def _load(self, checkpoint: Checkpoint, names: Sequence[str], stacked: Tensor) -> None:
+    def _slices(
+        self, checkpoint: Checkpoint, names: Sequence[str], inner: tuple[int, ...]
+    ) -> list[Slice]:
+        """Return this rank's rows of each tensor NAME (Dout, *inner), or of one stacked tensor."""
         fused = len(names) < len(self.outputs)
         offset = 0  # rows of the preceding matrices in a fused tensor
-        for index, rows in enumerate(stacked.split(self.sizes)):
-            size, share = self.outputs[index], self.shares[index]
+        slices = []
+        for index, (size, share) in enumerate(zip(self.outputs, self.shares, strict=True)):
             name = names[0] if fused else names[index]
             height = sum(self.outputs) if fused else size
-            tensor = checkpoint.tensor(name, (height, *stacked.shape[1:]))
-            rows.copy_(tensor[offset + share.start : offset + share.stop])
+            tensor = checkpoint.tensor(name, (height, *inner))
+            rows = slice(offset + share.start, offset + share.stop)
+            slices.append(Slice(tensor, rows, slice(0, self.inputs)))
             offset += size if fused else 0
+        return slices
 
     def forward(self, x: Tensor, first: int = 0) -> list[Tensor]:
         """Return one product (T, Dout / ranks) for each matrix from `first` on; x is (T, Din)."""
         skipped = sum(self.sizes[:first])
         bias = None if self.bias is None else self.bias[skipped:]
-        return list(linear(x, self.weight[skipped:], bias).split(self.sizes[first:], dim=-1))
+        return list(self.weight.product(x, bias, skipped).split(self.sizes[first:], dim=-1))
 
 
 class RowParallelLinear(Module):
@@ -173,19 +182,19 @@ class RowParallelLinear(Module):
         self.inputs = inputs
         self.outputs = outputs
         self.share = group.share(inputs, unit)
-        self.weight = empty_parameter(outputs, self.share.stop - self.share.start)
+        self.weight = Matrix(outputs, self.share.stop - self.share.start)
         self.bias = empty_parameter(outputs) if bias else None
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         """Read this rank's columns of the tensor NAME.weight (Dout, Din), and all of NAME.bias."""
         weight = checkpoint.tensor(f"{name}.weight", (self.outputs, self.inputs))
-        self.weight.copy_(weight[:, self.share])
+        self.weight.load([Slice(weight, slice(0, self.outputs), self.share)])
         if self.bias is not None:
             self.bias.copy_(checkpoint.tensor(f"{name}.bias", (self.outputs,))[:])
 
     def forward(self, x: Tensor) -> AsyncSum:
         """Start the all-reduce, which returns (T, Dout) when awaited; x is (T, Din / ranks)."""
-        total = self.group.start_all_reduce(linear(x, self.weight))
+        total = self.group.start_all_reduce(self.weight.product(x))
         bias = self.bias
         return total if bias is None else lambda: total() + bias
 
@@ -204,29 +213,23 @@ class VocabParallelEmbedding(Module):
         rows = vocab_rows(vocab, group.size)
         self.first = min(rows * group.rank, vocab)
         self.last = min(self.first + rows, vocab)
-        self.weight = empty_parameter(rows, hidden)
+        self.weight = Matrix(rows, hidden)
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         """Read this rank's rows of the tensor NAME.weight (V, hidden)."""
-        weight = checkpoint.tensor(f"{name}.weight", (self.vocab, self.weight.shape[1]))
-        rows = self.last - self.first
-        self.weight[rows:] = 0
-        self.weight[:rows] = weight[self.first : self.last]
+        columns = self.weight.columns
+        weight = checkpoint.tensor(f"{name}.weight", (self.vocab, columns))
+        self.weight.load([Slice(weight, slice(self.first, self.last), slice(0, columns))])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed tokens (T,) as (T, hidden). A token's rank looks it up, the others add zero."""
         if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self.weight.select(tokens)
         local = tokens - self.first
         foreign = (tokens < self.first) | (tokens >= self.last)
-        x = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign[:, None], 0)
+        x = self.weight.select(local.masked_fill(foreign, 0)).masked_fill(foreign[:, None], 0)
         return self.group.all_reduce(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits (T, V) float32 of hidden states x (T, hidden)."""
-        return self.group.all_gather(linear_fp32_out(x, self.weight))[:, : self.vocab]
-
-
-def empty_parameter(*shape: int) -> Parameter:
-    """Return an uninitialized parameter without gradient, to be loaded."""
-    return Parameter(torch.empty(shape), requires_grad=False)
+        return self.group.all_gather(self.weight.logits(x))[:, : self.vocab]

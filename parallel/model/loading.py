@@ -5,6 +5,7 @@ Locates the folder or file, builds the model on the meta device, and loads this 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from parallel.formats.locate import find_local, is_gguf
 from parallel.model.transformer import Transformer
 from parallel.ranks.partition import check_ranks
 from parallel.ranks.process_group import TensorParallelGroup
+from parallel.weights.matrix import Matrix
 
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
@@ -90,7 +92,10 @@ def choose_dtype(
 
 
 def load_model(
-    folder: Path, group: TensorParallelGroup, dtype: str = "auto", config: ModelConfig | None = None
+    folder: Path,
+    group: TensorParallelGroup,
+    dtype: str = "auto",
+    config: ModelConfig | None = None,
 ) -> Transformer:
     """Load this rank's share of a model onto this rank's device.
 
@@ -98,11 +103,12 @@ def load_model(
         folder: a complete Hugging Face checkpoint, or a GGUF file.
         group: the ranks that share the model.
         dtype: auto, or a name in DTYPES.
-        config: the model's, if the caller has already read it.
+        config: the model's, if the caller has already read it; matrices of its `kept_types` stay
+            packed as in their file. By default none do.
 
     Raises ConfigError, CheckpointError, or TierForceError for the dtype.
     """
-    config = config or ModelConfig.from_pretrained(folder)
+    config = config or replace(ModelConfig.from_pretrained(folder), kept_types=())
     check_ranks(config.kv_heads, group.size)  # before any tensor is read
     checkpoint = open_checkpoint(folder)
     chosen = choose_dtype(dtype, config, checkpoint, group.device)
@@ -111,9 +117,12 @@ def load_model(
     checkpoint.check_present(weight_headers.EMBEDDING)
     own = parameter_count(config, group.size, group.rank)
     checkpoint.check_sizes(config.layers, own)  # before torch overflows on implausible sizes
+    if config.kept_types:
+        checkpoint.keep_blocks()
     model = _empty_model(config, group, chosen)
     with torch.inference_mode():
         model.load(checkpoint)
+        model.reserve_scratch()
     return model.eval()
 
 
@@ -122,6 +131,9 @@ def random_model(
 ) -> Transformer:
     """Return a model of these dimensions with random weights, as costly to run as a real one."""
     model = _empty_model(config, group, dtype)
+    for module in model.modules():
+        if isinstance(module, Matrix):
+            module.allocate()
     generator = torch.Generator(group.device)  # a failed capture may break torch's default one
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -134,10 +146,13 @@ def random_model(
 def _empty_model(
     config: ModelConfig, group: TensorParallelGroup, dtype: torch.dtype
 ) -> Transformer:
-    """Build a model with uninitialized parameters in `dtype` on the group's device."""
+    """Build a model in `dtype` on the group's device: without its matrices, and uninitialized."""
     with init_empty_weights(include_buffers=True):  # no memory is allocated yet
         model = Transformer(config, group)
     for module in model.modules():
+        if isinstance(module, Matrix):  # allocated by loading, in the form in which it is stored
+            module.prepare(dtype, group.device)
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             empty = torch.empty(parameter.shape, dtype=dtype, device=group.device)
             setattr(module, name, Parameter(empty, requires_grad=False))
@@ -145,5 +160,6 @@ def _empty_model(
 
 
 def parameter_bytes(*models: Transformer) -> int:
-    """Return the bytes of models' weights on this rank."""
-    return sum(parameter.nbytes for model in models for parameter in model.parameters())
+    """Return the bytes of models' weights on this rank, and of the memory they are unpacked in."""
+    weights = sum(parameter.nbytes for model in models for parameter in model.parameters())
+    return weights + sum(model.scratch.nbytes for model in models)

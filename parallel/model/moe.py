@@ -16,10 +16,10 @@ from parallel.batch_invariant import map_rows
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.formats.checkpoint import Checkpoint
-from parallel.model.layers import empty_parameter
-from parallel.model.matmul import linear
 from parallel.model.residual import Branch
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
+from parallel.weights.matmul import linear
+from parallel.weights.matrix import empty_parameter
 
 
 class SparseMoE(Branch):

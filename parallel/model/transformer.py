@@ -38,6 +38,7 @@ from parallel.model.pipeline import (
 )
 from parallel.model.residual import Branch, Mlp
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
+from parallel.weights.matrix import Matrix, Scratch
 
 
 class Attends(Protocol):
@@ -199,6 +200,7 @@ class Transformer(Module):
         self.head = self.embed
         if not config.tied:
             self.head = VocabParallelEmbedding(group, config.vocab, config.hidden)
+        self.scratch = Scratch()
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: KVCacheLike, rows: int) -> Tensor:
@@ -286,6 +288,13 @@ class Transformer(Module):
         if not self.config.tied:
             self.head.load(checkpoint, "lm_head")
         checkpoint.check_unused(self.config.tied)
+
+    def reserve_scratch(self) -> None:
+        """Allocate the memory in which a layer's packed matrices are unpacked."""
+        for layer in self.layers:
+            for name, module in layer.named_modules():
+                if isinstance(module, Matrix):
+                    self.scratch.reserve(name, module)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states (T, hidden) of tokens (T,) at the first layer."""

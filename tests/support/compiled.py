@@ -21,6 +21,8 @@ from offload.kernels import slot_attention as slot_kernels
 from offload.kernels import split_float as split_kernels
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
+from parallel.formats.plane_format import PLANE_FORMATS
+from parallel.weights import kernels as weight_kernels
 
 # maximum shared memory of a block on the A100, RTX 4090 and H100, by compute capability
 MAX_SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}
@@ -45,7 +47,7 @@ MULTIPLES |= {
     for name in ("kv", "high", "low", "out", "prefix", "codes")
     for axis in ("part", "head")
 }
-MULTIPLES.add("key_head")
+MULTIPLES |= {"key_head", "columns", "stride"}
 POINTERS = {"kv": "*i16", "high": "*u8", "low": "*u8", "offsets": "*i32", "out": "*i16"}
 POINTERS |= {"outliers": "*u8", "positions": "*i32", "patterns": "*i16", "starts": "*i32"}
 POINTERS |= {"outs": "*fp32", "lses": "*fp32", "recent_lse": "*fp32", "lse": "*fp32"}
@@ -65,11 +67,16 @@ BATCH_INVARIANT_SHAPES = {
 
 
 def compile_kernel(
-    kernel: Any, element: str, capability: int, sizes: dict[str, Any], **options: int
+    kernel: Any,
+    element: str,
+    capability: int,
+    sizes: dict[str, Any],
+    pointers: dict[str, str] | None = None,
+    **options: int,
 ) -> Any:
     """Compile a kernel for this dtype and compute capability, and check that it fits the GPU."""
     constants = {name: sizes[name] for name in kernel.arg_names if name in sizes}
-    types = dict.fromkeys(ELEMENT_POINTERS, f"*{element}") | POINTERS
+    types = dict.fromkeys(ELEMENT_POINTERS, f"*{element}") | POINTERS | (pointers or {})
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
@@ -155,6 +162,30 @@ def compile_slot_kernels(capability: int, shapes: int | None) -> None:
             compile_kernel(kernel, element, capability, {"DIM": columns, "SPLITS": 64})
 
 
+def compile_weight_kernels(capability: int, element: str, formats: int | None) -> None:
+    """Compile products with matrices in planes, and unpacking, of every format."""
+    for fmt in list(PLANE_FORMATS.values())[:formats]:
+        sizes = weight_kernels.constants(fmt) | {"UPCAST": False, "BLOCK": 1024}
+        planes = {"low": "*i8" if fmt.bits == 8 else "*u8", "high": "*i32", "floats": "*fp32"}
+        planes |= dict.fromkeys(("scale", "minimum"), "*fp16")
+        planes |= {"sub": "*i8" if fmt.sub_kind == "int8" else "*u8", "submin": "*u8"}
+        planes |= {"x": f"*{element}", "out": f"*{element}", "sums": "*fp32"}
+        for tokens in (16, 32, 64):
+            tile = sizes | weight_kernels.tile(tokens)
+            compile_kernel(
+                weight_kernels._multiply,
+                element,
+                capability,
+                tile,
+                planes,
+                **weight_kernels.OPTIONS,
+            )
+        compile_kernel(
+            weight_kernels._unpack, element, capability, sizes | weight_kernels.UNPACK_TILE, planes
+        )
+        compile_kernel(weight_kernels._sum, element, capability, sizes, planes)
+
+
 if __name__ == "__main__":
     extents: dict[str, Any] = {"first": ([89], 1), "all": (MAX_SHARED_BYTES, None)}
     capabilities, shapes = extents[sys.argv[1]]
@@ -167,4 +198,5 @@ if __name__ == "__main__":
         compile_batch_invariant_kernels(capability, shapes)
         compile_slot_kernels(capability, shapes)
         compile_retrieval_kernels(capability, element)
+        compile_weight_kernels(capability, element, shapes)
     print("compiled")

@@ -31,24 +31,40 @@ LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-# offset of the scales in a block, which must not be random bytes
-SCALES = {Kind.Q2_K: 80, Kind.Q3_K: 108, Kind.Q4_K: 0, Kind.Q5_K: 0, Kind.Q6_K: 208}
-# types that gguf cannot quantise to
-RANDOM = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+# Types that gguf cannot quantise to: the offset of the scales in a block, which must not be random
+# bytes, and the largest weight with a scale of 1
+RANDOM = {
+    Kind.Q2_K: (80, 15 * 3),
+    Kind.Q3_K: (108, 32 * 4),
+    Kind.Q4_K: (0, 63 * 31),
+    Kind.Q5_K: (0, 63 * 31),
+    Kind.Q6_K: (208, 128 * 32),
+    Kind.IQ2_XXS: (0, 15.5 * 43 / 4),
+    Kind.IQ2_XS: (0, 15.5 * 43 / 4),
+    Kind.IQ2_S: (0, 15.5 * 43 / 4),
+    Kind.IQ3_XXS: (0, 15.5 * 62 / 2),
+    Kind.IQ3_S: (0, 31 * 15),
+    Kind.IQ4_NL: (0, 127),
+    Kind.IQ4_XS: (0, 32 * 127),
+    Kind.NVFP4: (0, 12),
+}
 
 
 def blocks(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
-    """Return the quantised bytes (rows, bytes) of a matrix; of a random one for RANDOM types."""
+    """Return the quantised bytes (rows, bytes) of a matrix; random ones for RANDOM types."""
     if kind not in RANDOM:
         return quantize(weight, kind).view(np.uint8).reshape(len(weight), -1)
     size, nbytes = GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(seed)
     raw = generator.integers(0, 256, (len(weight), weight.shape[1] // size, nbytes), dtype=np.uint8)
+    if kind == Kind.NVFP4:  # scales in 8 bits, of up to 0.03
+        raw[..., :4] = generator.integers(8, 20, (*raw.shape[:2], 4))
+        return raw.reshape(len(weight), -1)
     signs = generator.choice([-1, 1], (*raw.shape[:2], 1))
     scale_count = 2 if kind in (Kind.Q2_K, Kind.Q4_K, Kind.Q5_K) else 1
-    largest = {Kind.Q2_K: 15 * 3, Kind.Q3_K: 32 * 4, Kind.Q6_K: 128 * 32}.get(kind, 63 * 31)
+    offset, largest = RANDOM[kind]
     scale = (signs * 0.3 / largest * np.ones(scale_count)).astype(np.float16)
-    raw[..., SCALES[kind] : SCALES[kind] + 2 * scale_count] = scale.view(np.uint8)
+    raw[..., offset : offset + 2 * scale_count] = scale.view(np.uint8)
     return raw.reshape(len(weight), -1)
 
 

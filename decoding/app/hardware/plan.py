@@ -26,6 +26,7 @@ from decoding.config.defaults import (
 )
 from decoding.config.settings import Settings
 from decoding.planning.cost_model import CostModel
+from decoding.planning.forward_cost import choose_weights
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.planner import Planner
 from decoding.planning.requirements import Requirements, draft_ranks
@@ -74,6 +75,7 @@ def plan(
         int | None, option_parameter(Settings, "num_draft_tokens", default=PREDICTED)
     ] = None,
     dtype: Annotated[str, option_parameter(Settings, "dtype", "bfloat16", **FORMATS)] = "bfloat16",
+    weights: Annotated[str, option_parameter(Settings, "weights")] = "auto",
     deterministic: Annotated[bool, option_parameter(Settings, "deterministic")] = False,
     acceptance: Annotated[
         float,
@@ -125,11 +127,12 @@ def plan(
         context=context,
         rope=rope,
         dtype=dtype,
+        weights=weights,
         deterministic=deterministic,
         # An engine decides by a self-test of its GPU (`cuda_graphs_supported`).
         graphs=machine.runs_ahead and not deterministic,
     )
-    requirements = _requirements(model, draft, settings, int(machine.gpus))
+    requirements = _requirements(model, draft, settings, machine)
     _check_draft_vocabulary(model, draft, requirements)
     notes = requirements.target.context_notes()
     prompt = _prompt_tokens(requirements.target, context, max_new_tokens)
@@ -181,14 +184,20 @@ def _machine(hardware: str, host_memory: float | None) -> HardwareProfile:
     return replace(machine, host_memory=host_memory * 1e9)
 
 
-def _requirements(model: str, draft: str | None, settings: Settings, ranks: int) -> Requirements:
-    """Return the requirements on one of `ranks` ranks, from the configs of the named models.
+def _requirements(
+    model: str, draft: str | None, settings: Settings, machine: HardwareProfile
+) -> Requirements:
+    """Return the requirements on one rank of a machine, from the configs of the named models.
 
     Raises TierForceError for incompatible models or settings.
     """
+    ranks, kind = int(machine.gpus), dtype_spec(settings.dtype)
     target = ModelConfig.from_name(model).with_rope_scaling(settings.rope)
+    target = choose_weights(target, settings.weights, machine, kind, machine.device_memory)
     small = ModelConfig.from_name(draft) if draft is not None else None
-    kind = dtype_spec(settings.dtype)
+    if small is not None:
+        setting = settings.weights if small.kept_types else "auto"
+        small = choose_weights(small, setting, machine, kind, machine.device_memory)
     target.kv_layout(ranks, kind)  # raises if the heads cannot be split over ranks
     settings.check_layers(target.layers)
     return Requirements(

@@ -64,7 +64,7 @@ def test_models_of_any_size_are_planned_or_rejected_quickly(
         changed = dict.fromkeys(sizes, size) if name not in sizes else {name: size}
         path.write_text(json.dumps(fields | changed))
         with suppress(TierForceError):
-            requirements = _requirements(str(path), None, Settings(dtype="bfloat16"), 1)
+            requirements = _requirements(str(path), None, Settings(dtype="bfloat16"), machine)
             prompt = _prompt_tokens(requirements.target, None, 8)
             plan = plan_on(machine, requirements, prompt, 8)
             assert CostModel(machine).forecast(plan).document_s < 1e30

@@ -193,7 +193,7 @@ def test_a_wrong_shape_in_a_later_layer(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(99, "an unknown type (99)"), (Kind.IQ2_XS.value, "type IQ2_XS"), (Kind.I8.value, "type I8")],
+    [(99, "an unknown type (99)"), (Kind.IQ1_S.value, "type IQ1_S"), (Kind.I8.value, "type I8")],
 )
 def test_unsupported_tensor_types(make: Make, kind: int, words: str) -> None:
     path = make()

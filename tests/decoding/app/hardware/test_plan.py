@@ -525,8 +525,9 @@ def test_plan_imports_neither_torch_nor_transformers() -> None:
         "from decoding.planning.planner import Planner\n"
         "from decoding.config.settings import Settings\n"
         "settings = Settings(dtype='bfloat16')\n"
-        f"requirements = _requirements({str(DEMO / 'target')!r}, None, settings, 1)\n"
-        "costs = CostModel(HardwareProfile.from_name('1x4090'))\n"
+        "machine = HardwareProfile.from_name('1x4090')\n"
+        f"requirements = _requirements({str(DEMO / 'target')!r}, None, settings, machine)\n"
+        "costs = CostModel(machine)\n"
         "costs.forecast(Planner(requirements, costs).plan(16_384, 512))\n"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))\n"
     )

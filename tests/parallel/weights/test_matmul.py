@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.model import matmul
+from parallel.weights import matmul
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 40, 200])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,7 +55,18 @@ def _linear_bucketed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out[: len(x)]
 
 
-def linear_fp32_out(x: Tensor, weight: Tensor) -> Tensor:
+class Rows(Protocol):
+    """A weight (Dout, Din), of which a slice gives rows."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice) -> Tensor: ...
+
+
+def linear_fp32_out(x: Tensor, weight: Tensor | Rows) -> Tensor:
     """Return x W^T, (T, Dout), in the float32 of its accumulation, not rounded to x's dtype.
 
     Used for logits. Rounded to bfloat16 they come in steps of an eighth, and forwards with other
@@ -61,18 +75,18 @@ def linear_fp32_out(x: Tensor, weight: Tensor) -> Tensor:
     so that training and inference probabilities agree (arXiv 2506.13585).
     """
     if x.dtype == torch.float32:
-        return linear(x, weight)
+        return linear(x, weight[:])
     return map_blocks(lambda rows: _linear_fp32_out(rows, weight), x)
 
 
-def _linear_fp32_out(x: Tensor, weight: Tensor) -> Tensor:
+def _linear_fp32_out(x: Tensor, weight: Tensor | Rows) -> Tensor:
     if x.is_cpu:
         return _widened(x, weight, None, torch.float32)
-    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return torch.mm(x, weight[:].t(), out_dtype=torch.float32)
 
 
 def _widened(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None
+    x: Tensor, weight: Tensor | Rows, bias: Tensor | None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return x W^T + b in `dtype`, by default x's, with 16-bit inputs widened to float32."""
     out = x.new_empty(len(x), len(weight), dtype=dtype)
@@ -87,6 +101,7 @@ def _widened(
     return out
 
 
-def _is_poorly_parallel(x: Tensor, weight: Tensor) -> bool:
+def _is_poorly_parallel(x: Tensor, weight: Tensor | Rows) -> bool:
     is_threaded = torch.get_num_threads() > 1
-    return is_threaded and 1 < len(x) <= _FEW_ROWS and weight.numel() >= _LARGE_WEIGHT
+    is_large = len(weight) * weight.shape[1] >= _LARGE_WEIGHT
+    return is_threaded and 1 < len(x) <= _FEW_ROWS and is_large

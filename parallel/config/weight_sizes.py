@@ -1,0 +1,109 @@
+"""The bytes of a rank's weights, computed from the config without building the model.
+
+Does not import torch. `parallel.weights` allocates by the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import head_rows, parameter_count
+from parallel.formats.plane_format import kept_row_bytes, kept_unit
+from parallel.formats.weight_headers import EMBEDDING, HEAD
+from parallel.ranks.partition import share, vocab_rows
+
+
+class WeightSizes(NamedTuple):
+    """The weights on one rank."""
+
+    nbytes: int  # of all weights
+    embedding: int  # those of them that a forward does not read, but for its tokens' rows
+    kept: int = 0  # number of weights that are packed, and read
+    scratch: int = 0  # bytes in which a layer's packed matrices are unpacked
+    cut: int = 0  # matrices that would be packed, if this rank's columns were whole blocks
+
+
+class _Part(NamedTuple):
+    """A rank's part of a tensor."""
+
+    tensor: str
+    rows: int
+    columns: slice
+
+    @property
+    def size(self) -> int:
+        """The number of weights."""
+        return self.rows * (self.columns.stop - self.columns.start)
+
+
+@cache
+def weight_sizes(
+    config: ModelConfig, ranks: int, itemsize: int, rank: int | None = None
+) -> WeightSizes:
+    """Return the sizes of one rank's weights.
+
+    Args:
+        config: matrices stay packed as its `kept_types` say.
+        ranks: that share the model.
+        itemsize: bytes of a weight that is not packed.
+        rank: by default the last, which holds at least as many weights as any other.
+    """
+    rank = ranks - 1 if rank is None else rank
+    nbytes = parameter_count(config, ranks, rank) * itemsize
+    embedding = 0 if config.tied else vocab_rows(config.vocab, ranks) * config.hidden * itemsize
+    types = dict(config.kept_types)
+    kept = cut = 0
+    scratch: dict[str, int] = {}  # matrix of a layer -> bytes
+    for matrix, parts in _matrices(config, ranks, rank) if types else ():
+        packed = [part for part in parts if part.tensor in types]
+        whole = [part for part in packed if not _is_cut(types[part.tensor], part.columns)]
+        cut += len(packed) - len(whole)
+        for part in whole:
+            own_bytes = part.rows * kept_row_bytes(types[part.tensor], part.columns)
+            nbytes -= part.size * itemsize - own_bytes
+            if part.tensor == EMBEDDING and not config.tied:
+                embedding = own_bytes
+            else:
+                kept += part.size
+        if whole and matrix is not None:
+            size = sum(part.size for part in parts) * itemsize
+            scratch[matrix] = max(scratch.get(matrix, 0), size)
+    return WeightSizes(nbytes, embedding, kept, sum(scratch.values()), cut)
+
+
+def _is_cut(name: str, columns: slice) -> bool:
+    """Return whether columns of a type are not whole blocks, or groups of one."""
+    unit = kept_unit(name)
+    assert unit is not None
+    return bool(columns.start % unit or columns.stop % unit)
+
+
+def _matrices(
+    config: ModelConfig, ranks: int, rank: int
+) -> Iterator[tuple[str | None, list[_Part]]]:
+    """Yield a rank's matrices of dense families: their name in a layer, and what they stack."""
+    hidden, all_columns = config.hidden, slice(0, config.hidden)
+    vocab = vocab_rows(config.vocab, ranks)
+    for name in [EMBEDDING] if config.tied else [EMBEDDING, HEAD]:
+        yield None, [_Part(name, vocab, all_columns)]
+    queries, keys = head_rows(config)
+    own_queries = share(config.heads * config.head_dim, rank, ranks, queries)
+    own_keys = share(config.kv_heads * config.head_dim, rank, ranks, keys)
+    key_rows = own_keys.stop - own_keys.start
+    inner = share(config.intermediate, rank, ranks)
+    columns = inner.stop - inner.start
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}"
+        heads = {"q": own_queries.stop - own_queries.start, "k": key_rows, "v": key_rows}
+        projections = [
+            _Part(f"{prefix}.self_attn.{name}_proj.weight", rows, all_columns)
+            for name, rows in heads.items()
+        ]
+        yield "qkv", projections
+        yield "o", [_Part(f"{prefix}.self_attn.o_proj.weight", hidden, own_queries)]
+        names = [f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up")]
+        yield "gate_up", [_Part(name, columns, all_columns) for name in names]
+        yield "down", [_Part(f"{prefix}.mlp.down_proj.weight", hidden, inner)]

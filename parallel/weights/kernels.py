@@ -1,0 +1,357 @@
+"""Fused GPU kernels for matrices in planes: products with few rows, and unpacking.
+
+A program unpacks a tile of the matrix in registers, to the very bits of `Planes.unpack`, and
+multiplies it with all rows of x at once: weights are read once, as stored. The sum over columns has
+one order whatever the number of rows, so a row's result does not depend on the others. Importing
+this needs triton, which comes with CUDA builds of torch.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from offload.kernels.split_float import UPCAST
+from offload.layout import ceil_div
+from parallel.formats.plane_format import PlaneFormat
+from parallel.weights.planes import Planes, float_bytes
+
+MAX_ROWS = 64  # of x; with more, unpacking first is faster
+_TILE_ROWS = 64  # rows of the matrix per program
+_TILE_GROUPS = 4  # groups of each that are unpacked at once
+_SPLIT_GROUPS = 32  # smallest number of groups per program
+_PROGRAMS = 1024  # target number of programs: eight for each multiprocessor of a 4090
+OPTIONS = {"num_warps": 4, "num_stages": 3}
+UNPACK_TILE = {"ROWS": 4, "GROUPS": 16}  # of a program that unpacks
+
+
+def multiply(x: Tensor, planes: Planes, first: int, out_dtype: torch.dtype) -> Tensor:
+    """Return x W^T (T, R - first), of the matrix's rows from `first` on.
+
+    Args:
+        x: up to MAX_ROWS rows (T, columns) in 16 bits; the matrix is rounded to their dtype.
+        planes: the matrix (R, columns).
+        first: rows to skip.
+        out_dtype: of the result; sums are float32.
+    """
+    rows = planes.rows - first
+    splits = split_count(rows, planes.groups)
+    x = x.contiguous()
+    out = x.new_empty(len(x), rows, dtype=out_dtype)
+    sums = out if splits == 1 else x.new_empty(splits, len(x), rows, dtype=torch.float32)
+    grid = (ceil_div(rows, _TILE_ROWS), splits)
+    _multiply[grid](
+        x,
+        *_planes(planes),
+        sums,
+        len(x),
+        first,
+        planes.rows,
+        planes.columns,
+        planes.groups,
+        planes.lead,
+        ceil_div(ceil_div(planes.groups, splits), _TILE_GROUPS) * _TILE_GROUPS,
+        **tile(len(x)),
+        UPCAST=UPCAST,
+        **constants(planes.format),
+        **OPTIONS,
+    )
+    if splits > 1:
+        count = len(x) * rows
+        _sum[(ceil_div(count, 1024),)](sums, out, splits, count, BLOCK=1024)
+    return out
+
+
+def split_count(rows: int, groups: int) -> int:
+    """Return the number of programs that share a tile's columns; it depends on the matrix alone."""
+    tiles = ceil_div(rows, _TILE_ROWS)
+    return max(1, min(_PROGRAMS // tiles, groups // _SPLIT_GROUPS))
+
+
+def unpack(planes: Planes, first: int, out: Tensor) -> Tensor:
+    """Write the matrix's rows from `first` on into `out` (rows, columns), in its dtype."""
+    grid = tuple(map(ceil_div, (len(out), planes.groups), UNPACK_TILE.values()))
+    _unpack[grid](
+        *_planes(planes),
+        out,
+        first,
+        first + len(out),
+        out.stride(0),
+        planes.groups,
+        planes.lead,
+        **UNPACK_TILE,
+        **constants(planes.format),
+        num_warps=4,
+    )
+    return out
+
+
+def _planes(planes: Planes) -> list[Tensor]:
+    """Return the planes and tables in a kernel's order; any tensor for those it does not read."""
+    fmt, device = planes.format, planes.low.device
+    floats = None if fmt.sub_kind.startswith(("int", "uint")) else float_bytes(fmt.sub_kind, device)
+    named = (planes.low, planes.high, planes.scale, planes.minimum, planes.sub, planes.submin)
+    return [planes.low if each is None else each for each in (*named, floats)]
+
+
+def tile(tokens: int) -> dict[str, int]:
+    """Return the tile of a program that multiplies `tokens` rows of x."""
+    columns = max(16, triton.next_power_of_2(tokens))
+    return {"ROWS": _TILE_ROWS, "GROUPS": _TILE_GROUPS, "TOKENS": columns}
+
+
+def constants(fmt: PlaneFormat) -> dict[str, Any]:
+    """Return the compile-time constants of a format."""
+    return {
+        "BITS": fmt.bits,
+        "OFFSET": 128 if fmt.values else fmt.offset,
+        "VALUES": _words(fmt.values) if fmt.values else None,
+        "SCALE_GROUPS": fmt.scale_groups,
+        "SUB": fmt.sub,
+        "SUB_FLOATS": not fmt.sub_kind.startswith(("int", "uint")),
+        "HAS_MINIMUM": fmt.has_minimum,
+    }
+
+
+def _words(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return 16 values, each plus 128 in a byte, as four words."""
+    data = bytes(value + 128 for value in values)
+    return struct.unpack("<4i", data)
+
+
+@triton.jit
+def _tile(
+    low,
+    high,
+    scale,
+    minimum,
+    sub,
+    submin,
+    floats,
+    row,
+    group,
+    end,
+    groups,
+    lead,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    VALUES: tl.constexpr,
+    SCALE_GROUPS: tl.constexpr,
+    SUB: tl.constexpr,
+    SUB_FLOATS: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr,
+):
+    """Return the first halves (R, G, 16) float32 of groups (1, G, 1) of rows (R, 1, 1), and the
+    second halves. Groups past the last, and rows from `end` on, are zero or finite.
+    """
+    lane = tl.arange(0, 16)[None, None, :]
+    exists = (row < end) & (group < groups)
+    place = row.to(tl.int64) * groups + group
+    if BITS == 8:
+        first = tl.load(low + place * 32 + lane, mask=exists, other=0).to(tl.float32)
+        second = tl.load(low + place * 32 + 16 + lane, mask=exists, other=0).to(tl.float32)
+    else:
+        packed = tl.load(low + place * 16 + lane, mask=exists, other=0).to(tl.int32)
+        code = packed & 15
+        next_code = packed >> 4
+        if BITS == 5:
+            bits = tl.load(high + place, mask=exists, other=0)
+            code |= ((bits >> lane) & 1) << 4
+            next_code |= ((bits >> (lane + 16)) & 1) << 4
+        if BITS == 6:
+            code |= ((tl.load(high + place * 2, mask=exists, other=0) >> (lane * 2)) & 3) << 4
+            bits = tl.load(high + place * 2 + 1, mask=exists, other=0)
+            next_code |= ((bits >> (lane * 2)) & 3) << 4
+        first = _value(code, OFFSET, VALUES)
+        second = _value(next_code, OFFSET, VALUES)
+    factor = 1.0
+    shift = 0.0
+    if SCALE_GROUPS > 0:
+        scales = (lead + groups + SCALE_GROUPS - 1) // SCALE_GROUPS
+        scale_place = row.to(tl.int64) * scales + (lead + group) // SCALE_GROUPS
+        factor = tl.load(scale + scale_place, mask=exists, other=0.0).to(tl.float32)
+        if HAS_MINIMUM:
+            shift = tl.load(minimum + scale_place, mask=exists, other=0.0).to(tl.float32)
+    if SUB == 0:
+        return first * factor + shift, second * factor + shift
+    if SUB == 32:
+        own = _sub_scale(sub, floats, place, exists, SUB_FLOATS) * factor
+        if HAS_MINIMUM:
+            shift = shift * tl.load(submin + place, mask=exists, other=0).to(tl.float32)
+        return first * own + shift, second * own + shift
+    own = _sub_scale(sub, floats, place * 2, exists, SUB_FLOATS) * factor
+    following = _sub_scale(sub, floats, place * 2 + 1, exists, SUB_FLOATS) * factor
+    return first * own, second * following
+
+
+@triton.jit
+def _value(code, OFFSET: tl.constexpr, VALUES: tl.constexpr):
+    """Return the values (R, G, 16) float32 of codes below 128.
+
+    Or'ed into a float of 2 ** 23, whose steps are 1, a code needs no conversion, which takes four
+    times as long as other operations.
+    """
+    shift: tl.constexpr = OFFSET + 8388608.0
+    if VALUES is not None:  # bytes in four words: loading them would take seven times as long
+        early = tl.where(code < 4, VALUES[0], VALUES[1])
+        late = tl.where(code < 12, VALUES[2], VALUES[3])
+        code = (tl.where(code < 8, early, late) >> ((code & 3) * 8)) & 255
+    return (code | 0x4B000000).to(tl.float32, bitcast=True) - shift
+
+
+@triton.jit
+def _sub_scale(sub, floats, place, exists, SUB_FLOATS: tl.constexpr):
+    scale = tl.load(sub + place, mask=exists, other=0)
+    if SUB_FLOATS:
+        return tl.load(floats + scale.to(tl.int32))
+    return scale.to(tl.float32)
+
+
+# Specialising on argument values would compile another kernel in the middle of a request.
+@triton.jit(do_not_specialize=["tokens", "first", "end", "groups", "lead", "per_split"])
+def _multiply(
+    x,
+    low,
+    high,
+    scale,
+    minimum,
+    sub,
+    submin,
+    floats,
+    out,
+    tokens,
+    first,
+    end,
+    columns,
+    groups,
+    lead,
+    per_split,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    VALUES: tl.constexpr,
+    SCALE_GROUPS: tl.constexpr,
+    SUB: tl.constexpr,
+    SUB_FLOATS: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr,
+):
+    """Multiply a tile of rows with one split's groups of all tokens."""
+    HALF: tl.constexpr = GROUPS * 16
+    dtype = x.dtype.element_ty
+    dot_dtype = tl.float32 if UPCAST else dtype
+    row = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.arange(0, TOKENS)
+    half = tl.arange(0, HALF)
+    start = tl.program_id(1) * per_split
+    total = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+    for tile in range(start, tl.minimum(start + per_split, groups), GROUPS):
+        group = tile + tl.arange(0, GROUPS)
+        one, two = _tile(
+            low,
+            high,
+            scale,
+            minimum,
+            sub,
+            submin,
+            floats,
+            row[:, None, None],
+            group[None, :, None],
+            end,
+            groups,
+            lead,
+            BITS,
+            OFFSET,
+            VALUES,
+            SCALE_GROUPS,
+            SUB,
+            SUB_FLOATS,
+            HAS_MINIMUM,
+        )
+        column = (tile + half // 16) * 32 + half % 16
+        mask = (token[None, :] < tokens) & (column < columns)[:, None]
+        pointers = x + token[None, :] * columns + column[:, None]
+        weights = tl.reshape(one, (ROWS, HALF)).to(dtype).to(dot_dtype)
+        part = tl.load(pointers, mask=mask, other=0.0).to(dot_dtype)
+        total = tl.dot(weights, part, total)
+        weights = tl.reshape(two, (ROWS, HALF)).to(dtype).to(dot_dtype)
+        part = tl.load(pointers + 16, mask=mask, other=0.0).to(dot_dtype)
+        total = tl.dot(weights, part, total)
+    width = end - first
+    base = tl.program_id(1).to(tl.int64) * tokens * width
+    result = base + token[None, :] * width + (row - first)[:, None]
+    mask = (token[None, :] < tokens) & (row < end)[:, None]
+    tl.store(out + result, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["splits", "count"])
+def _sum(sums, out, splits, count, BLOCK: tl.constexpr):
+    """Add the sums of all splits, from the first to the last."""
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = element < count
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for split in range(splits):
+        total += tl.load(sums + split * count + element, mask=mask, other=0.0)
+    tl.store(out + element, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first", "end", "groups", "lead"])
+def _unpack(
+    low,
+    high,
+    scale,
+    minimum,
+    sub,
+    submin,
+    floats,
+    out,
+    first,
+    end,
+    stride,
+    groups,
+    lead,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    VALUES: tl.constexpr,
+    SCALE_GROUPS: tl.constexpr,
+    SUB: tl.constexpr,
+    SUB_FLOATS: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr,
+):
+    """Unpack a tile of groups."""
+    row = (first + tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :, None]
+    one, two = _tile(
+        low,
+        high,
+        scale,
+        minimum,
+        sub,
+        submin,
+        floats,
+        row,
+        group,
+        end,
+        groups,
+        lead,
+        BITS,
+        OFFSET,
+        VALUES,
+        SCALE_GROUPS,
+        SUB,
+        SUB_FLOATS,
+        HAS_MINIMUM,
+    )
+    place = (row - first).to(tl.int64) * stride + group * 32 + tl.arange(0, 16)[None, None, :]
+    mask = (row < end) & (group < groups)
+    tl.store(out + place, one.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place + 16, two.to(out.dtype.element_ty), mask=mask)

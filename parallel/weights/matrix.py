@@ -1,0 +1,136 @@
+"""A matrix of weights on this rank's device, and its products: whole, or packed as in its file.
+
+A packed weight is exactly the weight that a whole matrix would hold: its file's number in float32,
+rounded once to the run's dtype. So packing changes memory and time, and never a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from parallel.config.parameter_count import MAX_STATIC_TOKENS
+from parallel.weights.matmul import linear, linear_fp32_out
+from parallel.weights.packed import PackedRows, Slice
+
+
+class Scratch:
+    """Memory in which matrices are unpacked, one of each name: those of one layer.
+
+    In a layer-major prefill a layer's matrices are unpacked once, for all chunks.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._owners: dict[str, Matrix] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def reserve(self, name: str, matrix: Matrix) -> None:
+        """Have room for a matrix of this name, if it is packed."""
+        if matrix.packed is None:
+            return
+        size, buffer = matrix.rows * matrix.columns, self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            self._buffers[name] = torch.empty(size, dtype=matrix.dtype, device=matrix.device)
+        matrix.scratch = self, name
+
+    def unpacked(self, matrix: Matrix, name: str) -> Tensor:
+        """Return a matrix (rows, columns), which is valid until another of its name is unpacked."""
+        assert matrix.packed is not None
+        out = self._buffers[name][: matrix.rows * matrix.columns].view(matrix.rows, -1)
+        if self._owners.get(name) is not matrix:
+            self._owners.pop(name, None)  # stays without one if unpacking fails
+            matrix.packed.unpack(out)
+            self._owners[name] = matrix
+        return out
+
+
+class Matrix(Module):
+    """Weight matrices with the same input, stacked: this rank's rows and columns of them.
+
+    `values` (rows, columns) holds them as numbers, or `packed` as in their file.
+    """
+
+    values: Parameter | None
+
+    def __init__(self, rows: int, columns: int):
+        super().__init__()
+        self.rows, self.columns = rows, columns
+        self.values = empty_parameter(rows, columns)
+        self.packed: PackedRows | None = None
+        self.scratch: tuple[Scratch, str] | None = None
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+
+    def prepare(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Set the dtype and the device of weights, before memory is allocated."""
+        self.dtype, self.device = dtype, device
+
+    def allocate(self) -> Parameter:
+        """Allocate and return `values`, uninitialized."""
+        self.values = empty_parameter(self.rows, self.columns, dtype=self.dtype, device=self.device)
+        return self.values
+
+    def load(self, slices: Sequence[Slice]) -> None:
+        """Read the rows of the matrix, in order; rows after the last are zero.
+
+        Raises CheckpointError.
+        """
+        if any(each.kept_format for each in slices):
+            self.values = None
+            self.packed = PackedRows(self.columns, self.dtype, self.device)
+            self.packed.load(slices, self.rows)
+            return
+        values, start = self.allocate(), 0
+        for each in slices:
+            each.read_into(values[start : start + each.height])
+            start += each.height
+        values[start:] = 0
+
+    def product(self, x: Tensor, bias: Tensor | None = None, first: int = 0) -> Tensor:
+        """Return x W^T + b (T, rows - first) of x (T, columns), skipping the first rows."""
+        packed = self.packed
+        if packed is None:
+            assert self.values is not None
+            return linear(x, self.values[first:], bias)
+        if packed.has_kernels(len(x)):
+            out = packed.multiply(x, first, x.dtype)
+            return out if bias is None else out + bias
+        # A captured forward, which is short, must unpack whatever is in scratch memory, and leave
+        # that to the chunks of a prefill before and after it.
+        is_short = not x.is_cpu and len(x) <= MAX_STATIC_TOKENS
+        if self.scratch is None or is_short:
+            return linear(x, packed[first:], bias)
+        scratch, name = self.scratch
+        return linear(x, scratch.unpacked(self, name)[first:], bias)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return x W^T (T, rows) float32 of x (T, columns), as `linear_fp32_out`."""
+        packed = self.packed
+        if packed is None:
+            assert self.values is not None
+            return linear_fp32_out(x, self.values)
+        if packed.has_kernels(1):
+            return packed.multiply(x, 0, torch.float32)
+        return linear_fp32_out(x, packed)
+
+    def select(self, rows: Tensor) -> Tensor:
+        """Return rows (T, columns) by their indices (T,)."""
+        if self.packed is not None:
+            return self.packed.select(rows)
+        assert self.values is not None
+        return F.embedding(rows, self.values)
+
+
+def empty_parameter(
+    *shape: int, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> Parameter:
+    """Return an uninitialized parameter without gradient, to be loaded."""
+    return Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

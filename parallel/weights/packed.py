@@ -1,0 +1,204 @@
+"""Rows of a matrix that stay packed as in their file, with products that need no whole matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from types import ModuleType
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module, ModuleList, Parameter
+
+from parallel.batch_invariant import is_batch_invariant
+from parallel.errors import CheckpointError
+from parallel.formats.checkpoint import BlockTensor, Indexable
+from parallel.formats.plane_format import GROUP, PLANE_FORMATS
+from parallel.weights.codebooks import CodebookBlocks
+from parallel.weights.matmul import linear, linear_fp32_out
+from parallel.weights.planes import Planes
+from parallel.weights.selection import plane_kernels
+
+
+class Slice(NamedTuple):
+    """A part of a tensor on disk."""
+
+    tensor: Indexable
+    rows: slice
+    columns: slice
+
+    @property
+    def height(self) -> int:
+        """The number of rows."""
+        return int(self.rows.stop - self.rows.start)
+
+    @property
+    def kept_format(self) -> str | None:
+        """The format in PLANE_FORMATS in which the part is kept; None if it is read as numbers."""
+        tensor = self.tensor
+        return tensor.kept_format(self.columns) if isinstance(tensor, BlockTensor) else None
+
+    def read_into(self, values: Tensor) -> None:
+        """Read the part as numbers into `values` (height, columns)."""
+        values.copy_(self.tensor[self.rows, self.columns])
+
+
+class WholePart(Module):
+    """Rows that are not packed: of float tensors, or of one that is cut inside of a block."""
+
+    def __init__(self, values: Parameter):
+        super().__init__()
+        self.values, self.rows = values, len(values)
+
+
+Part = Planes | CodebookBlocks | WholePart
+
+
+class PackedRows(Module):
+    """Rows (R, columns) of one or several formats, one after another.
+
+    Where a function needs a whole matrix (R, columns), slices of it give unpacked rows.
+    """
+
+    def __init__(self, columns: int, dtype: torch.dtype, device: torch.device):
+        """`dtype`: of the weights when they are unpacked, and of products."""
+        super().__init__()
+        self.columns, self.dtype, self.device = columns, dtype, device
+        self.parts = ModuleList()
+
+    def load(self, slices: Sequence[Slice], rows: int) -> None:
+        """Read slices block by block; rows after the last, up to `rows`, are zero.
+
+        Raises CheckpointError.
+        """
+        runs = [list(run) for _, run in groupby(slices, key=lambda each: each.kept_format)]
+        rest = rows - sum(each.height for each in slices)
+        for run in runs:
+            height = sum(each.height for each in run) + (rest if run is runs[-1] else 0)
+            name = run[0].kept_format
+            self.parts.append(
+                self._whole_part(run, height)
+                if name is None
+                else self._kept_part(name, run, height)
+            )
+
+    def multiply(self, x: Tensor, first: int, out_dtype: torch.dtype) -> Tensor:
+        """Return x W^T (T, R - first) with fused kernels, in x's dtype or float32."""
+        outs = []
+        for part, own, _ in self._overlapping(first, len(self)):
+            if isinstance(part, WholePart):
+                product = linear if out_dtype == x.dtype else linear_fp32_out
+                outs.append(product(x, part.values[own]))
+                continue
+            kernels = _kernels(part, self.dtype)
+            assert kernels is not None
+            assert isinstance(part, Planes)
+            chunks = x.split(kernels.MAX_ROWS)
+            own_outs = [kernels.multiply(chunk, part, own.start, out_dtype) for chunk in chunks]
+            outs.append(own_outs[0] if len(own_outs) == 1 else torch.cat(own_outs))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+
+    def has_kernels(self, tokens: int) -> bool:
+        """Return whether fused kernels should multiply so many rows of x.
+
+        A batch-invariant forward always uses them if any does.
+        """
+        packed = [part for part in self.parts if not isinstance(part, WholePart)]
+        kernels = [_kernels(cast(Part, part), self.dtype) for part in packed]
+        if None in kernels:
+            return False
+        return is_batch_invariant() or all(tokens <= each.MAX_ROWS for each in kernels if each)
+
+    def unpack(self, out: Tensor, first: int = 0) -> Tensor:
+        """Write the rows from `first` on into `out` (rows, columns)."""
+        for part, own, place in self._overlapping(first, first + len(out)):
+            if isinstance(part, WholePart):
+                out[place].copy_(part.values[own])
+                continue
+            kernels = _kernels(part, self.dtype)
+            if kernels is None:
+                part.unpack(own, out[place])
+            else:
+                kernels.unpack(part, own.start, out[place])
+        return out
+
+    def select(self, rows: Tensor) -> Tensor:
+        """Return rows (T, columns) by their indices (T,), if all have one format."""
+        (part,) = self.parts
+        if isinstance(part, WholePart):
+            return F.embedding(rows, part.values)
+        assert isinstance(part, Planes | CodebookBlocks)
+        return part.unpack(rows, self._empty(len(rows)))
+
+    def __len__(self) -> int:
+        return sum(part.rows for part in cast(Iterable[Part], self.parts))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of rows and columns."""
+        return len(self), self.columns
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Return unpacked rows (rows, columns)."""
+        first, last, _ = rows.indices(len(self))
+        return self.unpack(self._empty(last - first), first)
+
+    def _empty(self, rows: int) -> Tensor:
+        return torch.empty(rows, self.columns, dtype=self.dtype, device=self.device)
+
+    def _whole_part(self, slices: Sequence[Slice], rows: int) -> WholePart:
+        values = self._empty(rows)
+        start = 0
+        for each in slices:
+            each.read_into(values[start : start + each.height])
+            start += each.height
+        values[start:] = 0
+        return WholePart(Parameter(values, requires_grad=False))
+
+    def _kept_part(self, name: str, slices: Sequence[Slice], rows: int) -> Planes | CodebookBlocks:
+        part = _empty_part(name, slices[0], rows, self.device)
+        start = 0
+        for each in slices:
+            assert isinstance(each.tensor, BlockTensor)
+            for raw in each.tensor.blocks(each.rows, each.columns):
+                try:
+                    part.write(slice(start, start + len(raw)), raw)
+                except ValueError as error:
+                    raise CheckpointError(
+                        f"{each.tensor.path}: tensor {each.tensor.name} has {error}: the file is "
+                        "broken. Fetch it again."
+                    ) from error
+                start += len(raw)
+        part.clear(slice(start, rows))
+        return part
+
+    def _overlapping(self, first: int, last: int) -> Iterator[tuple[Part, slice, slice]]:
+        """Yield the parts with rows in a range: which of its rows, and their place in the range."""
+        start = 0
+        for part in cast(Iterable[Part], self.parts):
+            low, high = max(first, start), min(last, start + part.rows)
+            if low < high:
+                yield part, slice(low - start, high - start), slice(low - first, high - first)
+            start += part.rows
+
+
+def _empty_part(
+    name: str, first: Slice, rows: int, device: torch.device
+) -> Planes | CodebookBlocks:
+    """Return an uninitialized part for slices like the first."""
+    columns = first.columns.stop - first.columns.start
+    if name not in PLANE_FORMATS:
+        return CodebookBlocks(name, rows, columns, device)
+    assert isinstance(first.tensor, BlockTensor)
+    lead = first.columns.start % first.tensor.block // GROUP
+    return Planes(PLANE_FORMATS[name], rows, columns, lead, device)
+
+
+def _kernels(part: Part, dtype: torch.dtype) -> ModuleType | None:
+    """Return the fused kernels for a part, None if there are none."""
+    if not isinstance(part, Planes):
+        return None
+    kernels, _ = plane_kernels(part.low.device.type, dtype, part.format.name)
+    return kernels

@@ -1,0 +1,70 @@
+"""Selection of the kernels for matrices in planes: they are used if they pass a self-test."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from offload.kernels.selection import Kernels, run_self_test
+from parallel.formats.plane_format import GROUP, PLANE_FORMATS
+from parallel.weights.planes import Planes
+
+_ROWS, _COLUMNS, _LEAD = 150, 39 * GROUP, 3  # of the self-test: several tiles, the last incomplete
+_TOLERANCE = 1e-5  # of a product with float32 sums, as a share of the largest element
+
+
+@cache
+def plane_kernels(device: str, dtype: torch.dtype, name: str) -> Kernels:
+    """Return `parallel.weights.kernels` if it can be used, or None, and the reason.
+
+    Args:
+        device: type of the device.
+        dtype: of the activations.
+        name: of a format in PLANE_FORMATS.
+    """
+    if dtype.itemsize != 2:
+        return None, f"there are none for {dtype}"
+    return run_self_test("parallel.weights.kernels", _test_planes, device, dtype, name)
+
+
+def _test_planes(kernels: ModuleType, device: torch.device, dtype: torch.dtype, name: str) -> None:
+    """Raise RuntimeError if a kernel is wrong, or a row's product depends on the other rows."""
+    planes = random_planes(name, _ROWS, _COLUMNS, _LEAD, device)
+    expected = planes.unpack(slice(None), torch.empty(_ROWS, _COLUMNS, dtype=dtype, device=device))
+    actual = kernels.unpack(planes, 1, torch.empty_like(expected[1:]))
+    if not torch.equal(actual, expected[1:]):
+        raise RuntimeError(f"{name} is unpacked incorrectly")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(kernels.MAX_ROWS, _COLUMNS, generator=generator).to(device, dtype)
+    whole = kernels.multiply(x, planes, 1, torch.float32)
+    product = x.double() @ expected[1:].double().t()
+    error = float((whole - product).abs().max() / product.abs().max())
+    if not error < _TOLERANCE:
+        raise RuntimeError(f"products with {name} are off by {error:.3g}")
+    rows = kernels.MAX_ROWS
+    for first, last in ((3, 4), (0, rows // 4 + 1), (rows // 2 + 3, rows)):
+        if not torch.equal(
+            kernels.multiply(x[first:last], planes, 1, torch.float32), whole[first:last]
+        ):
+            raise RuntimeError(f"products with {name} depend on other rows")
+
+
+def random_planes(
+    name: str, rows: int, columns: int, lead: int, device: torch.device, seed: int = 0
+) -> Planes:
+    """Return a matrix of random codes and scales, of about the size of a model's weights."""
+    generator = torch.Generator().manual_seed(seed)
+    fmt = PLANE_FORMATS[name]
+    planes = Planes(fmt, rows, columns, lead if fmt.scale_groups > 1 else 0, device)
+    for part, plane in planes.named_parameters():
+        if plane.dtype == torch.float16:
+            values = torch.randn(plane.shape, generator=generator) * 1e-4
+        elif part == "sub" and planes.format.sub_kind == "e8m0":  # near 2 ** -7
+            values = torch.randint(118, 124, plane.shape, generator=generator)
+        else:
+            info = torch.iinfo(plane.dtype)
+            values = torch.randint(info.min, info.max + 1, plane.shape, generator=generator)
+        plane.copy_(values)
+    return planes

@@ -1,0 +1,242 @@
+"""Packed matrices hold the weights of their file, bit for bit, and multiply as whole ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("gguf")
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from torch import Tensor
+
+from parallel.config.model_config import ModelConfig
+from parallel.config.weight_sizes import weight_sizes
+from parallel.errors import CheckpointError
+from parallel.formats.gguf_checkpoint import GgufCheckpoint
+from parallel.formats.gguf_header import read_header
+from parallel.formats.gguf_tensors import CODEBOOK_TYPES
+from parallel.formats.plane_format import PLANE_FORMATS, kept_unit
+from parallel.model.loading import load_model, parameter_bytes
+from parallel.model.transformer import Transformer
+from parallel.ranks.process_group import TensorParallelGroup
+from parallel.weights.matrix import Matrix
+from parallel.weights.packed import Slice
+from parallel.weights.planes import Planes
+from support.gguf import RANDOM, convert
+from support.loading import all_logits
+from support.models import random_tokens
+from support.ranks import run_ranks
+
+Checkpoints = Callable[..., Path]
+KEPT = [*PLANE_FORMATS, *CODEBOOK_TYPES]
+EVERY_TYPE = pytest.mark.parametrize("name", KEPT)
+# rows are whole blocks of 256; two ranks split the columns of `down` inside of a block of 256
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "scale": 0.05,
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Return whether tensors are equal bit for bit, but for the signs of zeros."""
+    return x.dtype == y.dtype and torch.equal(x, y)
+
+
+def packed_model(path: Path, dtype: str, group: TensorParallelGroup | None = None) -> Transformer:
+    config = ModelConfig.from_pretrained(path)
+    assert config.kept_types
+    return load_model(path, group or TensorParallelGroup(), dtype, config)
+
+
+def load_matrix(checkpoint: GgufCheckpoint, name: str, shape: tuple[int, int], *part: slice) -> Any:
+    """Return rows and columns of a tensor as a Matrix, with 3 rows of padding."""
+    rows, columns = part
+    matrix = Matrix(rows.stop - rows.start + 3, columns.stop - columns.start)
+    matrix.prepare(checkpoint._target_dtype, torch.device("cpu"))
+    matrix.load([Slice(checkpoint.tensor(name, shape), rows, columns)])
+    return matrix
+
+
+@EVERY_TYPE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_those_of_gguf(
+    checkpoint: Checkpoints, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """Whole matrices, and both ranks' slices, rows of half a head among them."""
+    path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", Kind[name])
+    stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    weights = GgufCheckpoint(path)
+    weights.set_dtype(dtype)
+    weights.keep_blocks()
+    for part, tensor, heads, slices in (
+        ("attn_q", "self_attn.q_proj", 4, [(slice(0, 256), slice(0, 256))]),
+        ("attn_q", "self_attn.q_proj", 4, [(slice(10, 70), slice(0, 256))]),
+        ("attn_k", "self_attn.k_proj", 2, [(slice(64, 128), slice(0, 256))]),
+        ("ffn_gate", "mlp.gate_proj", 0, [(slice(384, 768), slice(0, 256))]),
+        ("ffn_down", "mlp.down_proj", 0, [(slice(0, 256), slice(0, 384))]),
+        ("ffn_down", "mlp.down_proj", 0, [(slice(0, 256), slice(384, 768))]),
+        ("ffn_down", "mlp.down_proj", 0, [(slice(0, 256), slice(416, 512))]),
+    ):
+        raw = stored[f"blk.1.{part}.weight"]
+        whole = torch.from_numpy(dequantize(raw.data, raw.tensor_type).copy())
+        if heads:
+            whole = whole.view(heads, -1, 2, 256).transpose(1, 2).reshape(whole.shape)
+        assert whole.std() > 0.005
+        for rows, columns in slices:
+            matrix = load_matrix(
+                weights, f"model.layers.1.{tensor}.weight", tuple(whole.shape), rows, columns
+            )
+            expected = whole[rows, columns].to(dtype)
+            unit = kept_unit(name)
+            assert unit is not None
+            is_kept = not (columns.start % unit or columns.stop % unit)
+            assert (matrix.packed is not None) == is_kept
+            unpacked = matrix.packed[:] if is_kept else matrix.values
+            assert same_bits(unpacked[:-3], expected)
+            assert not unpacked[-3:].any()
+            indices = torch.tensor([3, len(expected) - 1, 3])
+            assert same_bits(matrix.select(indices), expected[indices])
+            if is_kept:
+                assert same_bits(matrix.packed[7:31], expected[7:31])
+
+
+@EVERY_TYPE
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_those_of_whole_matrices(
+    checkpoint: Checkpoints, tmp_path: Path, name: str, tied: bool
+) -> None:
+    path = convert(
+        checkpoint(**WIDE, tie_word_embeddings=tied), tmp_path / "model.gguf", Kind[name]
+    )
+    tokens = random_tokens(60)
+    packed = packed_model(path, "float32")
+    assert not any(each.is_floating_point() and each.numel() > 1e5 for each in packed.parameters())
+    whole = load_model(path, TensorParallelGroup(), "float32")
+    assert torch.equal(all_logits(packed, tokens), all_logits(whole, tokens))
+
+
+def logits_on_this_rank(path: Path) -> Tensor:
+    group = TensorParallelGroup.from_environment("cpu")
+    return all_logits(packed_model(path, "float32", group), random_tokens(60))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_1", "IQ3_S"])
+def test_two_ranks_equal_one(checkpoint: Checkpoints, tmp_path: Path, name: str) -> None:
+    path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", Kind[name])
+    alone = all_logits(load_model(path, TensorParallelGroup(), "float32"), random_tokens(60))
+    for logits in run_ranks(2, logits_on_this_rank, path):
+        torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+@EVERY_TYPE
+def test_bytes_are_those_that_a_plan_counts(
+    checkpoint: Checkpoints, tmp_path: Path, name: str, ranks: int, tied: bool
+) -> None:
+    path = convert(
+        checkpoint(**WIDE, tie_word_embeddings=tied), tmp_path / "model.gguf", Kind[name]
+    )
+    for rank in range(ranks):
+        model = packed_model(path, "bfloat16", TensorParallelGroup(rank, ranks))
+        sizes = weight_sizes(model.config, ranks, 2, rank)
+        assert parameter_bytes(model) == sizes.nbytes + sizes.scratch
+        assert sum(parameter.nbytes for parameter in model.parameters()) == sizes.nbytes
+        # a rank's 384 columns of `down` end inside of a block of 256, which codebooks keep whole
+        assert sizes.cut == (2 * (ranks - 1) * 2 if name in CODEBOOK_TYPES else 0)
+        embedding = model.embed.weight
+        assert embedding.packed is not None
+        own = sum(plane.nbytes for plane in embedding.packed.parameters())
+        assert sizes.embedding == (0 if tied else own)
+
+
+def test_matrices_take_at_most_a_tenth_more_than_in_their_file(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    for name in KEPT:
+        path = convert(checkpoint(**WIDE), tmp_path / f"{name}.gguf", Kind[name])
+        stored = path.stat().st_size - read_header(path).data_start
+        assert weight_sizes(ModelConfig.from_name(str(path)), 1, 2).nbytes <= 1.1 * stored
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "Q2_K", "IQ3_XXS"])
+@pytest.mark.parametrize("scale", [np.inf, np.nan])
+def test_scales_that_are_not_finite(
+    checkpoint: Checkpoints, tmp_path: Path, name: str, scale: float
+) -> None:
+    path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", Kind[name])
+    content = bytearray(path.read_bytes())
+    offset = read_header(path).tensors["blk.1.ffn_gate.weight"].start + RANDOM_OFFSETS.get(name, 0)
+    content[offset : offset + 2] = np.float16(scale).tobytes()
+    path.write_bytes(content)
+    message = r"tensor blk\.1\.ffn_gate\.weight has a scale that is not finite: the file is broken"
+    with pytest.raises(CheckpointError, match=message):
+        packed_model(path, "float32")
+
+
+RANDOM_OFFSETS = {kind.name: offset for kind, (offset, _) in RANDOM.items()}
+
+
+def test_a_layer_is_unpacked_once_for_all_chunks_of_a_prefill(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", Kind.Q4_K)
+    model = packed_model(path, "float32")
+    unpacked = []
+    unpack = Planes.unpack
+    monkeypatch.setattr(
+        Planes, "unpack", lambda self, *args: unpacked.append(self) or unpack(self, *args)
+    )
+    layer = model.layers[0].mlp.gate_up
+    x = torch.randn(5, 256)
+    with torch.inference_mode():
+        outs = [torch.cat(layer(x), dim=1) for _ in range(3)]
+        assert len(unpacked) == 1
+        assert torch.equal(outs[0], outs[2])
+        model.layers[1].mlp.gate_up(x)  # in the same memory
+        assert len(unpacked) == 2
+        assert torch.equal(torch.cat(layer(x), dim=1), outs[0])
+        assert len(unpacked) == 3
+
+
+def test_a_matrix_of_several_types(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Stacked matrices of other types each keep their own, as in a file of Q4_K_M."""
+    files = {
+        name: convert(checkpoint(**WIDE), tmp_path / f"{name}.gguf", Kind[name])
+        for name in ("Q4_K", "Q6_K", "F16", "IQ2_XS")
+    }
+    slices, expected = [], []
+    for name, part in (
+        ("Q4_K", "gate"),
+        ("Q6_K", "up"),
+        ("Q6_K", "gate"),
+        ("F16", "up"),
+        ("IQ2_XS", "gate"),
+    ):
+        weights = GgufCheckpoint(files[name])
+        weights.keep_blocks()
+        tensor = weights.tensor(f"model.layers.0.mlp.{part}_proj.weight", (768, 256))
+        slices.append(Slice(tensor, slice(0, 100), slice(0, 256)))
+        expected.append(tensor[:100])
+    matrix = Matrix(500, 256)
+    matrix.load(slices)
+    assert matrix.packed is not None
+    assert [part.rows for part in matrix.packed.parts] == [100, 200, 100, 100]
+    whole = torch.cat(expected)
+    assert torch.equal(matrix.packed[:], whole)
+    assert torch.equal(matrix.packed[50:350], whole[50:350])
+    x, bias = torch.randn(5, 256), torch.randn(350)
+    assert torch.equal(
+        matrix.product(x, bias, 150), torch.nn.functional.linear(x, whole[150:], bias)
+    )
+    assert torch.equal(matrix.logits(x), torch.nn.functional.linear(x, whole))

@@ -1,0 +1,110 @@
+"""Kernels for matrices in planes, in triton's interpreter and, on a GPU, compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.formats.plane_format import PLANE_FORMATS
+from parallel.weights.planes import Planes
+from parallel.weights.selection import _test_planes, plane_kernels, random_planes
+from support.interpreter import import_interpreted
+
+EVERY_FORMAT = pytest.mark.parametrize("name", PLANE_FORMATS)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kernels() -> Any:
+    return import_interpreted("parallel.weights.kernels")
+
+
+# The interpreter truncates float32 to bfloat16 instead of rounding: it is tested on a GPU.
+@EVERY_FORMAT
+def test_self_test_succeeds(kernels: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_SPLIT_GROUPS", 8)
+    monkeypatch.setattr(kernels, "MAX_ROWS", 16)  # numpy multiplies larger tiles in another order
+    assert kernels.split_count(149, 39) > 1
+    _test_planes(kernels, CPU, torch.float16, name)
+
+
+@EVERY_FORMAT
+def test_unpacked_weights_equal_those_of_plain_operations(kernels: Any, name: str) -> None:
+    for lead, columns in ((0, 32), (5, 352), (0, 544)):
+        planes = random_planes(name, 9, columns, lead, CPU, seed=lead)
+        for dtype in (torch.float32, torch.float16):
+            expected = planes.unpack(slice(2, 9), torch.empty(7, columns, dtype=dtype))
+            out = torch.full_like(expected, torch.nan)
+            assert torch.equal(kernels.unpack(planes, 2, out), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64])
+def test_products_of_any_number_of_rows(kernels: Any, rows: int) -> None:
+    planes = random_planes("Q5_K", 70, 416, 2, CPU)
+    weights = planes.unpack(slice(None), torch.empty(70, 416, dtype=torch.float16)).double()
+    x = torch.randn(rows, 416).half()
+    for dtype in (torch.float16, torch.float32):
+        out = kernels.multiply(x, planes, 0, dtype)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), x.double() @ weights.t(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("plane", "message"),
+    [("low", "unpacked incorrectly"), ("scale", "unpacked incorrectly")],
+)
+def test_self_test_finds_wrong_weights(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch, plane: str, message: str
+) -> None:
+    unpack = Planes.unpack
+
+    def unpack_otherwise(self: Planes, rows: Any, out: Any) -> Any:
+        other = random_planes(self.format.name, self.rows, self.columns, self.lead, CPU)
+        getattr(other, plane).view(torch.uint8)[-1, -1] ^= 16
+        return unpack(other, rows, out)
+
+    monkeypatch.setattr(Planes, "unpack", unpack_otherwise)
+    with pytest.raises(RuntimeError, match=message):
+        _test_planes(kernels, CPU, torch.float16, "Q4_K")
+
+
+def test_self_test_finds_a_product_that_depends_on_other_rows(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "MAX_ROWS", 16)
+    multiply = kernels.multiply
+
+    def multiply_otherwise(x: Any, *args: Any) -> Any:
+        return multiply(x, *args) * (1 + 1e-7 * len(x))
+
+    monkeypatch.setattr(kernels, "multiply", multiply_otherwise)
+    with pytest.raises(RuntimeError, match="depend on other rows"):
+        _test_planes(kernels, CPU, torch.float16, "Q4_K")
+
+
+def test_there_are_none_for_float32_and_on_a_cpu() -> None:
+    assert plane_kernels("cuda", torch.float32, "Q4_K")[0] is None
+    assert plane_kernels("cpu", torch.bfloat16, "Q4_K") == (None, "there are none for cpu")
+
+
+@pytest.mark.cuda(standin=False)
+@EVERY_FORMAT
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    kernels, reason = plane_kernels("cuda", dtype, name)
+    assert kernels is not None, reason
+    planes = random_planes(name, 300, 2048 + 96, 3, torch.device("cuda"))
+    expected = planes.unpack(slice(None), torch.empty(300, 2144, dtype=dtype, device="cuda"))
+    cpu = random_planes(name, 300, 2048 + 96, 3, CPU)
+    assert torch.equal(expected.cpu(), cpu.unpack(slice(None), torch.empty(300, 2144, dtype=dtype)))
+    assert kernels.split_count(300, planes.groups) > 1
+    x = torch.randn(64, 2144, device="cuda").to(dtype)
+    whole = kernels.multiply(x, planes, 0, torch.float32)
+    product = x.double() @ expected.double().t()
+    assert (whole - product).abs().max() <= 1e-5 * product.abs().max()
+    for count in (1, 2, 16, 33):
+        assert torch.equal(
+            kernels.multiply(x[5 : 5 + count], planes, 0, torch.float32), whole[5 : 5 + count]
+        )
