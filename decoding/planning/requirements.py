@@ -69,6 +69,21 @@ class Requirements:
             weights += weight_bytes(self.draft, self.draft_ranks, self.dtype)
         return weights
 
+    def with_whole_weights(self) -> Requirements:
+        """Return these requirements without packed weights."""
+        draft = None if self.draft is None else replace(self.draft, kept_types=())
+        return replace(self, target=replace(self.target, kept_types=()), draft=draft)
+
+    def weight_notes(self) -> list[str]:
+        """Return a note for the user about matrices that are not packed, if there are any."""
+        cut = weight_sizes(self.target, self.ranks, self.dtype.itemsize).cut
+        if not cut:
+            return []
+        return [
+            f"{cut} matrices of the model are not packed: with {self.ranks} GPUs, each GPU's "
+            "columns of them end inside of a block."
+        ]
+
     @property
     def max_forward_tokens(self) -> int:
         """Return the query tokens of the largest forward, the same on all ranks with any plans."""

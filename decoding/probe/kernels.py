@@ -38,8 +38,11 @@ from offload.retrieval.shape import RetrievalCacheSpec
 from offload.traffic import ByteCounters
 from parallel.config.model_config import ModelConfig
 from parallel.execution.cuda_graphs import GraphRunner, cuda_graphs_supported
+from parallel.formats.plane_format import PLANE_FORMATS
 from parallel.model.loading import random_model
 from parallel.ranks.process_group import TensorParallelGroup
+from parallel.weights.planes import Planes
+from parallel.weights.selection import plane_kernels
 
 # query tokens of a retrieval forward, of a verification and of a prefill chunk
 _RETRIEVAL_ROWS = 3
@@ -88,6 +91,8 @@ class _Kernels:
     def rates(self) -> dict[str, float]:
         """Measure all rates, keyed by the fields of a hardware profile."""
         rates = {"memory_rate": self.memory_rate(), **self.attention_rates()}
+        if self.dtype.itemsize == 2:
+            rates["packed_rate"] = self.packed_rate()
         rates["chunk_s"] = self.chunk_seconds(rates)
         rates["matmul"] = self.matmul_rate(rates["prefill_attention"])
         rates |= self.retrieval_rates()
@@ -98,10 +103,27 @@ class _Kernels:
 
     def memory_rate(self) -> float:
         """Measure the bytes/s of weights read by a matmul with one row."""
-        columns, rows = (4096, 1 << 15) if self.device.type == "cpu" else (8192, 1 << 16)
+        rows, columns = self._matrix_shape
         weight = torch.ones(rows, columns, device=self.device, dtype=self.dtype)
         x = torch.ones(1, columns, device=self.device, dtype=self.dtype)
         return weight.nbytes / median_seconds(lambda: F.linear(x, weight))
+
+    def packed_rate(self) -> float:
+        """Measure the weights unpacked per second, by a product with one row where kernels can."""
+        rows, columns = self._matrix_shape
+        planes = Planes(PLANE_FORMATS["Q4_K"], rows, columns, 0, self.device)
+        planes.clear(slice(None))
+        kernels, _ = plane_kernels(self.device.type, self.dtype, "Q4_K")
+        if kernels is None:
+            out = torch.empty(rows, columns, device=self.device, dtype=self.dtype)
+            return out.numel() / median_seconds(lambda: planes.unpack(slice(None), out))
+        x = torch.ones(1, columns, device=self.device, dtype=self.dtype)
+        return rows * columns / median_seconds(lambda: kernels.multiply(x, planes, 0, self.dtype))
+
+    @property
+    def _matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of a matrix that is larger than any processor cache."""
+        return (1 << 15, 4096) if self.device.type == "cpu" else (1 << 16, 8192)
 
     def launch_seconds(self, memory_rate: float, kv_rate: float) -> dict[str, float]:
         """Measure the overhead of a layer and of a forward beyond reading weights and KV.

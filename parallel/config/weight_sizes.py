@@ -19,7 +19,7 @@ from parallel.ranks.partition import share, vocab_rows
 class WeightSizes(NamedTuple):
     """The weights on one rank."""
 
-    nbytes: int  # of all weights
+    nbytes: int  # bytes of all weights
     embedding: int  # those of them that a forward does not read, but for its tokens' rows
     kept: int = 0  # number of weights that are packed, and read
     scratch: int = 0  # bytes in which a layer's packed matrices are unpacked

@@ -27,9 +27,9 @@ class PlaneFormat:
     """The planes of a format, and how a weight is made from them."""
 
     name: str  # ggml's
-    bits: int  # of a code: 4, 5, 6, or 8 with a sign
+    bits: int  # bits per code: 4, 5, 6, or 8 with a sign
     offset: int = 0  # subtracted from the code, if `values` is empty
-    values: tuple[int, ...] = ()  # of the codes
+    values: tuple[int, ...] = ()  # values of the codes
     scale_groups: int = 1  # groups that share a float16 scale (and minimum); 0 without a scale
     sub: int = 0  # weights that share a group scale: 16, 32, or 0 without one
     sub_kind: str = "int8"  # int8 or uint8; or e8m0 or ue4m3, a byte that is a float

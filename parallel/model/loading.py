@@ -120,7 +120,7 @@ def load_model(
     if config.kept_types:
         checkpoint.keep_blocks()
     model = _empty_model(config, group, chosen)
-    with torch.inference_mode():
+    with torch.no_grad():
         model.load(checkpoint)
         model.reserve_scratch()
     return model.eval()

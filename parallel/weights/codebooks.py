@@ -111,7 +111,7 @@ def _q3_k(raw: Tensor) -> Tensor:
 
 
 def _iq2_xxs(raw: Tensor) -> Tensor:
-    parts = raw[..., 2:].unflatten(2, (8, 8))  # of each group: 4 indices, and 4 bytes
+    parts = raw[..., 2:].unflatten(2, (8, 8))  # 4 indices and 4 bytes per group
     meta = _words(parts[..., 4:], torch.int32)  # (R, B, 8, 1)
     scale = _half(raw, 0) * (0.5 + (meta[..., 0] >> 28 & 15).float()) * 0.25
     shifts = torch.tensor([0, 7, 14, 21], device=raw.device)

@@ -21,13 +21,13 @@ from offload.layout import ceil_div
 from parallel.formats.plane_format import PlaneFormat
 from parallel.weights.planes import Planes, float_bytes
 
-MAX_ROWS = 64  # of x; with more, unpacking first is faster
+MAX_ROWS = 64  # rows of x; with more, unpacking first is faster
 _TILE_ROWS = 64  # rows of the matrix per program
-_TILE_GROUPS = 4  # groups of each that are unpacked at once
+_TILE_GROUPS = 2  # groups of each that are unpacked at once
 _SPLIT_GROUPS = 32  # smallest number of groups per program
-_PROGRAMS = 1024  # target number of programs: eight for each multiprocessor of a 4090
+_PROGRAMS = 512  # target number of programs: four for each multiprocessor of a 4090
 OPTIONS = {"num_warps": 4, "num_stages": 3}
-UNPACK_TILE = {"ROWS": 4, "GROUPS": 16}  # of a program that unpacks
+UNPACK_TILE = {"ROWS": 4, "GROUPS": 16}  # tile of a program that unpacks
 
 
 def multiply(x: Tensor, planes: Planes, first: int, out_dtype: torch.dtype) -> Tensor:
@@ -198,9 +198,9 @@ def _value(code, OFFSET: tl.constexpr, VALUES: tl.constexpr):
     """
     shift: tl.constexpr = OFFSET + 8388608.0
     if VALUES is not None:  # bytes in four words: loading them would take seven times as long
-        early = tl.where(code < 4, VALUES[0], VALUES[1])
-        late = tl.where(code < 12, VALUES[2], VALUES[3])
-        code = (tl.where(code < 8, early, late) >> ((code & 3) * 8)) & 255
+        low_word = tl.where(code < 4, VALUES[0], VALUES[1])
+        high_word = tl.where(code < 12, VALUES[2], VALUES[3])
+        code = (tl.where(code < 8, low_word, high_word) >> ((code & 3) * 8)) & 255
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - shift
 
 

@@ -11,8 +11,8 @@ from offload.kernels.selection import Kernels, run_self_test
 from parallel.formats.plane_format import GROUP, PLANE_FORMATS
 from parallel.weights.planes import Planes
 
-_ROWS, _COLUMNS, _LEAD = 150, 39 * GROUP, 3  # of the self-test: several tiles, the last incomplete
-_TOLERANCE = 1e-5  # of a product with float32 sums, as a share of the largest element
+_ROWS, _COLUMNS, _LEAD = 150, 39 * GROUP, 3  # self-test: several tiles, the last incomplete
+_TOLERANCE = 1e-5  # error of float32 sums, as a share of the largest
 
 
 @cache

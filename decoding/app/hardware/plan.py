@@ -134,7 +134,7 @@ def plan(
     )
     requirements = _requirements(model, draft, settings, machine)
     _check_draft_vocabulary(model, draft, requirements)
-    notes = requirements.target.context_notes()
+    notes = [*requirements.target.context_notes(), *requirements.weight_notes()]
     prompt = _prompt_tokens(requirements.target, context, max_new_tokens)
     acceptance_rates = Acceptance(acceptance, inner_acceptance, is_coupled=deterministic)
     if deterministic:

@@ -15,6 +15,7 @@ from decoding.planning.cost_model import CostModel
 from decoding.planning.forecast import Forecast
 from decoding.planning.memory_plan import Phases
 from decoding.planning.plan import Plan
+from offload.dtypes import dtype_name
 from offload.errors import TierForceError
 
 # labels of memory tiers
@@ -101,6 +102,10 @@ def times_table(plans: Plans) -> Table:
     table.add_row("offloaded layers", f"{best.layers_on_host}")
     if split := best.memory.split_layers:
         table.add_row("  with high bytes on the GPU", f"{split}")
+    needs = best.requirements
+    if needs.target.kept_types:
+        whole = _gb(needs.with_whole_weights().weight_bytes)
+        table.add_row("weights", f"packed; in {dtype_name(needs.dtype)} {whole} GB")
     return table
 
 

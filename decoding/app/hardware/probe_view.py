@@ -19,6 +19,7 @@ ROWS = {
     "reconstruct_rate": ("reconstructing split KV", "GB/s"),
     "high_bits_rate": ("attention to high bytes of split KV", "GB/s"),
     "int8_rate": ("attention to an 8-bit retrieval cache", "GB/s"),
+    "packed_rate": ("weights unpacked from 4 bits", "billion/s"),
     "matmul_alone": ("one large matmul", "TFLOP/s"),
     "matmul": ("matmuls of a prefill", "TFLOP/s"),
     "prefill_attention": ("attention of a prefill", "TFLOP/s"),
@@ -35,7 +36,7 @@ ROWS = {
     "all_reduce_s": ("small all-reduce", "microseconds"),
     "all_reduce_rate": ("large all-reduce", "GB/s"),
 }
-_SCALES = {"GB/s": 1e-9, "TFLOP/s": 1e-12, "GB": 1e-9, "microseconds": 1e6}
+_SCALES = {"GB/s": 1e-9, "billion/s": 1e-9, "TFLOP/s": 1e-12, "GB": 1e-9, "microseconds": 1e6}
 
 
 def table(measured: dict[str, Any], device: str) -> Table:

@@ -127,6 +127,10 @@ def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
     offloaded = plan.layers_on_host if plan is not None else 0
     modes = models.requirements.candidate_modes if offloaded else [models.mode]
     line = f"{where}; {dtype}, {' or '.join(modes)}, context {engine.context:,}"
+    needs = models.requirements
+    if needs.target.kept_types:
+        packed, whole = needs.weight_bytes / 1e9, needs.with_whole_weights().weight_bytes / 1e9
+        line += f"; weights packed, {packed:.2g} GB ({whole:.2g} in {dtype})"
     if plan is None:
         return line
     line += f"; at {prompt:,} prompt tokens, KV of {offloaded} of {layers} layers in host memory"

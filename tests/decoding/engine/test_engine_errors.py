@@ -53,7 +53,7 @@ def with_nan_embedding(folders: Folders, token: int, role: str) -> Pair:
     assert model is not None
     assert not model.config.tied  # else all its logits would be NaN
     with torch.inference_mode():
-        model.embed.weight[token] = torch.nan
+        model.embed.weight.values[token] = torch.nan
     return models
 
 

@@ -238,7 +238,7 @@ def test_a_failed_request_does_not_affect_others(folders: Folders) -> None:
         }
     bad_token = next(token for token in range(TINY["vocab_size"]) if token not in used)
     with torch.inference_mode():
-        models.target.embed.weight[bad_token] = torch.nan
+        models.target.embed.weight.values[bad_token] = torch.nan
     bad = Request([*batch[0].prompt, bad_token], 20, GREEDY)
     empty, too_long = Request([], 5, GREEDY), Request([1] * 4090, 20, GREEDY)
     mixed = [batch[0], bad, batch[1], empty, batch[2], too_long, *batch[3:]]
@@ -263,7 +263,7 @@ def test_concurrent_requests_with_nan_logits(folders: Folders) -> None:
     prompts = {token for request in batch for token in request.prompt}
     bad_token = next(token for token in expected[0][3:30] if token not in prompts)
     with torch.inference_mode():
-        models.target.embed.weight[bad_token] = torch.nan
+        models.target.embed.weight.values[bad_token] = torch.nan
     with models.engine("plain") as engine:
         completions = run_batch(engine, batch, 4)
     for completion, whole in zip(completions, expected, strict=True):

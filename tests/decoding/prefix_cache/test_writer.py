@@ -181,7 +181,7 @@ def test_a_kill_leaves_no_corrupt_prompts(
 
 
 def test_prompts_with_nan_logits_are_not_saved(models: Pair, cache_folder: str) -> None:
-    weight = models.target.embed.weight
+    weight = models.target.embed.weight.values
     with models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine:
         original = weight.data.clone()
         weight.data[PROMPT[-1]] = float("nan")

@@ -160,7 +160,7 @@ def test_bytes_are_those_that_a_plan_counts(
         assert sizes.embedding == (0 if tied else own)
 
 
-def test_matrices_take_at_most_a_tenth_more_than_in_their_file(
+def test_matrices_take_hardly_more_than_in_their_file(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     for name in KEPT:

@@ -143,6 +143,7 @@ COMMON = {
         "--gpus",
         "--device",
         "--dtype",
+        "--weights",
         "--max-new-tokens",
         "--temperature",
         "--top-k",

@@ -1,0 +1,149 @@
+"""Engines with packed weights generate what those with the same weights in 16 bits do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("gguf")
+from gguf import GGMLQuantizationType as Kind
+
+import decoding.models.loading
+from decoding import GREEDY, Engine, Sampling, Settings
+from decoding.app.terminal.messages import startup_line
+from decoding.planning.forward_cost import ForwardCost, choose_weights
+from decoding.planning.hardware_profile import ASSUMED_CPU, HardwareProfile
+from decoding.planning.requirements import Requirements, weight_bytes
+from offload.errors import TierForceError
+from parallel.config.model_config import ModelConfig
+from support.commands import DRAFT, TARGET
+from support.gguf import convert
+from support.models import random_tokens
+from support.slow import slow_except
+
+NEW = 40
+PROMPT = random_tokens(200).tolist()
+LINK = {"link": "emulated:50", "gpu_kv_layers": 0}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "plain": {"mode": "plain"},
+    "retrieval": {"mode": "retrieval", "retrieval_budget": 64, **LINK},
+    "hierarchical": {"mode": "hierarchical", "retrieval_budget": 64, **LINK},
+    "split": {"mode": "split", "split_kv_layers": 2, "dtype": "bfloat16", **LINK},
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("packed")
+    target = convert(TARGET, folder / "target.gguf", Kind.Q4_1)
+    return target, convert(DRAFT, folder / "draft.gguf", Kind.Q8_0)
+
+
+@contextmanager
+def engine_of(files: tuple[Path, Path], **settings: Any) -> Iterator[Engine]:
+    draft = files[1] if "hierarchical" in settings["mode"] else None
+    engine = Engine.from_pretrained(files[0], draft, settings=Settings(**settings), device="cpu")
+    with closing(engine):
+        yield engine
+
+
+def tokens_of(files: tuple[Path, Path], sampling: Sampling, **settings: Any) -> list[int]:
+    with engine_of(files, **settings) as engine:
+        return list(engine.generate(PROMPT, NEW, sampling))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, top_p=0.9, seed=3)], ids=["0", "0.8"])
+@pytest.mark.parametrize(("dtype", "deterministic"), [("float32", False), ("bfloat16", True)])
+@pytest.mark.parametrize("name", slow_except(CONFIGURATIONS, 1))
+def test_tokens_are_those_of_weights_in_16_bits(
+    files: tuple[Path, Path], name: str, dtype: str, sampling: Sampling
+) -> None:
+    settings = {"dtype": dtype, "deterministic": dtype == "bfloat16"} | CONFIGURATIONS[name]
+    whole, packed = (
+        tokens_of(files, sampling, weights=weights, **settings) for weights in ("16-bit", "packed")
+    )
+    assert packed == whole
+    plain = {**settings, "mode": "plain", "weights": "packed"}
+    for option in ("retrieval_budget", "split_kv_layers"):
+        plain.pop(option, None)
+    assert packed == tokens_of(files, sampling, **plain)
+
+
+def test_a_startup_line_says_how_weights_are_stored(files: tuple[Path, Path]) -> None:
+    with engine_of(files, mode="plain", weights="packed", dtype="bfloat16") as engine:
+        needs = engine.runtime.requirements
+        assert engine.runtime.weight_bytes == needs.weight_bytes
+        assert needs.weight_bytes < 0.6 * needs.with_whole_weights().weight_bytes
+        assert "; weights packed, 0.00" in startup_line(engine, 0, None)
+    with engine_of(files, mode="plain", dtype="bfloat16") as engine:  # faster on a CPU
+        assert not engine.runtime.requirements.target.kept_types
+        assert "packed" not in startup_line(engine, 0, None)
+
+
+def test_weights_are_packed_where_16_bits_do_not_fit(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = decoding.models.loading._Machine.find
+    whole = weight_bytes(
+        replace(ModelConfig.from_name(str(files[0])), kept_types=()), 1, torch.half
+    )
+
+    def find_small(*args: Any) -> Any:
+        return replace(find(*args), device_memory=whole)
+
+    monkeypatch.setattr(decoding.models.loading._Machine, "find", find_small)
+    with engine_of(files, mode="hierarchical") as engine:
+        assert engine.runtime.requirements.target.kept_types
+        assert engine.runtime.draft is not None
+        assert not engine.runtime.draft.config.kept_types  # it fits
+
+
+def test_there_is_nothing_to_pack() -> None:
+    with pytest.raises(TierForceError, match="no quantised matrices that can stay packed"):
+        Engine.from_pretrained(TARGET, settings=Settings(mode="plain", weights="packed"))
+
+
+def test_choice_of_weights(files: tuple[Path, Path]) -> None:
+    config = ModelConfig.from_name(str(files[0]))
+    for profile, dtype, memory, packs in (
+        ("1x4090", torch.bfloat16, 1e12, True),
+        ("1x4090", torch.float32, 1e12, False),  # kernels are for 16 bits
+        ("1x4090", torch.float32, 1e4, True),
+        ("1xH200", torch.bfloat16, 1e12, False),  # reading 16 bits is faster
+        ("1xH200", torch.bfloat16, 1e4, True),
+    ):
+        machine = HardwareProfile.from_name(profile)
+        chosen = choose_weights(config, "auto", machine, dtype, memory)
+        assert bool(chosen.kept_types) == packs, (profile, dtype, memory)
+        assert not choose_weights(config, "16-bit", machine, dtype, memory).kept_types
+        assert choose_weights(config, "packed", machine, dtype, memory) is config
+    assert not choose_weights(config, "auto", ASSUMED_CPU, torch.bfloat16, 1e12).kept_types
+
+
+def test_forwards_read_what_is_packed(files: tuple[Path, Path]) -> None:
+    config = ModelConfig.from_name(str(files[0]))
+    whole = replace(config, kept_types=())
+    machine = replace(HardwareProfile.from_name("1x4090"), memory_rate=1e6)  # reading is all
+
+    def forward_s(config: ModelConfig, **numbers: Any) -> float:
+        return ForwardCost(replace(machine, **numbers), config, 1, torch.half).seconds(1, 1)
+
+    assert forward_s(config, packed_rate=1e12) < 0.5 * forward_s(whole)
+    slow = forward_s(config, packed_rate=1e5)  # unpacking takes longer than reading
+    assert slow > 3 * forward_s(whole)
+    assert forward_s(config, packed_rate=1e5, runs_ahead=False) > slow + 0.9 * forward_s(whole)
+
+
+def test_matrices_that_two_ranks_cut_are_noted(tmp_path: Path) -> None:
+    path = convert(TARGET, tmp_path / "target.gguf", Kind.Q4_0)
+    target = ModelConfig.from_name(str(path))
+    for ranks, notes in ((1, 0), (2, 0), (target.intermediate // 16, 1)):
+        settings = Settings(mode="plain")
+        needs = Requirements(target, None, "plain", settings, torch.half, ranks, 1, True)
+        assert len(needs.weight_notes()) == notes
