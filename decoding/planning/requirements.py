@@ -69,21 +69,6 @@ class Requirements:
             weights += weight_bytes(self.draft, self.draft_ranks, self.dtype)
         return weights
 
-    def with_whole_weights(self) -> Requirements:
-        """Return these requirements without packed weights."""
-        draft = None if self.draft is None else replace(self.draft, kept_types=())
-        return replace(self, target=replace(self.target, kept_types=()), draft=draft)
-
-    def weight_notes(self) -> list[str]:
-        """Return a note for the user about matrices that are not packed, if there are any."""
-        cut = weight_sizes(self.target, self.ranks, self.dtype.itemsize).cut
-        if not cut:
-            return []
-        return [
-            f"{cut} matrices of the model are not packed: with {self.ranks} GPUs, each GPU's "
-            "columns of them end inside of a block."
-        ]
-
     @property
     def max_forward_tokens(self) -> int:
         """Return the query tokens of the largest forward, the same on all ranks with any plans."""
@@ -170,6 +155,29 @@ def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
     """
     sizes = weight_sizes(config, ranks, dtype.itemsize)
     return sizes.nbytes + sizes.scratch
+
+
+def whole_weight_bytes(requirements: Requirements) -> int:
+    """Return the bytes of all weights on one rank if none of them are packed."""
+    draft = requirements.draft
+    whole = replace(
+        requirements,
+        target=replace(requirements.target, kept_types=()),
+        draft=None if draft is None else replace(draft, kept_types=()),
+    )
+    return whole.weight_bytes
+
+
+def weight_notes(requirements: Requirements) -> list[str]:
+    """Return a note for the user about matrices that are not packed, if there are any."""
+    ranks = requirements.ranks
+    cut = weight_sizes(requirements.target, ranks, requirements.dtype.itemsize).cut
+    if not cut:
+        return []
+    return [
+        f"{cut} matrices of the model are not packed: with {ranks} GPUs, each GPU's columns of "
+        "them end inside of a block."
+    ]
 
 
 def draft_ranks(draft: ModelConfig, ranks: int, dtype: torch.dtype) -> int:

@@ -79,6 +79,24 @@ def kernel_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
     return _Kernels(config, device, dtype).rates() | split_rates(config, device, dtype)
 
 
+def _large_matrix(device: torch.device) -> tuple[int, int]:
+    """Return rows and columns of a matrix that is larger than any processor cache."""
+    return (1 << 15, 4096) if device.type == "cpu" else (1 << 16, 8192)
+
+
+def _packed_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the weights unpacked per second, by a product with one row where kernels can."""
+    rows, columns = _large_matrix(device)
+    planes = Planes(PLANE_FORMATS["Q4_K"], rows, columns, 0, device)
+    planes.clear(slice(None))
+    kernels, _ = plane_kernels(device.type, dtype, "Q4_K")
+    if kernels is None:
+        out = torch.empty(rows, columns, device=device, dtype=dtype)
+        return out.numel() / median_seconds(lambda: planes.unpack(slice(None), out))
+    x = torch.ones(1, columns, device=device, dtype=dtype)
+    return rows * columns / median_seconds(lambda: kernels.multiply(x, planes, 0, dtype))
+
+
 class _Kernels:
     """The kernels of a model's layers on one device."""
 
@@ -92,7 +110,7 @@ class _Kernels:
         """Measure all rates, keyed by the fields of a hardware profile."""
         rates = {"memory_rate": self.memory_rate(), **self.attention_rates()}
         if self.dtype.itemsize == 2:
-            rates["packed_rate"] = self.packed_rate()
+            rates["packed_rate"] = _packed_rate(self.device, self.dtype)
         rates["chunk_s"] = self.chunk_seconds(rates)
         rates["matmul"] = self.matmul_rate(rates["prefill_attention"])
         rates |= self.retrieval_rates()
@@ -103,27 +121,10 @@ class _Kernels:
 
     def memory_rate(self) -> float:
         """Measure the bytes/s of weights read by a matmul with one row."""
-        rows, columns = self._matrix_shape
+        rows, columns = _large_matrix(self.device)
         weight = torch.ones(rows, columns, device=self.device, dtype=self.dtype)
         x = torch.ones(1, columns, device=self.device, dtype=self.dtype)
         return weight.nbytes / median_seconds(lambda: F.linear(x, weight))
-
-    def packed_rate(self) -> float:
-        """Measure the weights unpacked per second, by a product with one row where kernels can."""
-        rows, columns = self._matrix_shape
-        planes = Planes(PLANE_FORMATS["Q4_K"], rows, columns, 0, self.device)
-        planes.clear(slice(None))
-        kernels, _ = plane_kernels(self.device.type, self.dtype, "Q4_K")
-        if kernels is None:
-            out = torch.empty(rows, columns, device=self.device, dtype=self.dtype)
-            return out.numel() / median_seconds(lambda: planes.unpack(slice(None), out))
-        x = torch.ones(1, columns, device=self.device, dtype=self.dtype)
-        return rows * columns / median_seconds(lambda: kernels.multiply(x, planes, 0, self.dtype))
-
-    @property
-    def _matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of a matrix that is larger than any processor cache."""
-        return (1 << 15, 4096) if self.device.type == "cpu" else (1 << 16, 8192)
 
     def launch_seconds(self, memory_rate: float, kv_rate: float) -> dict[str, float]:
         """Measure the overhead of a layer and of a forward beyond reading weights and KV.

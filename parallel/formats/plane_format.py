@@ -35,6 +35,11 @@ class PlaneFormat:
     sub_kind: str = "int8"  # int8 or uint8; or e8m0 or ue4m3, a byte that is a float
     has_minimum: bool = False  # with a group minimum, uint8, where there is a group scale
 
+    @property
+    def has_float_subs(self) -> bool:
+        """Return whether a group scale is a byte that is a float."""
+        return self.sub_kind in ("e8m0", "ue4m3")
+
     def row_bytes(self, first: int, last: int) -> int:
         """Return the bytes of a row's columns from `first` to `last`, multiples of GROUP.
 

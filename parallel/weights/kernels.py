@@ -9,7 +9,7 @@ this needs triton, which comes with CUDA builds of torch.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,30 +39,31 @@ def multiply(x: Tensor, planes: Planes, first: int, out_dtype: torch.dtype) -> T
         first: rows to skip.
         out_dtype: of the result; sums are float32.
     """
-    rows = planes.rows - first
-    splits = split_count(rows, planes.groups)
-    x = x.contiguous()
-    out = x.new_empty(len(x), rows, dtype=out_dtype)
-    sums = out if splits == 1 else x.new_empty(splits, len(x), rows, dtype=torch.float32)
-    grid = (ceil_div(rows, _TILE_ROWS), splits)
-    _multiply[grid](
-        x,
-        *_planes(planes),
+    fixed = planes.fixed or _fix(planes)
+    rows, tokens = fixed.rows - first, len(x)
+    splits = split_count(rows, fixed.groups)
+    out = torch.empty(tokens, rows, dtype=out_dtype, device=x.device)
+    sums = out
+    if splits > 1:
+        sums = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
+    _multiply[(ceil_div(rows, _TILE_ROWS), splits)](
+        x.contiguous(),
+        *fixed.planes,
         sums,
-        len(x),
+        tokens,
         first,
-        planes.rows,
-        planes.columns,
-        planes.groups,
-        planes.lead,
-        ceil_div(ceil_div(planes.groups, splits), _TILE_GROUPS) * _TILE_GROUPS,
-        **tile(len(x)),
+        fixed.rows,
+        fixed.columns,
+        fixed.groups,
+        fixed.lead,
+        ceil_div(ceil_div(fixed.groups, splits), _TILE_GROUPS) * _TILE_GROUPS,
+        **tile(tokens),
         UPCAST=UPCAST,
-        **constants(planes.format),
+        **fixed.constants,
         **OPTIONS,
     )
     if splits > 1:
-        count = len(x) * rows
+        count = tokens * rows
         _sum[(ceil_div(count, 1024),)](sums, out, splits, count, BLOCK=1024)
     return out
 
@@ -75,28 +76,42 @@ def split_count(rows: int, groups: int) -> int:
 
 def unpack(planes: Planes, first: int, out: Tensor) -> Tensor:
     """Write the matrix's rows from `first` on into `out` (rows, columns), in its dtype."""
-    grid = tuple(map(ceil_div, (len(out), planes.groups), UNPACK_TILE.values()))
+    fixed = planes.fixed or _fix(planes)
+    grid = tuple(map(ceil_div, (len(out), fixed.groups), UNPACK_TILE.values()))
     _unpack[grid](
-        *_planes(planes),
+        *fixed.planes,
         out,
         first,
         first + len(out),
         out.stride(0),
-        planes.groups,
-        planes.lead,
+        fixed.groups,
+        fixed.lead,
         **UNPACK_TILE,
-        **constants(planes.format),
+        **fixed.constants,
         num_warps=4,
     )
     return out
 
 
-def _planes(planes: Planes) -> list[Tensor]:
-    """Return the planes and tables in a kernel's order; any tensor for those it does not read."""
+class _Fixed(NamedTuple):
+    """What all launches with a matrix have in common; making it takes longer than a launch."""
+
+    planes: list[Tensor]  # in a kernel's order; any tensor for those that it does not read
+    rows: int
+    columns: int
+    groups: int
+    lead: int
+    constants: dict[str, Any]
+
+
+def _fix(planes: Planes) -> _Fixed:
     fmt, device = planes.format, planes.low.device
-    floats = None if fmt.sub_kind.startswith(("int", "uint")) else float_bytes(fmt.sub_kind, device)
-    named = (planes.low, planes.high, planes.scale, planes.minimum, planes.sub, planes.submin)
-    return [planes.low if each is None else each for each in (*named, floats)]
+    named = [planes.low, planes.high, planes.scale, planes.minimum, planes.sub, planes.submin]
+    named.append(float_bytes(fmt.sub_kind, device) if fmt.has_float_subs else None)
+    tensors = [planes.low.data if each is None else each.data for each in named]
+    sizes = planes.rows, planes.columns, planes.groups, planes.lead
+    planes.fixed = _Fixed(tensors, *sizes, constants(fmt))
+    return planes.fixed
 
 
 def tile(tokens: int) -> dict[str, int]:
@@ -113,7 +128,7 @@ def constants(fmt: PlaneFormat) -> dict[str, Any]:
         "VALUES": _words(fmt.values) if fmt.values else None,
         "SCALE_GROUPS": fmt.scale_groups,
         "SUB": fmt.sub,
-        "SUB_FLOATS": not fmt.sub_kind.startswith(("int", "uint")),
+        "SUB_FLOATS": fmt.has_float_subs,
         "HAS_MINIMUM": fmt.has_minimum,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
 from types import ModuleType
 from typing import NamedTuple, cast
@@ -92,9 +93,8 @@ class PackedRows(Module):
                 product = linear if out_dtype == x.dtype else linear_fp32_out
                 outs.append(product(x, part.values[own]))
                 continue
-            kernels = _kernels(part, self.dtype)
+            kernels = self.kernels
             assert kernels is not None
-            assert isinstance(part, Planes)
             chunks = x.split(kernels.MAX_ROWS)
             own_outs = [kernels.multiply(chunk, part, own.start, out_dtype) for chunk in chunks]
             outs.append(own_outs[0] if len(own_outs) == 1 else torch.cat(own_outs))
@@ -105,11 +105,15 @@ class PackedRows(Module):
 
         A batch-invariant forward always uses them if any does.
         """
+        kernels = self.kernels
+        return kernels is not None and (tokens <= kernels.MAX_ROWS or is_batch_invariant())
+
+    @cached_property
+    def kernels(self) -> ModuleType | None:
+        """The fused kernels that multiply all parts, None if there are none for one of them."""
         packed = [part for part in self.parts if not isinstance(part, WholePart)]
         kernels = [_kernels(cast(Part, part), self.dtype) for part in packed]
-        if None in kernels:
-            return False
-        return is_batch_invariant() or all(tokens <= each.MAX_ROWS for each in kernels if each)
+        return None if None in kernels else kernels[0]
 
     def unpack(self, out: Tensor, first: int = 0) -> Tensor:
         """Write the rows from `first` on into `out` (rows, columns)."""

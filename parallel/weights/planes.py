@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Planes(Module):
         """`lead`: groups before the first column that share its scale."""
         super().__init__()
         self.format, self.columns, self.lead = fmt, columns, lead
+        self.fixed: Any = None  # launch arguments that never change
         groups = columns // GROUP
         scales = ceil_div(lead + groups, fmt.scale_groups) if fmt.scale_groups else 0
         subs = columns // fmt.sub if fmt.sub else 0
@@ -153,11 +155,9 @@ class Planes(Module):
 
     def _sub_scales(self, plane: Tensor, groups: int) -> Tensor:
         """Return group scales (R, groups, 1 or 2, 1) float32."""
-        kind = self.format.sub_kind
-        if kind in ("int8", "uint8"):
-            scales = plane.float()
-        else:
-            scales = float_bytes(kind, plane.device)[plane.int()]
+        scales = plane.float()
+        if self.format.has_float_subs:
+            scales = float_bytes(self.format.sub_kind, plane.device)[plane.int()]
         return scales.view(len(plane), groups, -1, 1)
 
 

@@ -29,7 +29,7 @@ from decoding.planning.cost_model import CostModel
 from decoding.planning.forward_cost import choose_weights
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.planner import Planner
-from decoding.planning.requirements import Requirements, draft_ranks
+from decoding.planning.requirements import Requirements, draft_ranks, weight_notes
 from decoding.planning.round_cost import Acceptance
 from decoding.text.vocabulary import check_same_vocabulary, names_in
 from offload.dtypes import DTYPES, dtype_spec
@@ -134,7 +134,7 @@ def plan(
     )
     requirements = _requirements(model, draft, settings, machine)
     _check_draft_vocabulary(model, draft, requirements)
-    notes = [*requirements.target.context_notes(), *requirements.weight_notes()]
+    notes = [*requirements.target.context_notes(), *weight_notes(requirements)]
     prompt = _prompt_tokens(requirements.target, context, max_new_tokens)
     acceptance_rates = Acceptance(acceptance, inner_acceptance, is_coupled=deterministic)
     if deterministic:

@@ -15,6 +15,7 @@ from decoding.planning.cost_model import CostModel
 from decoding.planning.forecast import Forecast
 from decoding.planning.memory_plan import Phases
 from decoding.planning.plan import Plan
+from decoding.planning.requirements import whole_weight_bytes
 from offload.dtypes import dtype_name
 from offload.errors import TierForceError
 
@@ -104,7 +105,7 @@ def times_table(plans: Plans) -> Table:
         table.add_row("  with high bytes on the GPU", f"{split}")
     needs = best.requirements
     if needs.target.kept_types:
-        whole = _gb(needs.with_whole_weights().weight_bytes)
+        whole = _gb(whole_weight_bytes(needs))
         table.add_row("weights", f"packed; in {dtype_name(needs.dtype)} {whole} GB")
     return table
 

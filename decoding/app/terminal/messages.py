@@ -13,6 +13,7 @@ from decoding.config.settings import LEVELS
 from decoding.engine.engine import Engine
 from decoding.engine.stats import Stats
 from decoding.planning.plan import Plan
+from decoding.planning.requirements import whole_weight_bytes
 from offload.dtypes import dtype_name
 from offload.errors import InsufficientMemoryError
 from offload.kernels.selection import Kernels
@@ -129,7 +130,7 @@ def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
     line = f"{where}; {dtype}, {' or '.join(modes)}, context {engine.context:,}"
     needs = models.requirements
     if needs.target.kept_types:
-        packed, whole = needs.weight_bytes / 1e9, needs.with_whole_weights().weight_bytes / 1e9
+        packed, whole = needs.weight_bytes / 1e9, whole_weight_bytes(needs) / 1e9
         line += f"; weights packed, {packed:.2g} GB ({whole:.2g} in {dtype})"
     if plan is None:
         return line

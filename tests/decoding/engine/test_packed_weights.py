@@ -19,7 +19,12 @@ from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.app.terminal.messages import startup_line
 from decoding.planning.forward_cost import ForwardCost, choose_weights
 from decoding.planning.hardware_profile import ASSUMED_CPU, HardwareProfile
-from decoding.planning.requirements import Requirements, weight_bytes
+from decoding.planning.requirements import (
+    Requirements,
+    weight_bytes,
+    weight_notes,
+    whole_weight_bytes,
+)
 from offload.errors import TierForceError
 from parallel.config.model_config import ModelConfig
 from support.commands import DRAFT, TARGET
@@ -82,7 +87,7 @@ def test_a_startup_line_says_how_weights_are_stored(files: tuple[Path, Path]) ->
     with engine_of(files, mode="plain", weights="packed", dtype="bfloat16") as engine:
         needs = engine.runtime.requirements
         assert engine.runtime.weight_bytes == needs.weight_bytes
-        assert needs.weight_bytes < 0.6 * needs.with_whole_weights().weight_bytes
+        assert needs.weight_bytes < 0.6 * whole_weight_bytes(needs)
         assert "; weights packed, 0.00" in startup_line(engine, 0, None)
     with engine_of(files, mode="plain", dtype="bfloat16") as engine:  # faster on a CPU
         assert not engine.runtime.requirements.target.kept_types
@@ -149,4 +154,4 @@ def test_matrices_that_two_ranks_cut_are_noted(tmp_path: Path) -> None:
     for ranks, notes in ((1, 0), (2, 0), (target.intermediate // 16, 1)):
         settings = Settings(mode="plain")
         needs = Requirements(target, None, "plain", settings, torch.half, ranks, 1, True)
-        assert len(needs.weight_notes()) == notes
+        assert len(weight_notes(needs)) == notes
