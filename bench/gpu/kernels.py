@@ -28,6 +28,9 @@ from offload.kernels.selection import (
 from offload.memory.bandwidth import BandwidthProbe
 from offload.memory.link_spec import make_link
 from offload.traffic import ByteCounters
+from parallel.formats.plane_format import PLANE_FORMATS
+from parallel.weights.planes import Planes
+from parallel.weights.selection import plane_kernels
 
 _DIM = 128  # head dimension
 _DTYPE = torch.bfloat16
@@ -181,6 +184,26 @@ def _retrieval(context: Context, groups: int, tokens: int) -> None:
     score = partial(kernels.chunk_scores, q, kv[0], recent, 8, chunk)
     context.add("scores of one head's chunks", 1e6 * median_seconds(score), "us")
     context.add("storing 512 chunks in 8 bits", 1e6 * median_seconds(store), "us")
+
+
+def weights(context: Context) -> None:
+    """Packed matrices larger than an L2 cache: unpacking them, and products of a few rows."""
+    rows, columns = (256, 1024) if context.is_small else (57_344, 4_096)
+    for name in ("Q4_K", "Q6_K", "Q8_0", "Q4_1", "IQ4_XS", "MXFP4"):
+        kernels, why = plane_kernels(context.device.type, _DTYPE, name)
+        context.add(f"{name} kernels", why)
+        if kernels is None:
+            continue
+        planes = Planes(PLANE_FORMATS[name], rows, columns, 0, context.device)
+        planes.clear(slice(None))
+        out = torch.empty(rows, columns, dtype=_DTYPE, device=context.device)
+        seconds = median_seconds(partial(kernels.unpack, planes, 0, out))
+        context.add(f"{name}, unpacking", (planes.nbytes + out.nbytes) / seconds / 1e9, "GB/s")
+        for tokens in (1, 17, 64):
+            x = random_tensor(tokens, columns, device=context.device, dtype=_DTYPE)
+            seconds = median_seconds(partial(kernels.multiply, x, planes, 0, _DTYPE))
+            rate = rows * columns / seconds / 1e9
+            context.add(f"{name}, product of {tokens} rows", rate, "billion weights/s")
 
 
 def _slots(context: Context, tokens: int) -> None:

@@ -44,6 +44,7 @@ PARTS: dict[str, tuple[Callable[[Context], None], int]] = {  # function, and tim
     "flash": (_kernels("flash"), 60),
     "chunks": (_kernels("chunks"), 60),
     "fused": (_kernels("fused"), 90),
+    "weights": (_kernels("weights"), 60),
     "resident": (_forwards("resident"), 120),
     "streamed": (_forwards("streamed"), 100),
     "split": (_forwards("split"), 100),

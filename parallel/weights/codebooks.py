@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-from gguf import quants
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -66,6 +65,8 @@ class CodebookBlocks(Module):
 @cache
 def _codebook(name: str, device: torch.device) -> Tensor:
     """Return a codebook (entries, 4 or 8) float32."""
+    from gguf import quants  # slow import: half a second
+
     table = getattr(quants, name)
     table.init_grid()
     return torch.from_numpy(table.grid).to(device).flatten(0, 2)
@@ -74,6 +75,8 @@ def _codebook(name: str, device: torch.device) -> Tensor:
 @cache
 def _sign_patterns(device: torch.device) -> Tensor:
     """Return the signs (128, 8) float32 that 7 bits stand for: the eighth makes them even."""
+    from gguf import quants
+
     return _signs(torch.tensor(list(quants.IQ2_XXS.ksigns), dtype=torch.uint8, device=device))
 
 

@@ -17,6 +17,8 @@ from decoding.planning.requirements import whole_weight_bytes
 from offload.dtypes import dtype_name
 from offload.errors import InsufficientMemoryError
 from offload.kernels.selection import Kernels
+from parallel.formats.plane_format import PLANE_FORMATS
+from parallel.weights.selection import plane_kernels
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,9 @@ def _warn_without_kernels(engine: Engine, plan: Plan | None) -> None:
     if needs.settings.deterministic:
         determinism = runtime.batch_invariant_kernels
         found.append(("--deterministic", determinism, "It is faster without."))
+    for name in sorted({name for _, name in needs.target.kept_types} & PLANE_FORMATS.keys()):
+        kernels = plane_kernels("cuda", needs.dtype, name)
+        found.append((f"{name} weights", kernels, "--weights 16-bit may be faster."))
     for purpose, (kernels, reason), hint in found:
         if kernels is None:
             warn(
