@@ -86,8 +86,8 @@ def _warn_without_kernels(engine: Engine, plan: Plan | None) -> None:
         determinism = runtime.batch_invariant_kernels
         found.append(("--deterministic", determinism, "It is faster without."))
     for name in sorted({name for _, name in needs.target.kept_types} & PLANE_FORMATS.keys()):
-        kernels = plane_kernels("cuda", needs.dtype, name)
-        found.append((f"{name} weights", kernels, "--weights 16-bit may be faster."))
+        of_type = plane_kernels("cuda", needs.dtype, name)
+        found.append((f"{name} weights", of_type, "--weights 16-bit may be faster."))
     for purpose, (kernels, reason), hint in found:
         if kernels is None:
             warn(
