@@ -15,6 +15,7 @@ from bench.harness.experiment import ROOT, Row
 
 PATHS = (  # tests with this mark; other files import packages that a machine may lack
     "tests/gpu",
+    "tests/parallel/weights/test_weight_kernels.py",
     "tests/offload/memory/test_transfer_ring.py",
     "tests/offload/attention/test_attention.py",
     "tests/decoding/speculation/test_sampling.py",

@@ -75,6 +75,9 @@ PREFILL_CHUNK_STEP = 256
 
 # Share of free device memory that plans may use. `python -m bench memory` checks plans against it.
 USABLE_SHARE = 0.9
+# largest share of a rank's memory for weights in 16 bits, where they could stay packed: the rest is
+# for KV
+MAX_WHOLE_SHARE = 0.5
 # Bytes that the allocator reserves for activations, relative to those that are live at once
 # (`python -m bench memory`).
 ALLOCATOR_FACTOR = 2

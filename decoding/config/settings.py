@@ -37,6 +37,10 @@ LEVELS: dict[str, tuple[str, ...]] = {
 }
 MODES = ("auto", *LEVELS)
 WEIGHTS = ("auto", "packed", "16-bit")
+NOTHING_TO_PACK = (
+    "`weights` packed: the model has no quantised matrices that can stay packed, as GGUF files "
+    "have: leave it out."
+)
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,7 @@ class Settings:
     weights: str = option(
         "How quantised weights of a GGUF file are stored: packed, as in the file, or 16-bit, "
         "unpacked once. They are the same weights. auto is packed where that is faster, or where "
-        "16 bits do not fit.",
+        "16 bits would take more than half of the device's memory.",
         value="auto",
         group=MEMORY,
         choices=WEIGHTS,

@@ -9,19 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer
 
-from decoding.config.settings import LEVELS, Settings
+from decoding.config.settings import LEVELS, NOTHING_TO_PACK, Settings
 from decoding.models.runtime import Runtime
 from decoding.planning.forward_cost import choose_weights
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.requirements import draft_ranks
+from decoding.planning.requirements import draft_ranks, weight_bytes
 from decoding.prefix_cache.fingerprint import WeightDigests, digest_of
 from decoding.prefix_cache.manager import ModelFingerprint
 from decoding.prefix_cache.store import PromptCache
 from decoding.text.gguf_tokenizer import gguf_tokenizer
 from decoding.text.vocabulary import check_same_vocabulary
-from offload.dtypes import dtype_name, dtype_spec
+from offload.dtypes import dtype_name
 from offload.errors import TierForceError, one_line
 from offload.memory.link_spec import check_device, make_link
 from offload.regular_files import read_json
@@ -29,7 +30,7 @@ from parallel.config.model_config import ModelConfig, token_ids
 from parallel.errors import ConfigError
 from parallel.execution.cuda_graphs import cuda_graphs_supported
 from parallel.formats.locate import find_local, is_gguf
-from parallel.model.loading import load_model, resolve
+from parallel.model.loading import choose_dtype, load_model, open_checkpoint, resolve
 from parallel.model.transformer import Transformer
 from parallel.ranks.environment import rank_from_env
 from parallel.ranks.process_group import TensorParallelGroup
@@ -59,6 +60,7 @@ def load(
         mode = settings.resolved_mode(draft is not None)
         check_device(settings.link, group.device.type)  # fails before weights are read
         machine = _Machine.find(settings, group)  # fails before weights are read
+    machine = machine.agreed(group)
     folder = resolve(str(model), group)
     draft_folder = None
     if draft is not None and "draft" in LEVELS[mode]:
@@ -67,9 +69,13 @@ def load(
         with group.sync_errors():
             find_local(str(draft))  # detects a wrong name, although the draft is not loaded
     with group.sync_errors():
-        config = ModelConfig.from_pretrained(folder).with_rope_scaling(settings.rope)
+        config = ModelConfig.from_pretrained(folder, packed=True).with_rope_scaling(settings.rope)
         settings.check_layers(config.layers)
-        config = machine.choose_weights(config, settings.weights, settings.dtype)
+        if config.kept_types:
+            kind = choose_dtype(settings.dtype, config, open_checkpoint(folder), group.device)
+            config = machine.choose_weights(config, settings.weights, kind)
+        elif settings.weights == "packed":
+            raise TierForceError(NOTHING_TO_PACK)
         if settings.dtype != "auto":  # auto: known once weights are opened
             settings.check_split_dtype(mode, settings.dtype)
         tokenizer = load_tokenizer(folder)
@@ -95,7 +101,7 @@ def load(
 
 @dataclass(frozen=True)
 class _Machine:
-    """What decides how weights are stored, before they are read."""
+    """What decides how weights are stored, before they are read; the same on all ranks."""
 
     profile: HardwareProfile
     device_memory: float  # bytes that are free for one rank
@@ -105,13 +111,23 @@ class _Machine:
         """Return the machine of this run. Raises TierForceError for an unusable profile."""
         with closing(make_link(settings.link, group.device)) as link:
             profile, _ = HardwareProfile.find(settings.hardware, link.device_name, group.size)
-            memory = link.device_available()
-        return cls(profile, memory / (group.size if group.device.type == "cpu" else 1))
+            memory = link.device_available() / (group.size if group.device.type == "cpu" else 1)
+        limit = settings.device_memory
+        return cls(profile, memory if limit is None else min(memory, limit))
 
-    def choose_weights(self, config: ModelConfig, setting: str, dtype: str) -> ModelConfig:
+    def agreed(self, group: TensorParallelGroup) -> _Machine:
+        """Return the machine with the least memory of any rank; all ranks call it."""
+        return replace(self, device_memory=min(group.gather(self.device_memory)))
+
+    def beside(self, target: Transformer) -> _Machine:
+        """Return what is left beside a target, to a draft that is on one rank."""
+        taken = weight_bytes(target.config, target.group.size, target.embed.weight.dtype)
+        profile = replace(self.profile, gpus=1)
+        return replace(self, profile=profile, device_memory=self.device_memory - taken)
+
+    def choose_weights(self, config: ModelConfig, setting: str, dtype: torch.dtype) -> ModelConfig:
         """Return the config with the matrices that stay packed, in a run of this dtype."""
-        kind = dtype_spec("bfloat16" if dtype == "auto" else dtype)
-        return choose_weights(config, setting, self.profile, kind, self.device_memory)
+        return choose_weights(config, setting, self.profile, dtype, self.device_memory)
 
 
 def _weights(folder: Path, settings: Settings, group: TensorParallelGroup) -> WeightDigests | None:
@@ -229,10 +245,9 @@ def _load_draft(
     folder: Path, target: Transformer, settings: Settings, machine: _Machine
 ) -> Transformer | None:
     """Load the draft sharded over the ranks, or whole on rank 0, with None on the others."""
-    config, group, shard = ModelConfig.from_pretrained(folder), target.group, settings.shard_draft
-    dtype = dtype_name(target.embed.weight.dtype)
-    setting = settings.weights if config.kept_types else "auto"
-    config = machine.choose_weights(config, setting, dtype)
+    group, shard = target.group, settings.shard_draft
+    config, dtype = ModelConfig.from_pretrained(folder, packed=True), target.embed.weight.dtype
+    config = machine.beside(target).choose_weights(config, settings.weights, dtype)
     if shard is None:
         shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
     if shard and config.kv_heads < group.size:
@@ -242,6 +257,5 @@ def _load_draft(
         )
     if group.rank and not shard:
         return None
-    return load_model(
-        folder, group if shard else TensorParallelGroup(device=group.device), dtype, config
-    )
+    own_group = group if shard else TensorParallelGroup(device=group.device)
+    return load_model(folder, own_group, dtype_name(dtype), config)

@@ -8,19 +8,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from decoding.config.defaults import USABLE_SHARE
+from decoding.config.defaults import MAX_WHOLE_SHARE
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.requirements import weight_bytes
-from offload.errors import TierForceError
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import inactive_parameters
 from parallel.config.weight_sizes import weight_sizes
+from parallel.formats.plane_format import PLANE_FORMATS
 from parallel.ranks.partition import vocab_rows
 
 if TYPE_CHECKING:
     import torch
+
+
+# bytes that plain operations on a GPU read and write to unpack a weight: some ten tensors, most of
+# them in float32
+_PLAIN_BYTES = 40
 
 
 def matmul_flops(config: ModelConfig) -> float:
@@ -80,33 +85,27 @@ def choose_weights(
 ) -> ModelConfig:
     """Return the config with the matrices that stay packed: all that can, or none.
 
-    By default they do where that is faster, or where whole ones do not fit.
+    By default they do where that is faster, or where 16 bits would take most of the memory.
 
     Args:
         config: the model's, with what can stay packed.
         setting: auto, packed or 16-bit.
         hardware: the profile of this machine; its number of GPUs shares the model.
         dtype: of weights that are not packed.
-        device_memory: bytes for the weights on one rank.
-
-    Raises TierForceError if there is nothing to pack where `setting` demands it.
+        device_memory: bytes for weights and KV on one rank.
     """
     whole = replace(config, kept_types=())
-    if setting == "packed" and not config.kept_types:
-        raise TierForceError(
-            "`weights` packed: the model has no quantised matrices that can stay packed, as a GGUF "
-            "file has: leave it out."
-        )
-    if setting == "16-bit" or not config.kept_types:
-        return whole
+    if setting != "auto" or not config.kept_types:
+        return whole if setting == "16-bit" else config
     is_faster = (
         hardware.runs_ahead
-        and dtype.itemsize == 2
+        and dtype.itemsize == 2  # kernels are for 16 bits, and for planes
+        and all(name in PLANE_FORMATS for _, name in config.kept_types)
         and hardware.packed_rate is not None
         and hardware.packed_rate * dtype.itemsize > hardware.memory_rate
     )
-    fits = weight_bytes(whole, hardware.gpus, dtype) < USABLE_SHARE * device_memory
-    return config if setting == "packed" or is_faster or not fits else whole
+    is_large = weight_bytes(whole, hardware.gpus, dtype) > MAX_WHOLE_SHARE * device_memory
+    return config if is_faster or is_large else whole
 
 
 class ForwardCost:
@@ -136,10 +135,10 @@ class ForwardCost:
         """
         config, ranks = self.config, self.ranks
         tokens = concurrency * query_tokens
-        weights = self._read_s(read_bytes(config, ranks, self.dtype, tokens))
+        weights_s = self._read_s(read_bytes(config, ranks, self.dtype, tokens))
         kv = kv_scale * concurrency * config.kv_layout(ranks, self.dtype).bytes(attended)
         extra = tokens * (query_tokens - 1) / query_tokens
-        compute_s = self._compute_s(tokens, attended, weights, kv, extra, self.hardware.forward_s)
+        compute_s = self._compute_s(tokens, attended, weights_s, kv, extra, self.hardware.forward_s)
         if not captured:
             compute_s = max(compute_s, self._launches_s + self.hardware.forward_s)
         return compute_s + self._all_reduces_s(tokens) + self._sampling_s(tokens)
@@ -160,12 +159,12 @@ class ForwardCost:
         layout = config.kv_layout(ranks, self.dtype)
         shared = read_bytes(config, ranks, self.dtype, 0)
         experts = read_bytes(config, ranks, self.dtype, 1) - shared  # read separately per token
-        weights = self._read_s(shared + ROW_BLOCK * experts)
+        weights_s = self._read_s(shared + ROW_BLOCK * experts)
         key_blocks = ceil_div(attended, KEY_BLOCK)
         attended = key_blocks * KEY_BLOCK
         key_blocks_s = config.layers * layout.heads * key_blocks * hardware.chunk_s
         kv = layout.bytes(attended)
-        block_s = self._compute_s(ROW_BLOCK, attended, weights, kv, ROW_BLOCK - 1, key_blocks_s)
+        block_s = self._compute_s(ROW_BLOCK, attended, weights_s, kv, ROW_BLOCK - 1, key_blocks_s)
         blocks = 1 + (query_tokens - 1) / ROW_BLOCK
         compute_s = max(blocks * block_s, self._launches_s)
         # With two ranks the order of summation is unique, so all blocks share one all-reduce.
@@ -179,7 +178,7 @@ class ForwardCost:
         self,
         query_tokens: int,
         attended: int,
-        weights: float,
+        weights_s: float,
         kv: float,
         extra: float,
         overhead_s: float,
@@ -189,14 +188,14 @@ class ForwardCost:
         Args:
             query_tokens: of all requests.
             attended: tokens that each query token attends to.
-            weights: seconds of reading weights.
+            weights_s: seconds of reading weights.
             kv: bytes of KV read.
             extra: query tokens whose attention the KV rate, measured with one query token per
                 request, does not include.
             overhead_s: seconds beside those of the layers.
         """
         hardware, config, ranks = self.hardware, self.config, self.ranks
-        memory = weights + kv / (hardware.kv_rate or hardware.memory_rate)
+        memory = weights_s + kv / (hardware.kv_rate or hardware.memory_rate)
         matmul_s = self._matmul_s(query_tokens)
         score_s = attention_flops(config) * attended / ranks
         score_s /= hardware.attention or hardware.matmul
@@ -208,15 +207,20 @@ class ForwardCost:
     def _read_s(self, nbytes: float) -> float:
         """Return the seconds of reading so many bytes of weights, and of unpacking them.
 
-        On a GPU kernels unpack what they read, otherwise 16 bits are written and read again.
+        On a GPU kernels unpack what they read. Where there are none, plain operations move some
+        bytes for each weight, or on a CPU unpack at its rate, and 16 bits are read again.
         """
-        hardware = self.hardware
+        hardware, itemsize = self.hardware, self.dtype.itemsize
         read_s = nbytes / hardware.memory_rate
-        kept = weight_sizes(self.config, self.ranks, self.dtype.itemsize).kept
-        unpack_s = kept / (hardware.packed_rate or hardware.memory_rate / self.dtype.itemsize)
-        if not kept or hardware.runs_ahead:
-            return max(read_s, unpack_s if kept else 0.0)
-        return read_s + unpack_s + kept * self.dtype.itemsize / hardware.memory_rate
+        sizes = weight_sizes(self.config, self.ranks, itemsize)
+        if not sizes.kept:
+            return read_s
+        packed_rate = hardware.packed_rate or hardware.memory_rate / itemsize
+        if not hardware.runs_ahead:
+            return read_s + sizes.kept * (1 / packed_rate + itemsize / hardware.memory_rate)
+        plain = sizes.kept_plain if itemsize == 2 else sizes.kept
+        fused_s = (sizes.kept - plain) / packed_rate
+        return max(read_s, fused_s) + plain * _PLAIN_BYTES / hardware.memory_rate
 
     def _all_reduces_s(self, query_tokens: float) -> float:
         """Return the seconds of a forward's all-reduces."""

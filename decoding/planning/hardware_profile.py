@@ -74,7 +74,7 @@ class HardwareProfile:
     # kv_rate, although half of the bytes are read: an H200's kernel takes as long as in 16 bits
     int8_rate: float | None = None
     # packed weights that are unpacked per second: on a GPU in a product with few rows, elsewhere
-    # before it; half of memory_rate
+    # before it; memory_rate, divided by the bytes of a weight
     packed_rate: float | None = None
     # overhead per block of rows, block of keys and head of batch-invariant attention
     # (`--deterministic`), beside reading and arithmetic; none with fused kernels

@@ -149,7 +149,7 @@ class Requirements:
 
 
 def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the last rank's weights, the maximum over ranks.
+    """Return the bytes of a rank's weights, the maximum over ranks.
 
     Packed ones need memory in which a layer is unpacked.
     """

@@ -36,9 +36,9 @@ from parallel.config.positions import (
 from parallel.config.rope import MAX_ROPE_FACTOR, inverse_frequencies, read_rope, rope_factor
 from parallel.config_checks import COUNT, LAYERS, NORM_EPS, bool_field, check_number, is_positive
 from parallel.errors import ConfigError
-from parallel.formats.gguf_header import read_header
+from parallel.formats.gguf_header import GgufHeader, read_header
 from parallel.formats.gguf_names import config_fields, kept_types
-from parallel.formats.hub import NotFound, fetch_config
+from parallel.formats.hub import GgufName, NotFound, fetch_config
 from parallel.formats.locate import find_local, is_gguf
 from parallel.ranks.partition import check_ranks, share_size
 
@@ -126,15 +126,15 @@ class ModelConfig:
             )
 
     @classmethod
-    def from_pretrained(cls, folder: Path) -> ModelConfig:
+    def from_pretrained(cls, folder: Path, packed: bool = False) -> ModelConfig:
         """Read config.json in `folder` through transformers, which rejects broken configs.
 
-        `folder` may also be a GGUF file, whose metadata is read instead. Its `kept_types` are those
-        of the file's quantised matrices. Raises ConfigError if the config is missing, broken or not
-        supported, CheckpointError for a broken GGUF file.
+        `folder` may also be a GGUF file, whose metadata is read instead. With `packed`, the
+        `kept_types` are those of its quantised matrices. Raises ConfigError if the config is
+        missing, broken or not supported, CheckpointError for a broken GGUF file.
         """
         if is_gguf(folder):
-            return _read_config(folder)
+            return _gguf_config(folder, read_header(folder), packed)
         path = config_file(folder)
         fields = read_fields(path)
         config = _parse(path, fields)  # has clearer error messages than transformers
@@ -150,10 +150,11 @@ class ModelConfig:
             raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error
 
     @classmethod
-    def from_name(cls, name: str) -> ModelConfig:
+    def from_name(cls, name: str, packed: bool = False) -> ModelConfig:
         """Read the config of a folder, a GGUF file, a config.json, or a model on the hub.
 
-        Imports neither torch nor transformers, and fetches only config.json from the hub. Raises
+        Imports neither torch nor transformers, and fetches only config.json from the hub, or the
+        header of a GGUF file (`owner/repo:Q4_K_M`, `owner/repo/file.gguf`). Raises
         ConfigError, and CheckpointError for a broken GGUF file.
         """
         path = find_local(name) or Path(name)
@@ -164,9 +165,15 @@ class ModelConfig:
                 raise ConfigError(
                     f"{path} is neither a GGUF file nor a config.json: give a folder."
                 )
+            if is_gguf(path):
+                return _gguf_config(path, read_header(path), packed)
             return _read_config(path)
         try:
-            return _read_config(fetch_config(name))
+            file = GgufName.parse(name)
+            if file is None:
+                return _read_config(fetch_config(name))
+            with file.header() as header:
+                return _gguf_config(Path(name), header, packed)
         except NotFound as error:
             raise ConfigError(
                 f"{name} is neither a folder, a config.json nor a model found on the hub ({error})."
@@ -351,11 +358,12 @@ class ModelConfig:
 
 
 def _read_config(path: Path) -> ModelConfig:
-    if not is_gguf(path):
-        return _parse(path, read_fields(path))
-    header = read_header(path)
+    return _parse(path, read_fields(path))
+
+
+def _gguf_config(path: Path, header: GgufHeader, packed: bool) -> ModelConfig:
     config = _parse(path, config_fields(header))
-    return replace(config, kept_types=tuple(kept_types(header).items()))
+    return replace(config, kept_types=tuple(kept_types(header).items())) if packed else config
 
 
 def _parse(path: Path, fields: Mapping[str, Any]) -> ModelConfig:

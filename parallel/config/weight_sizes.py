@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import head_rows, parameter_count
-from parallel.formats.plane_format import kept_row_bytes, kept_unit
+from parallel.formats.plane_format import PLANE_FORMATS, kept_row_bytes, kept_unit
 from parallel.formats.weight_headers import EMBEDDING, HEAD
 from parallel.ranks.partition import share, vocab_rows
 
@@ -22,6 +22,7 @@ class WeightSizes(NamedTuple):
     nbytes: int  # bytes of all weights
     embedding: int  # those of them that a forward does not read, but for its tokens' rows
     kept: int = 0  # number of weights that are packed, and read
+    kept_plain: int = 0  # those of them for which there are no kernels
     scratch: int = 0  # bytes in which a layer's packed matrices are unpacked
     cut: int = 0  # matrices that would be packed, if this rank's columns were whole blocks
 
@@ -49,13 +50,17 @@ def weight_sizes(
         config: matrices stay packed as its `kept_types` say.
         ranks: that share the model.
         itemsize: bytes of a weight that is not packed.
-        rank: by default the last, which holds at least as many weights as any other.
+        rank: by default the one whose weights take most; middle ranks cut blocks at both ends.
     """
-    rank = ranks - 1 if rank is None else rank
+    if rank is None:
+        own = range(ranks) if config.kept_types else [ranks - 1]
+        sizes = [weight_sizes(config, ranks, itemsize, each) for each in own]
+        largest = max(sizes, key=lambda each: each.nbytes + each.scratch)
+        return largest._replace(cut=max(each.cut for each in sizes))
     nbytes = parameter_count(config, ranks, rank) * itemsize
     embedding = 0 if config.tied else vocab_rows(config.vocab, ranks) * config.hidden * itemsize
     types = dict(config.kept_types)
-    kept = cut = 0
+    kept = kept_plain = cut = 0
     scratch: dict[str, int] = {}  # matrix of a layer -> bytes
     for matrix, parts in _matrices(config, ranks, rank) if types else ():
         packed = [part for part in parts if part.tensor in types]
@@ -68,10 +73,11 @@ def weight_sizes(
                 embedding = own_bytes
             else:
                 kept += part.size
+                kept_plain += 0 if types[part.tensor] in PLANE_FORMATS else part.size
         if whole and matrix is not None:
             size = sum(part.size for part in parts) * itemsize
             scratch[matrix] = max(scratch.get(matrix, 0), size)
-    return WeightSizes(nbytes, embedding, kept, sum(scratch.values()), cut)
+    return WeightSizes(nbytes, embedding, kept, kept_plain, sum(scratch.values()), cut)
 
 
 def _is_cut(name: str, columns: slice) -> bool:

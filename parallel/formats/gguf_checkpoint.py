@@ -104,6 +104,11 @@ class GgufTensor(BlockTensor):
         start = 0
         for raw in self.blocks(rows, columns):
             values = self._dequantize(raw.flatten(1).numpy())
+            if self.block > 1 and not np.isfinite(values).all():
+                raise CheckpointError(
+                    f"{self.path}: tensor {self.name} has a scale that is not finite: the file is "
+                    "broken. Fetch it again."
+                )
             part = out[start : start + len(values)]
             part.copy_(torch.from_numpy(values[:, skipped : skipped + width]))
             start += len(values)

@@ -37,7 +37,7 @@ _MAX_DIMENSIONS = 4
 # Limits that no model exceeds, against headers that would take minutes or all memory to read: bytes
 # of a header, elements of a list. The largest vocabularies have 262,144 tokens and fewer than twice
 # as many merges.
-_MAX_HEADER = 128 << 20
+MAX_HEADER = 128 << 20
 _MAX_ELEMENTS = 1 << 22
 _ALIGNMENT = 32  # default alignment of tensors in bytes
 _SPLIT_NAME = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
@@ -131,7 +131,7 @@ class _Parser:
 
     def __init__(self, path: Path, blob: mmap.mmap):
         self.path, self.blob = path, blob
-        self.end = min(len(blob), _MAX_HEADER)
+        self.end = min(len(blob), MAX_HEADER)
         self.position = 8  # after magic and version
 
     def header(self) -> GgufHeader:
@@ -172,7 +172,7 @@ class _Parser:
         """Return the exception for a header that extends past the readable part of the file."""
         if self.end == len(self.blob):
             return EOFError()
-        return _broken_error(self.path, f"has a header of more than {_MAX_HEADER:,} bytes")
+        return _broken_error(self.path, f"has a header of more than {MAX_HEADER:,} bytes")
 
     def _string(self) -> str:
         (length,) = self._unpack("<Q")

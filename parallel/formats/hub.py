@@ -5,13 +5,26 @@ Its client is imported only when a name is looked up: local folders do not need 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from tempfile import NamedTemporaryFile
+from typing import Any, NamedTuple
 
 from offload.errors import one_line
+from parallel.errors import CheckpointError
+from parallel.formats.gguf_header import MAX_HEADER, GgufHeader, read_header
+from parallel.formats.gguf_names import ROPE_FACTORS
 
 _TIMEOUT_S = 10.0  # time limit for a response of the hub in seconds
+
+
+_GGUF_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+)|/([\w./-]+\.gguf))", re.IGNORECASE)
+_SPLIT = re.compile(r"-(\d{5})-of-\d{5}$")
+_FIRST_READ = 8 << 20  # bytes of a GGUF file that are read first, to plan with it
+_FACTORS_BYTES = 1 << 16  # more than those of any model's RoPE factors
 
 
 class NotFound(Exception):
@@ -30,6 +43,121 @@ def fetch_model(name: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     return _fetch(snapshot_download, name, allow_patterns=list(patterns))
+
+
+class GgufName(NamedTuple):
+    """A GGUF file of a repository on the hub."""
+
+    repo: str
+    tag: str | None  # such as Q4_K_M, at the end of the file's name
+    file: str | None  # its path, if that is given
+
+    @classmethod
+    def parse(cls, name: str) -> GgufName | None:
+        """Return what `owner/repo:Q4_K_M` or `owner/repo/file.gguf` refers to; None for others."""
+        match = _GGUF_NAME.fullmatch(name)
+        return None if match is None else cls(*match.groups())
+
+    def fetch(self) -> Path:
+        """Return the path of the file, which is downloaded. Raises NotFound, CheckpointError."""
+        from huggingface_hub import hf_hub_download
+
+        return _fetch(hf_hub_download, self.repo, filename=self.file or self._find())
+
+    @contextmanager
+    def header(self) -> Iterator[GgufHeader]:
+        """Open the file's header, and download little more than it.
+
+        Its path has the size of the file, with zeros in place of what was not downloaded. Raises
+        NotFound, CheckpointError.
+        """
+        from huggingface_hub import HfFileSystem, try_to_load_from_cache
+
+        file = self.file or self._find()
+        cached = try_to_load_from_cache(self.repo, file)
+        if isinstance(cached, str):
+            yield read_header(Path(cached))
+            return
+        with NamedTemporaryFile(suffix=".gguf") as local, ExitStack() as stack:
+            try:
+                remote = stack.enter_context(HfFileSystem().open(f"{self.repo}/{file}", "rb"))
+                header = _copy_header(remote, local)
+            except CheckpointError:
+                raise
+            except Exception as error:  # the hub client's errors share no base class
+                raise NotFound(one_line(error)) from error
+            yield header
+
+    def _find(self) -> str:
+        """Return the one file with this tag. Raises NotFound, and CheckpointError without one."""
+        from huggingface_hub import HfApi
+
+        try:
+            HfApi().model_info(self.repo, timeout=_TIMEOUT_S)
+            names = HfApi().list_repo_files(self.repo)
+        except Exception as hub_error:
+            names = _cached_files(self.repo)
+            if not names:
+                raise NotFound(one_line(hub_error)) from hub_error
+        files = sorted(name for name in names if name.lower().endswith(".gguf"))
+        assert self.tag is not None
+        tail = re.compile(rf"(?:^|[-._/]){re.escape(self.tag)}(?:-\d{{5}}-of-\d{{5}})?\.gguf", re.I)
+        found = [name for name in files if tail.search(name) and "mmproj" not in name]
+        whole = [name for name in found if not _SPLIT.search(name.removesuffix(".gguf"))]
+        if not found or len(whole) > 1:
+            what = f"{len(whole)} files of {self.tag}" if found else f"no file of {self.tag}"
+            raise CheckpointError(
+                f"{self.repo} has {what}: name a file, {self.repo}/FILE.gguf, of "
+                f"{', '.join(whole or files)[:400] or 'which it has none'}."
+            )
+        return (whole or found)[0]
+
+
+def _copy_header(remote: Any, local: Any) -> GgufHeader:
+    """Copy the header of a file, and the RoPE factors, which are part of a config; return it.
+
+    Raises CheckpointError.
+    """
+    path, size = Path(local.name), remote.size
+    end, header = 0, None
+    while header is None:
+        start, end = end, min(size, max(_FIRST_READ, 4 * end))
+        _copy(remote, local, start, end)
+        try:
+            header = read_header(path)
+        except CheckpointError as error:
+            is_cut = isinstance(error.__cause__, EOFError | struct.error)
+            if not is_cut or end >= min(size, MAX_HEADER):
+                raise
+    local.truncate(size)
+    factors = header.tensors.get(ROPE_FACTORS)
+    if factors is not None and factors.start + _FACTORS_BYTES > end:
+        _copy(remote, local, factors.start, min(size, factors.start + _FACTORS_BYTES))
+    return read_header(path)
+
+
+def _copy(remote: Any, local: Any, start: int, end: int) -> None:
+    """Copy the bytes from `start` to `end`."""
+    remote.seek(start)
+    local.seek(start)
+    local.write(remote.read(end - start))
+    local.flush()
+
+
+def _cached_files(repo: str) -> list[str]:
+    """Return the paths of a repository's files that were downloaded."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    revisions = [each for known in repos if known.repo_id == repo for each in known.revisions]
+    return [
+        str(file.file_path.relative_to(each.snapshot_path))
+        for each in revisions
+        for file in each.files
+    ]
 
 
 def _fetch(download: Callable[..., str], name: str, **options: Any) -> Path:

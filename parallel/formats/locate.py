@@ -42,6 +42,9 @@ def find_local(name: str) -> Path | None:
         return path if (path / "config.json").is_file() else _only_file(path) or path
     if is_gguf(path):
         if not path.is_file():
+            is_hub_name = not name.startswith(_PATH_PREFIXES) and len(path.parts) > 2
+            if is_hub_name and not Path(path.parts[0]).exists():
+                return None  # owner/repo/file.gguf
             raise CheckpointError(f"{path}: there is no such file.")
         check_single_file(path)
         return path

@@ -5,7 +5,6 @@ Locates the folder or file, builds the model on the meta device, and loads this 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from parallel.config.parameter_count import parameter_count
 from parallel.errors import CheckpointError
 from parallel.formats import weight_headers
 from parallel.formats.checkpoint import Checkpoint, SafetensorsCheckpoint
-from parallel.formats.hub import NotFound, fetch_model
+from parallel.formats.hub import GgufName, NotFound, fetch_model
 from parallel.formats.locate import find_local, is_gguf
 from parallel.model.transformer import Transformer
 from parallel.ranks.partition import check_ranks
@@ -52,7 +51,8 @@ def _download(name: str) -> Path:
             "weights, or a .gguf file."
         )
     try:
-        return fetch_model(name, _PATTERNS)
+        file = GgufName.parse(name)
+        return fetch_model(name, _PATTERNS) if file is None else file.fetch()
     except NotFound as error:
         raise CheckpointError(
             f"{name} is neither a local folder nor a model found on the hub ({error})."
@@ -108,7 +108,7 @@ def load_model(
 
     Raises ConfigError, CheckpointError, or TierForceError for the dtype.
     """
-    config = config or replace(ModelConfig.from_pretrained(folder), kept_types=())
+    config = config or ModelConfig.from_pretrained(folder)
     check_ranks(config.kv_heads, group.size)  # before any tensor is read
     checkpoint = open_checkpoint(folder)
     chosen = choose_dtype(dtype, config, checkpoint, group.device)

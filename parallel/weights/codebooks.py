@@ -43,8 +43,8 @@ class CodebookBlocks(Module):
 
         Raises ValueError for a scale that is not finite.
         """
-        scale = _SCALES.get(self.name, 0)
-        if not halves(raw[..., scale : scale + 2]).isfinite().all():
+        first, last = _SCALES.get(self.name, (0, 2))
+        if not halves(raw[..., first:last]).isfinite().all():
             raise ValueError("a scale that is not finite")
         self.raw[rows].copy_(raw)
 
@@ -100,15 +100,15 @@ def _q2_k(raw: Tensor) -> Tensor:
     scales = raw[..., :16]
     scale = (_half(raw, 80) * (scales & 15).float())[..., None]
     minimum = (_half(raw, 82) * (scales >> 4).float())[..., None]
-    codes = fields(raw[..., 16:80], (0, 2, 4, 6), 32) & 3
+    codes = fields(raw[..., 16:80], 2, 32) & 3
     return scale * codes.unflatten(2, (16, 16)).float() - minimum
 
 
 def _q3_k(raw: Tensor) -> Tensor:
     low, high = raw[..., 96:104], raw[..., 104:108]
-    scale = (nibbles(low, 8) | (fields(high, (0, 2, 4, 6), 4) & 3) << 4).to(torch.int8) - 32
-    codes = (fields(raw[..., 32:96], (0, 2, 4, 6), 32) & 3).to(torch.int8)
-    codes -= 4 * (1 - (fields(raw[..., :32], range(8), 32) & 1).to(torch.int8))
+    scale = (nibbles(low, 8) | (fields(high, 2, 4) & 3) << 4).to(torch.int8) - 32
+    codes = (fields(raw[..., 32:96], 2, 32) & 3).to(torch.int8)
+    codes -= 4 * (1 - (fields(raw[..., :32], 1, 32) & 1).to(torch.int8))
     factor = (_half(raw, 108) * scale.float())[..., None]
     return factor * codes.unflatten(2, (16, 16)).float()
 
@@ -117,7 +117,7 @@ def _iq2_xxs(raw: Tensor) -> Tensor:
     parts = raw[..., 2:].unflatten(2, (8, 8))  # 4 indices and 4 bytes per group
     meta = _words(parts[..., 4:], torch.int32)  # (R, B, 8, 1)
     scale = _half(raw, 0) * (0.5 + (meta[..., 0] >> 28 & 15).float()) * 0.25
-    shifts = torch.tensor([0, 7, 14, 21], device=raw.device)
+    shifts = torch.arange(0, 28, 7, device=raw.device)
     signs = _sign_patterns(raw.device)[meta >> shifts & 127]
     points = _codebook("IQ2_XXS", raw.device)[parts[..., :4].int()]  # (R, B, 8, 4, 8)
     return scale[..., None, None] * points * signs
@@ -133,7 +133,7 @@ def _iq2_xs(raw: Tensor) -> Tensor:
 
 def _iq2_s(raw: Tensor) -> Tensor:
     scale = _half(raw, 0) * (0.5 + nibbles(raw[..., 74:], 1).float()) * 0.25
-    high = (fields(raw[..., 66:74], (0, 2, 4, 6), 1) & 3).int() << 8
+    high = (fields(raw[..., 66:74], 2, 1) & 3).int() << 8
     points = _codebook("IQ2_S", raw.device)[raw[..., 2:34].int() | high]  # (R, B, 32, 8)
     return scale[..., None, None] * (points * _signs(raw[..., 34:66])).unflatten(2, (16, 2))
 
@@ -141,7 +141,7 @@ def _iq2_s(raw: Tensor) -> Tensor:
 def _iq3_xxs(raw: Tensor) -> Tensor:
     meta = _words(raw[..., 66:], torch.int32)  # (R, B, 8)
     scale = _half(raw, 0) * (0.5 + (meta >> 28 & 15).float()) * 0.5
-    shifts = torch.tensor([0, 7, 14, 21], device=raw.device)
+    shifts = torch.arange(0, 28, 7, device=raw.device)
     signs = _sign_patterns(raw.device)[meta[..., None] >> shifts & 127]  # (R, B, 8, 4, 8)
     points = _codebook("IQ3_XXS", raw.device)[raw[..., 2:66].int()]  # (R, B, 64, 4)
     return scale[..., None, None] * points.view(signs.shape) * signs
@@ -164,4 +164,5 @@ _DEQUANTISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "IQ3_XXS": _iq3_xxs,
     "IQ3_S": _iq3_s,
 }
-_SCALES = {"Q2_K": 80, "Q3_K": 108}  # offset of a block's scale, 0 in other types
+# places of a block's scales that are not its first two bytes
+_SCALES = {"Q2_K": (80, 84), "Q3_K": (108, 110)}

@@ -6,7 +6,7 @@ Python package gguf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,20 +52,23 @@ def pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     return low.flatten(1), packed.view(torch.int32)
 
 
-def fields(data: Tensor, shifts: Sequence[int], width: int) -> Tensor:
-    """Return the fields (R, B, n) of bytes (R, B, bytes), read `width` bytes at each shift."""
-    shift = torch.tensor(shifts, dtype=torch.uint8, device=data.device)[:, None]
+def fields(data: Tensor, size: int, width: int) -> Tensor:
+    """Return fields of `size` bits (R, B, n), the lowest of `width` bytes (R, B, bytes) first.
+
+    The bits above a field remain. Shifts are made on the device: copies would forbid CUDA graphs.
+    """
+    shift = torch.arange(0, 8, size, dtype=torch.uint8, device=data.device)[:, None]
     return (data.unflatten(2, (-1, 1, width)) >> shift).flatten(2)
 
 
 def nibbles(data: Tensor, width: int) -> Tensor:
     """Return the halves (R, B, 2 n) of bytes (R, B, n): the low ones of `width` bytes first."""
-    return fields(data, (0, 4), width) & 15
+    return fields(data, 4, width) & 15
 
 
 def bits(data: Tensor) -> Tensor:
     """Return the bits (R, B, 8 n) of bytes (R, B, n), the lowest first."""
-    return fields(data, range(8), 1) & 1
+    return fields(data, 1, 1) & 1
 
 
 def halves(data: Tensor) -> Tensor:
@@ -111,18 +114,18 @@ def _q4_k(raw: Tensor) -> Blocks:
 
 
 def _q5_k(raw: Tensor) -> Blocks:
-    high = fields(raw[..., 16:48], range(8), 32) & 1
+    high = fields(raw[..., 16:48], 1, 32) & 1
     return {**_k_scales(raw), "codes": nibbles(raw[..., 48:], 32) | (high << 4)}
 
 
 def _q6_k(raw: Tensor) -> Blocks:
-    high = fields(raw[..., 128:192], (0, 2, 4, 6), 32) & 3
+    high = fields(raw[..., 128:192], 2, 32) & 3
     codes = nibbles(raw[..., :128], 64) | (high << 4)
     return {"scale": halves(raw[..., 208:]), "sub": raw[..., 192:208], "codes": codes}
 
 
 def _iq4_xs(raw: Tensor) -> Blocks:
-    sub = (nibbles(raw[..., 4:8], 1) | (fields(raw[..., 2:4], (0, 2, 4, 6), 1) & 3) << 4) - 32
+    sub = (nibbles(raw[..., 4:8], 1) | (fields(raw[..., 2:4], 2, 1) & 3) << 4) - 32
     return {"scale": halves(raw[..., :2]), "sub": sub, "codes": nibbles(raw[..., 8:], 16)}
 
 

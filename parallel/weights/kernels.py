@@ -41,7 +41,7 @@ def multiply(x: Tensor, planes: Planes, first: int, out_dtype: torch.dtype) -> T
     """
     fixed = planes.fixed or _fix(planes)
     rows, tokens = fixed.rows - first, len(x)
-    splits = split_count(rows, fixed.groups)
+    splits = split_count(fixed.rows, fixed.groups)
     out = torch.empty(tokens, rows, dtype=out_dtype, device=x.device)
     sums = out
     if splits > 1:

@@ -7,26 +7,31 @@ rounded once to the run's dtype. So packing changes memory and time, and never a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import ReferenceType, ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.weights.matmul import linear, linear_fp32_out
 from parallel.weights.packed import PackedRows, Slice
+
+_UNPACKED_BYTES = 64 << 20  # bytes of a head's rows that are unpacked at once
 
 
 class Scratch:
     """Memory in which matrices are unpacked, one of each name: those of one layer.
 
-    In a layer-major prefill a layer's matrices are unpacked once, for all chunks.
+    In a layer-major prefill a layer's matrices are unpacked once, for all chunks, unless captured
+    forwards may write here in between: on a GPU, if a matrix has no fused kernels.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._owners: dict[str, Matrix] = {}
+        # weak: a cycle of references would outlive a model
+        self._owners: dict[str, ReferenceType[Matrix]] = {}
+        self._may_reuse = True
 
     @property
     def nbytes(self) -> int:
@@ -41,15 +46,17 @@ class Scratch:
         if buffer is None or buffer.numel() < size:
             self._buffers[name] = torch.empty(size, dtype=matrix.dtype, device=matrix.device)
         matrix.scratch = self, name
+        if matrix.device.type != "cpu" and matrix.packed.kernels is None:
+            self._may_reuse = False
 
     def unpacked(self, matrix: Matrix, name: str) -> Tensor:
         """Return a matrix (rows, columns), which is valid until another of its name is unpacked."""
         assert matrix.packed is not None
         out = self._buffers[name][: matrix.rows * matrix.columns].view(matrix.rows, -1)
-        if self._owners.get(name) is not matrix:
-            self._owners.pop(name, None)  # stays without one if unpacking fails
+        owner = self._owners.pop(name, None)  # stays without one if unpacking fails
+        if owner is None or owner() is not matrix or not self._may_reuse:
             matrix.packed.unpack(out)
-            self._owners[name] = matrix
+        self._owners[name] = ref(matrix)
         return out
 
 
@@ -101,12 +108,10 @@ class Matrix(Module):
             assert self.values is not None
             return linear(x, self.values[first:], bias)
         if packed.has_kernels(len(x)):
-            out = packed.multiply(x, first, x.dtype)
-            return out if bias is None else out + bias
-        # A captured forward, which is short, must unpack whatever is in scratch memory, and leave
-        # that to the chunks of a prefill before and after it.
-        is_short = not x.is_cpu and len(x) <= MAX_STATIC_TOKENS
-        if self.scratch is None or is_short:
+            if bias is None:
+                return packed.multiply(x, first, x.dtype)
+            return (packed.multiply(x, first, torch.float32) + bias).to(x.dtype)
+        if self.scratch is None:
             return linear(x, packed[first:], bias)
         scratch, name = self.scratch
         return linear(x, scratch.unpacked(self, name)[first:], bias)
@@ -119,7 +124,12 @@ class Matrix(Module):
             return linear_fp32_out(x, self.values)
         if packed.has_kernels(1):
             return packed.multiply(x, 0, torch.float32)
-        return linear_fp32_out(x, packed)
+        if x.is_cpu and x.dtype != torch.float32:  # in parts of rows
+            return linear_fp32_out(x, packed)
+        step = max(1, _UNPACKED_BYTES // (self.columns * self.dtype.itemsize))
+        starts = range(0, self.rows, step)
+        parts = [linear_fp32_out(x, packed[start : start + step]) for start in starts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def select(self, rows: Tensor) -> Tensor:
         """Return rows (T, columns) by their indices (T,)."""

@@ -16,6 +16,7 @@ from parallel.weights.ggml_blocks import pack_codes, split_blocks
 
 _HALF = GROUP // 2
 _UNPACKED = 1 << 18  # weights unpacked at once, few enough for a CPU's cache
+_UNPACKED_ON_GPU = 1 << 22  # on another device, where each operation is a launch
 
 
 class Planes(Module):
@@ -112,7 +113,8 @@ class Planes(Module):
     @property
     def _step(self) -> int:
         """The number of rows that are unpacked at once."""
-        return max(1, _UNPACKED // self.columns) if self.low.is_cpu else 64 * _UNPACKED
+        limit = _UNPACKED if self.low.is_cpu else _UNPACKED_ON_GPU
+        return max(1, limit // self.columns)
 
     def _values(self, rows: slice | Tensor, out: Tensor) -> None:
         """Write rows into `out` (R, groups, 2, 16)."""

@@ -11,7 +11,10 @@ from offload.kernels.selection import Kernels, run_self_test
 from parallel.formats.plane_format import GROUP, PLANE_FORMATS
 from parallel.weights.planes import Planes
 
-_ROWS, _COLUMNS, _LEAD = 150, 39 * GROUP, 3  # self-test: several tiles, the last incomplete
+# sizes of the self-test: several tiles and splits, the last incomplete; and no splits
+_ROWS, _COLUMNS, _LEAD = 150, 67 * GROUP, 3
+_FEW_COLUMNS = 3 * GROUP
+_TOLERANCE_IN_16_BITS = 1e-2
 _TOLERANCE = 1e-5  # error of float32 sums, as a share of the largest
 
 
@@ -45,10 +48,18 @@ def _test_planes(kernels: ModuleType, device: torch.device, dtype: torch.dtype, 
         raise RuntimeError(f"products with {name} are off by {error:.3g}")
     rows = kernels.MAX_ROWS
     for first, last in ((3, 4), (0, rows // 4 + 1), (rows // 2 + 3, rows)):
-        if not torch.equal(
-            kernels.multiply(x[first:last], planes, 1, torch.float32), whole[first:last]
-        ):
+        alone = kernels.multiply(x[first:last], planes, 1, torch.float32)
+        if not torch.equal(alone, whole[first:last]):
             raise RuntimeError(f"products with {name} depend on other rows")
+    # Without splits, results in 16 bits are written by another variant of the kernel.
+    few = random_planes(name, _ROWS, _FEW_COLUMNS, _LEAD, device)
+    weights = few.unpack(slice(None), expected.new_empty(_ROWS, _FEW_COLUMNS)).double()
+    for count in (1, rows // 4 + 1, rows):
+        part = x[:count, :_FEW_COLUMNS]
+        out, exact = kernels.multiply(part, few, 0, dtype), part.double() @ weights.t()
+        error = float((out - exact).abs().max() / exact.abs().max())
+        if not error < _TOLERANCE_IN_16_BITS:
+            raise RuntimeError(f"products with {name} in {dtype} are off by {error:.3g}")
 
 
 def random_planes(

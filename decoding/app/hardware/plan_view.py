@@ -103,10 +103,6 @@ def times_table(plans: Plans) -> Table:
     table.add_row("offloaded layers", f"{best.layers_on_host}")
     if split := best.memory.split_layers:
         table.add_row("  with high bytes on the GPU", f"{split}")
-    needs = best.requirements
-    if needs.target.kept_types:
-        whole = _gb(whole_weight_bytes(needs))
-        table.add_row("weights", f"packed; in {dtype_name(needs.dtype)} {whole} GB")
     return table
 
 
@@ -118,10 +114,14 @@ def memory_table(plans: Plans) -> Table:
     table.add_column("")
     table.add_column("prefill", justify="right")
     table.add_column("decoding", justify="right")
-    phases = plans.memory_phases
+    phases, needs = plans.memory_phases, plans.best.requirements
+    labels = dict(_TIERS)
+    if needs.target.kept_types:
+        whole = _gb(whole_weight_bytes(needs))
+        labels["weights"] = f"weights, packed ({whole} in {dtype_name(needs.dtype)})"
     for name in phases[0]:
         if any(phase[name] for phase in phases):
-            table.add_row(_TIERS.get(name, name), *(_gb(phase[name]) for phase in phases))
+            table.add_row(labels.get(name, name), *(_gb(phase[name]) for phase in phases))
     table.add_section()
     table.add_row(
         f"total, of {_gb(machine.device_memory)}", *(_gb(sum(phase.values())) for phase in phases)

@@ -13,7 +13,7 @@ from decoding.config.settings import LEVELS
 from decoding.engine.engine import Engine
 from decoding.engine.stats import Stats
 from decoding.planning.plan import Plan
-from decoding.planning.requirements import whole_weight_bytes
+from decoding.planning.requirements import weight_notes, whole_weight_bytes
 from offload.dtypes import dtype_name
 from offload.errors import InsufficientMemoryError
 from offload.kernels.selection import Kernels
@@ -102,6 +102,7 @@ def sanity_warnings(engine: Engine, common: Common) -> list[str]:
     config = engine.runtime.target.config
     if engine.runtime.settings.context is None or engine.context > config.context_limit:
         lines += [f"{common.model}: {note}" for note in config.context_notes()]
+    lines += [f"{common.model}: {note}" for note in weight_notes(engine.runtime.requirements)]
     vocab, tokenizer_size = config.vocab, len(engine.tokenizer)
     if 2 * tokenizer_size < vocab:
         lines.append(
@@ -136,7 +137,8 @@ def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
     needs = models.requirements
     if needs.target.kept_types:
         packed, whole = needs.weight_bytes / 1e9, whole_weight_bytes(needs) / 1e9
-        line += f"; weights packed, {packed:.2g} GB ({whole:.2g} in {dtype})"
+        each = " per GPU" if group.size > 1 else ""
+        line += f"; weights packed, {packed:.2f} GB{each} ({whole:.2f} in {dtype})"
     if plan is None:
         return line
     line += f"; at {prompt:,} prompt tokens, KV of {offloaded} of {layers} layers in host memory"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
 
+import parallel.weights.packed
+from parallel.batch_invariant import batch_invariant
 from parallel.config.model_config import ModelConfig
 from parallel.config.weight_sizes import weight_sizes
 from parallel.errors import CheckpointError
@@ -26,10 +30,13 @@ from parallel.formats.plane_format import PLANE_FORMATS, kept_unit
 from parallel.model.loading import load_model, parameter_bytes
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
-from parallel.weights.matrix import Matrix
-from parallel.weights.packed import Slice
+from parallel.weights.codebooks import CodebookBlocks
+from parallel.weights.matrix import Matrix, Scratch
+from parallel.weights.packed import PackedRows, Slice, WholePart
 from parallel.weights.planes import Planes
+from parallel.weights.selection import random_planes
 from support.gguf import RANDOM, convert
+from support.interpreter import import_interpreted
 from support.loading import all_logits
 from support.models import random_tokens
 from support.ranks import run_ranks
@@ -48,12 +55,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Return whether tensors are equal bit for bit, but for the signs of zeros."""
-    return x.dtype == y.dtype and torch.equal(x, y)
+    """Return whether tensors are equal bit for bit, signs of zeros included."""
+    size = {2: torch.int16, 4: torch.int32}[x.itemsize]
+    return x.dtype == y.dtype and torch.equal(x.contiguous().view(size), y.contiguous().view(size))
 
 
 def packed_model(path: Path, dtype: str, group: TensorParallelGroup | None = None) -> Transformer:
-    config = ModelConfig.from_pretrained(path)
+    config = ModelConfig.from_pretrained(path, packed=True)
     assert config.kept_types
     return load_model(path, group or TensorParallelGroup(), dtype, config)
 
@@ -138,26 +146,31 @@ def test_two_ranks_equal_one(checkpoint: Checkpoints, tmp_path: Path, name: str)
         torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True])
 @EVERY_TYPE
 def test_bytes_are_those_that_a_plan_counts(
     checkpoint: Checkpoints, tmp_path: Path, name: str, ranks: int, tied: bool
 ) -> None:
-    path = convert(
-        checkpoint(**WIDE, tie_word_embeddings=tied), tmp_path / "model.gguf", Kind[name]
-    )
+    sizes_4 = {**WIDE, "num_key_value_heads": 4, "intermediate_size": 1792, "num_hidden_layers": 1}
+    folder = checkpoint(**sizes_4, tie_word_embeddings=tied)
+    path = convert(folder, tmp_path / "model.gguf", Kind[name])
+    nbytes = cut = 0
     for rank in range(ranks):
         model = packed_model(path, "bfloat16", TensorParallelGroup(rank, ranks))
         sizes = weight_sizes(model.config, ranks, 2, rank)
         assert parameter_bytes(model) == sizes.nbytes + sizes.scratch
         assert sum(parameter.nbytes for parameter in model.parameters()) == sizes.nbytes
-        # a rank's 384 columns of `down` end inside of a block of 256, which codebooks keep whole
-        assert sizes.cut == (2 * (ranks - 1) * 2 if name in CODEBOOK_TYPES else 0)
+        nbytes, cut = max(nbytes, sizes.nbytes + sizes.scratch), max(cut, sizes.cut)
+        # a rank's 896 or 448 columns of `down`, and its 128 or 64 of `o`, are no blocks of 256
+        has_blocks = ranks == 1 or name not in CODEBOOK_TYPES
+        assert sizes.cut == (0 if has_blocks else 2)
         embedding = model.embed.weight
         assert embedding.packed is not None
         own = sum(plane.nbytes for plane in embedding.packed.parameters())
         assert sizes.embedding == (0 if tied else own)
+    largest = weight_sizes(model.config, ranks, 2)
+    assert (largest.nbytes + largest.scratch, largest.cut) == (nbytes, cut)
 
 
 def test_matrices_take_hardly_more_than_in_their_file(
@@ -166,22 +179,30 @@ def test_matrices_take_hardly_more_than_in_their_file(
     for name in KEPT:
         path = convert(checkpoint(**WIDE), tmp_path / f"{name}.gguf", Kind[name])
         stored = path.stat().st_size - read_header(path).data_start
-        assert weight_sizes(ModelConfig.from_name(str(path)), 1, 2).nbytes <= 1.1 * stored
+        assert (
+            weight_sizes(ModelConfig.from_name(str(path), packed=True), 1, 2).nbytes <= 1.1 * stored
+        )
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "Q2_K", "IQ3_XXS"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("name", "second"),
+    [("Q4_0", 0), ("Q4_K", 0), ("Q4_K", 2), ("Q6_K", 0), ("Q2_K", 0), ("Q2_K", 2), ("IQ3_XXS", 0)],
+)
 @pytest.mark.parametrize("scale", [np.inf, np.nan])
 def test_scales_that_are_not_finite(
-    checkpoint: Checkpoints, tmp_path: Path, name: str, scale: float
+    checkpoint: Checkpoints, tmp_path: Path, name: str, second: int, scale: float, packed: bool
 ) -> None:
     path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", Kind[name])
     content = bytearray(path.read_bytes())
     offset = read_header(path).tensors["blk.1.ffn_gate.weight"].start + RANDOM_OFFSETS.get(name, 0)
+    offset += second
     content[offset : offset + 2] = np.float16(scale).tobytes()
     path.write_bytes(content)
     message = r"tensor blk\.1\.ffn_gate\.weight has a scale that is not finite: the file is broken"
+    config = ModelConfig.from_pretrained(path, packed=packed)
     with pytest.raises(CheckpointError, match=message):
-        packed_model(path, "float32")
+        load_model(path, TensorParallelGroup(), "float32", config)
 
 
 RANDOM_OFFSETS = {kind.name: offset for kind, (offset, _) in RANDOM.items()}
@@ -240,3 +261,106 @@ def test_a_matrix_of_several_types(checkpoint: Checkpoints, tmp_path: Path) -> N
         matrix.product(x, bias, 150), torch.nn.functional.linear(x, whole[150:], bias)
     )
     assert torch.equal(matrix.logits(x), torch.nn.functional.linear(x, whole))
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let products of planes in float16 use the kernels in triton's interpreter, as on a GPU."""
+    kernels = import_interpreted("parallel.weights.kernels")
+    monkeypatch.setattr(
+        parallel.weights.packed,
+        "plane_kernels",
+        lambda device, dtype, name: (kernels if dtype == torch.float16 else None, ""),
+    )
+    return kernels
+
+
+def matrix_of(rows: int, columns: int, *parts: Any) -> tuple[Any, Tensor]:
+    """Return a matrix of parts in float16, and its weights in float64."""
+    matrix: Any = Matrix(rows, columns)
+    matrix.prepare(torch.float16, torch.device("cpu"))
+    matrix.values = None
+    matrix.packed = PackedRows(columns, torch.float16, torch.device("cpu"))
+    matrix.packed.parts.extend(parts)
+    return matrix, matrix.packed[:].double()
+
+
+def test_products_with_kernels(interpreted: Any) -> None:
+    planes = [
+        random_planes(name, 30, 96, 2, torch.device("cpu"), seed)
+        for seed, name in enumerate(("Q4_K", "Q6_K"))
+    ]
+    whole = WholePart(torch.nn.Parameter(torch.randn(10, 96).half(), requires_grad=False))
+    matrix, weights = matrix_of(70, 96, planes[0], whole, planes[1])
+    assert matrix.packed.kernels is interpreted
+    bias = torch.randn(70).half() * 8
+    for count in (1, 5, 64):
+        x = torch.randn(count, 96).half()
+        for first in (0, 7, 35, 45):
+            exact = x.double() @ weights[first:].t()
+            out = matrix.product(x, None, first)
+            torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=1e-3)
+            with_bias = matrix.product(x, bias[first:], first)  # rounded once
+            sums = (exact + bias[first:].double()).half()
+            assert (with_bias != sums).float().mean() < 0.02
+        logits = matrix.logits(x)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits.double(), x.double() @ weights.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_which_products_use_kernels(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to MAX_ROWS, logits always, and in batch-invariant forwards in parts of MAX_ROWS."""
+    multiply = interpreted.multiply
+    counts: list[int] = []
+
+    def count_rows(x: Tensor, *args: Any) -> Tensor:
+        counts.append(len(x))
+        product: Tensor = multiply(x, *args)
+        return product
+
+    monkeypatch.setattr(interpreted, "multiply", count_rows)
+    matrix, weights = matrix_of(30, 64, random_planes("Q5_0", 30, 64, 0, torch.device("cpu")))
+    x = torch.randn(130, 64).half()
+    matrix.product(x[:64])
+    matrix.product(x[:65])
+    matrix.logits(x[:65])
+    with batch_invariant():
+        out = matrix.product(x)
+    assert counts == [64, 64, 1, 64, 64, 2]
+    torch.testing.assert_close(out.double(), x.double() @ weights.t(), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "count"), [("Q4_K", 1), ("Q2_K", 2)])
+def test_unpacked_matrices_are_not_reused_where_graphs_may_overwrite_them(
+    interpreted: Any, monkeypatch: pytest.MonkeyPatch, name: str, count: int
+) -> None:
+    """On a GPU, a captured forward unpacks what has no kernels into the same memory."""
+    part: Any = CodebookBlocks("Q2_K", 4, 256, torch.device("cpu"))
+    part.clear(slice(None))
+    if name == "Q4_K":
+        part = random_planes("Q4_K", 4, 256, 0, torch.device("cpu"))
+    matrix, _ = matrix_of(4, 256, part)
+    scratch = Scratch()
+    scratch.reserve("o", matrix)
+    matrix.device = torch.device("cuda")  # only asked for its type
+    scratch.reserve("o", matrix)
+    unpack, unpacked = matrix.packed.unpack, []
+    monkeypatch.setattr(
+        matrix.packed, "unpack", lambda *args: unpacked.append(args) or unpack(*args)
+    )
+    for _ in range(2):
+        scratch.unpacked(matrix, "o")
+    assert len(unpacked) == count
+
+
+def test_a_model_is_freed_at_once(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", Kind.Q4_K)
+    model: Any = packed_model(path, "float32")
+    all_logits(model, random_tokens(10))
+    freed = [ref(model.scratch), ref(model.layers[1].mlp.down.weight)]
+    gc.disable()
+    try:
+        del model
+        assert [each() for each in freed] == [None, None]
+    finally:
+        gc.enable()

@@ -26,7 +26,7 @@ def kernels() -> Any:
 def test_self_test_succeeds(kernels: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_SPLIT_GROUPS", 8)
     monkeypatch.setattr(kernels, "MAX_ROWS", 16)  # numpy multiplies larger tiles in another order
-    assert kernels.split_count(149, 39) > 1
+    assert kernels.split_count(150, 67) > 1
     _test_planes(kernels, CPU, torch.float16, name)
 
 
