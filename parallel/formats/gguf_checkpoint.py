@@ -135,7 +135,8 @@ class GgufTensor(BlockTensor):
 
     def _dequantize(self, raw: np.ndarray) -> np.ndarray:
         """Return the elements of rows of whole blocks; converting one long row is fastest."""
-        return dequantize(raw.reshape(1, -1), self.kind).reshape(len(raw), -1)
+        with np.errstate(invalid="ignore", over="ignore"):  # the caller checks the result
+            return dequantize(raw.reshape(1, -1), self.kind).reshape(len(raw), -1)
 
 
 class GgufCheckpoint(Checkpoint):

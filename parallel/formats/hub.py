@@ -19,8 +19,6 @@ from parallel.formats.gguf_header import MAX_HEADER, GgufHeader, read_header
 from parallel.formats.gguf_names import ROPE_FACTORS
 
 _TIMEOUT_S = 10.0  # time limit for a response of the hub in seconds
-
-
 _GGUF_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+)|/([\w./-]+\.gguf))", re.IGNORECASE)
 _SPLIT = re.compile(r"-(\d{5})-of-\d{5}$")
 _FIRST_READ = 8 << 20  # bytes of a GGUF file that are read first, to plan with it

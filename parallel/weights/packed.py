@@ -37,7 +37,7 @@ class Slice(NamedTuple):
 
     @property
     def kept_format(self) -> str | None:
-        """The format in PLANE_FORMATS in which the part is kept; None if it is read as numbers."""
+        """The type in which the part is kept; None if it is read as numbers."""
         tensor = self.tensor
         return tensor.kept_format(self.columns) if isinstance(tensor, BlockTensor) else None
 
@@ -58,7 +58,7 @@ Part = Planes | CodebookBlocks | WholePart
 
 
 class PackedRows(Module):
-    """Rows (R, columns) of one or several formats, one after another.
+    """Rows (R, columns) of one or several types, one after another.
 
     Where a function needs a whole matrix (R, columns), slices of it give unpacked rows.
     """
