@@ -16,6 +16,7 @@ from decoding.prefix_cache.files import write_atomic
 from offload.errors import TierForceError
 from offload.regular_files import read_json
 from parallel.config.model_config import ModelConfig
+from parallel.formats.gguf_header import part_files
 from parallel.formats.locate import is_gguf
 from parallel.formats.weight_headers import weight_files
 from parallel.ranks.process_group import TensorParallelGroup
@@ -40,7 +41,7 @@ class WeightDigests:
 
         The digests are cached in `folder`, keyed by stat, so that each file is read once.
         """
-        paths = [model] if is_gguf(model) else weight_files(model)
+        paths = part_files(model) if is_gguf(model) else weight_files(model)
         cache_file = folder / _DIGESTS
         cached = _read_digests(cache_file)
         stats = {path: _stat(path) for path in paths}

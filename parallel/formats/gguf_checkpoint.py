@@ -140,7 +140,7 @@ class GgufTensor(BlockTensor):
 
 
 class GgufCheckpoint(Checkpoint):
-    """The tensors of one GGUF file."""
+    """The tensors of a GGUF file, or of all parts of a split model, by its first."""
 
     described_by = "its metadata"
 
@@ -187,7 +187,7 @@ class GgufCheckpoint(Checkpoint):
         is_permuted = "self_attn.q_proj" in name or "self_attn.k_proj" in name
         head_dim = self._head_dim if is_permuted else None
         info, dtype = self._infos[name], self._target_dtype
-        return GgufTensor(self.path, info, dtype, head_dim, self._keeps_blocks)
+        return GgufTensor(info.path, info, dtype, head_dim, self._keeps_blocks)
 
     def _file_of(self, name: str) -> Path:
-        return self.path
+        return self._infos[name].path

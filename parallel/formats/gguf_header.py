@@ -10,7 +10,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,9 @@ _MAX_DIMENSIONS = 4
 MAX_HEADER = 128 << 20
 _MAX_ELEMENTS = 1 << 22
 _ALIGNMENT = 32  # default alignment of tensors in bytes
-_SPLIT_NAME = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 LFS = b"version https://git-lfs"
+_PARTS, _PART = "split.count", "split.no"  # metadata of a split model: files, and which this is
 _FETCH_AGAIN = "Was the download interrupted? Fetch it again."
 
 
@@ -53,24 +54,79 @@ class TensorInfo:
     shape: tuple[int, ...]  # rows first; in the file, the fastest dimension is first
     kind: int  # ggml's type number
     start: int  # offset in the file in bytes
+    path: Path  # its file
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The part of a file that precedes the tensors."""
+    """The part of a file that precedes the tensors; of a split model, that of its first part."""
 
     path: Path
-    size: int  # bytes of the whole file
+    sizes: dict[Path, int]  # bytes of the whole file, and of a split model's other parts
     data_start: int  # offset of the first tensor in bytes
     metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]  # keyed by GGUF name
+    tensors: dict[str, TensorInfo]  # keyed by GGUF name, of all parts
 
 
 def read_header(path: Path) -> GgufHeader:
     """Read the header of a GGUF file, everything but the tensor data.
 
-    Raises CheckpointError if the file is not GGUF, is incomplete, or is one part of a split model.
+    `path` may be the first part of a split model, whose tensors are those of all parts. Raises
+    CheckpointError if a file is not GGUF or incomplete, and for another part.
     """
+    header = read_part(path)
+    parts = part_files(path)
+    count = _count(header.metadata.get(_PARTS))
+    if count < 2 and len(parts) == 1:
+        return header
+    if count != len(parts):
+        raise CheckpointError(
+            f"{path} is part of a split model of {count} files, but its name is that of one of "
+            f"{len(parts)}: give it the name that it was published with, such as "
+            f"model-00001-of-{count:05}.gguf."
+        )
+    tensors, sizes = dict(header.tensors), dict(header.sizes)
+    for index, part in enumerate(parts[1:], 1):
+        other = read_part(part)
+        if _count(other.metadata.get(_PARTS)) != count or other.metadata.get(_PART) != index:
+            raise CheckpointError(f"{part} does not belong to {path}. Fetch both again.")
+        for name, info in other.tensors.items():
+            if name in tensors:
+                raise _broken_error(part, f"holds tensor {name}, as another part does")
+            tensors[name] = info
+        sizes |= other.sizes
+    return replace(header, tensors=tensors, sizes=sizes)
+
+
+def part_files(path: Path) -> list[Path]:
+    """Return the files of a model: the file itself, or if it is a split one's first part, all.
+
+    Raises CheckpointError if some are missing, or if it is another part.
+    """
+    parts = part_paths(path)
+    missing = [part for part in parts if not part.is_file()]
+    if missing and len(parts) > 1:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of the model's {len(parts)} parts are missing, first "
+            f"{missing[0].name}. Fetch them into the same folder."
+        )
+    if path != parts[0]:
+        raise CheckpointError(f"{path} is a part of a split model: name its first, {parts[0]}.")
+    return parts
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Return the paths of all parts of a split model, by the name of one; else the path itself."""
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, _, count, suffix = match.groups()
+    names = [f"{stem}-{index + 1:05}-of-{count}{suffix}" for index in range(int(count))]
+    return [path.with_name(name) for name in names] or [path]
+
+
+def read_part(path: Path) -> GgufHeader:
+    """Read the header of one file, as `read_header`; of a split model, of this part alone."""
     try:
         with path.open("rb") as file:
             start = file.read(len(LFS))
@@ -83,15 +139,6 @@ def read_header(path: Path) -> GgufHeader:
         raise CheckpointError(f"{path} ends within its metadata. {_FETCH_AGAIN}") from error
     except UnicodeDecodeError as error:
         raise _broken_error(path, "holds a name or a string that is not UTF-8") from error
-
-
-def check_single_file(path: Path, parts: int = 1) -> None:
-    """Raise CheckpointError for a part of a split model, by its name or its metadata."""
-    if parts > 1 or _SPLIT_NAME.search(path.name):
-        raise CheckpointError(
-            f"{path} is one part of a split model, which is not supported: join the parts once, "
-            "with llama.cpp's `llama-gguf-split --merge FIRST_PART WHOLE_FILE`."
-        )
 
 
 def check_lfs_pointer(path: Path, start: bytes) -> None:
@@ -142,7 +189,6 @@ class _Parser:
             if key in metadata:
                 raise _broken_error(self.path, f"gives {key} twice")
             metadata[key] = self._value(self._unpack("<I")[0])
-        check_single_file(self.path, _count(metadata.get("split.count")))
         entries = [self._tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if _count(alignment) < 1 or alignment & (alignment - 1):
@@ -158,8 +204,8 @@ class _Parser:
                 raise _broken_error(
                     self.path, f"places tensor {name} at {offset}, which is not aligned"
                 )
-            infos[name] = TensorInfo(name, shape, kind, data_start + offset)
-        return GgufHeader(self.path, len(self.blob), data_start, metadata, infos)
+            infos[name] = TensorInfo(name, shape, kind, data_start + offset, self.path)
+        return GgufHeader(self.path, {self.path: len(self.blob)}, data_start, metadata, infos)
 
     def _unpack(self, format: str) -> tuple[Any, ...]:
         values = struct.unpack_from(format, self.blob, self.position)

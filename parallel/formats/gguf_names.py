@@ -263,7 +263,7 @@ def _floats(header: GgufHeader, tensor: TensorInfo, count: int) -> list[float]:
         )
     check_end(header, tensor)  # before memory is allocated for it
     try:
-        with header.path.open("rb") as file:
+        with tensor.path.open("rb") as file:
             file.seek(tensor.start)
             numbers = list(struct.unpack(f"<{count}f", file.read(4 * count)))
     except (OSError, struct.error) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from parallel.errors import CheckpointError
 from parallel.formats.gguf_header import GgufHeader, TensorInfo
@@ -79,20 +80,24 @@ def check_tensor_offsets(header: GgufHeader) -> None:
                 f"{header.path}: tensor {info.name} of shape {info.shape} does not consist of "
                 f"whole blocks of {numbers} numbers: the file is broken. Fetch it again."
             )
-    placed = sorted(header.tensors.values(), key=lambda info: (info.start, tensor_end(info)))
+    placed = sorted(header.tensors.values(), key=_place)
     for before, info in pairwise(placed):
-        if info.start < tensor_end(before):
+        if info.path == before.path and info.start < tensor_end(before):
             raise CheckpointError(
-                f"{header.path}: tensors {before.name} and {info.name} overlap: the file is "
+                f"{info.path}: tensors {before.name} and {info.name} overlap: the file is "
                 "broken. Fetch it again."
             )
 
 
+def _place(info: TensorInfo) -> tuple[Path, int, int]:
+    return info.path, info.start, tensor_end(info)
+
+
 def check_end(header: GgufHeader, info: TensorInfo) -> None:
     """Raise CheckpointError for a tensor that extends past the end of the file."""
-    if tensor_end(info) > header.size:
+    if tensor_end(info) > header.sizes[info.path]:
         raise CheckpointError(
-            f"{header.path} ends before tensor {info.name} does. Was the download interrupted? "
+            f"{info.path} ends before tensor {info.name} does. Was the download interrupted? "
             "Fetch it again."
         )
 

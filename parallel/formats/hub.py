@@ -8,19 +8,24 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO, NamedTuple
 
 from offload.errors import one_line
 from parallel.errors import CheckpointError
-from parallel.formats.gguf_header import MAX_HEADER, GgufHeader, read_header
+from parallel.formats.gguf_header import (
+    MAX_HEADER,
+    GgufHeader,
+    part_paths,
+    read_header,
+    read_part,
+)
 from parallel.formats.gguf_names import ROPE_FACTORS
 
 _TIMEOUT_S = 10.0  # time limit for a response of the hub in seconds
 _GGUF_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+)|/([\w./-]+\.gguf))", re.IGNORECASE)
-_SPLIT = re.compile(r"-(\d{5})-of-\d{5}$")
 _FIRST_READ = 8 << 20  # bytes of a GGUF file that are read first, to plan with it
 _FACTORS_BYTES = 1 << 16  # more than those of any model's RoPE factors
 
@@ -57,10 +62,14 @@ class GgufName(NamedTuple):
         return None if match is None else cls(*match.groups())
 
     def fetch(self) -> Path:
-        """Return the path of the file, which is downloaded. Raises NotFound, CheckpointError."""
+        """Return the path of the file, which is downloaded; of a split model, all of its parts.
+
+        Raises NotFound, CheckpointError.
+        """
         from huggingface_hub import hf_hub_download
 
-        return _fetch(hf_hub_download, self.repo, filename=self.file or self._find())
+        paths = [_fetch(hf_hub_download, self.repo, filename=name) for name in self._names()]
+        return paths[0]
 
     @contextmanager
     def header(self) -> Iterator[GgufHeader]:
@@ -71,20 +80,26 @@ class GgufName(NamedTuple):
         """
         from huggingface_hub import HfFileSystem, try_to_load_from_cache
 
-        file = self.file or self._find()
-        cached = try_to_load_from_cache(self.repo, file)
-        if isinstance(cached, str):
-            yield read_header(Path(cached))
+        names = self._names()
+        cached = [try_to_load_from_cache(self.repo, name) for name in names]
+        if all(isinstance(each, str) for each in cached):
+            yield read_header(Path(str(cached[0])))
             return
-        with NamedTemporaryFile(suffix=".gguf") as local, ExitStack() as stack:
+        with TemporaryDirectory() as folder:
+            paths = [Path(folder, Path(name).name) for name in names]
             try:
-                remote = stack.enter_context(HfFileSystem().open(f"{self.repo}/{file}", "rb"))
-                header = _copy_header(remote, local)
+                for name, path in zip(names, paths, strict=True):
+                    with HfFileSystem().open(f"{self.repo}/{name}", "rb") as remote:
+                        _copy_header(remote, path)
             except CheckpointError:
                 raise
             except Exception as error:  # the hub client's errors share no base class
                 raise NotFound(one_line(error)) from error
-            yield header
+            yield read_header(paths[0])
+
+    def _names(self) -> list[str]:
+        """Return the file's path in the repository; of a split model, those of all parts."""
+        return [path.as_posix() for path in part_paths(Path(self.file or self._find()))]
 
     def _find(self) -> str:
         """Return the one file with this tag. Raises NotFound, and CheckpointError without one."""
@@ -101,40 +116,40 @@ class GgufName(NamedTuple):
         assert self.tag is not None
         tail = re.compile(rf"(?:^|[-._/]){re.escape(self.tag)}(?:-\d{{5}}-of-\d{{5}})?\.gguf", re.I)
         found = [name for name in files if tail.search(name) and "mmproj" not in name]
-        whole = [name for name in found if not _SPLIT.search(name.removesuffix(".gguf"))]
-        if not found or len(whole) > 1:
-            what = f"{len(whole)} files of {self.tag}" if found else f"no file of {self.tag}"
+        first = [name for name in found if Path(name) == part_paths(Path(name))[0]]
+        if len(first) != 1:
+            what = f"{len(first)} files of {self.tag}" if first else f"no file of {self.tag}"
             raise CheckpointError(
                 f"{self.repo} has {what}: name a file, {self.repo}/FILE.gguf, of "
-                f"{', '.join(whole or files)[:400] or 'which it has none'}."
+                f"{', '.join(first or files)[:400] or 'which it has none'}."
             )
-        return (whole or found)[0]
+        return first[0]
 
 
-def _copy_header(remote: Any, local: Any) -> GgufHeader:
-    """Copy the header of a file, and the RoPE factors, which are part of a config; return it.
+def _copy_header(remote: Any, path: Path) -> None:
+    """Copy the header of a file, and the RoPE factors, which are part of a config.
 
     Raises CheckpointError.
     """
-    path, size = Path(local.name), remote.size
+    size = remote.size
     end, header = 0, None
-    while header is None:
-        start, end = end, min(size, max(_FIRST_READ, 4 * end))
-        _copy(remote, local, start, end)
-        try:
-            header = read_header(path)
-        except CheckpointError as error:
-            is_cut = isinstance(error.__cause__, EOFError | struct.error)
-            if not is_cut or end >= min(size, MAX_HEADER):
-                raise
-    local.truncate(size)
-    factors = header.tensors.get(ROPE_FACTORS)
-    if factors is not None and factors.start + _FACTORS_BYTES > end:
-        _copy(remote, local, factors.start, min(size, factors.start + _FACTORS_BYTES))
-    return read_header(path)
+    with path.open("wb") as local:
+        while header is None:
+            start, end = end, min(size, max(_FIRST_READ, 4 * end))
+            _copy(remote, local, start, end)
+            try:
+                header = read_part(path)
+            except CheckpointError as error:
+                is_cut = isinstance(error.__cause__, EOFError | struct.error)
+                if not is_cut or end >= min(size, MAX_HEADER):
+                    raise
+        local.truncate(size)
+        factors = header.tensors.get(ROPE_FACTORS)
+        if factors is not None and factors.start + _FACTORS_BYTES > end:
+            _copy(remote, local, factors.start, min(size, factors.start + _FACTORS_BYTES))
 
 
-def _copy(remote: Any, local: Any, start: int, end: int) -> None:
+def _copy(remote: Any, local: BinaryIO, start: int, end: int) -> None:
     """Copy the bytes from `start` to `end`."""
     remote.seek(start)
     local.seek(start)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from parallel.errors import CheckpointError
-from parallel.formats.gguf_header import MAGIC, check_single_file
+from parallel.formats.gguf_header import MAGIC, part_files, part_paths
 
 _PATH_PREFIXES = ("/", "./", "../", "~")  # prefixes that no name on the hub has
 # name: the module that holds one GGUF file, and the command that installs it. Its dependencies
@@ -46,8 +46,7 @@ def find_local(name: str) -> Path | None:
             if is_hub_name and not Path(path.parts[0]).exists():
                 return None  # owner/repo/file.gguf
             raise CheckpointError(f"{path}: there is no such file.")
-        check_single_file(path)
-        return path
+        return part_files(path)[0]
     if name in PACKAGED and not path.exists():
         return _packaged(name)
     if name.startswith(_PATH_PREFIXES) and not path.exists():
@@ -63,12 +62,12 @@ def _only_file(folder: Path) -> Path | None:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}.") from error
     if not files:
         return None
-    check_single_file(files[0])
-    if len(files) > 1:
+    parts = part_paths(files[0])
+    if not set(files) <= set(parts):
         raise CheckpointError(
             f"{folder} holds {len(files)} GGUF files: name one of them, such as {files[0]}."
         )
-    return files[0]
+    return part_files(parts[0])[0]
 
 
 def _packaged(name: str) -> Path:

@@ -87,14 +87,17 @@ def convert(
     *,
     architecture: str | None = None,
     without: str = "",
+    part_tensors: int = 0,
     **metadata: Any,
 ) -> Path:
     """Write the checkpoint in `folder` to `path`, with matrices of type `kind`.
 
     `metadata` adds fields, with two underscores for a dot; `without` names a tensor to leave out.
+    With `part_tensors` it is a split model of parts with so many, and its first part is returned.
     """
     hf = AutoConfig.from_pretrained(folder)
-    writer = GGUFWriter(path, architecture or hf.model_type.replace("mistral", "llama"))
+    name = architecture or hf.model_type.replace("mistral", "llama")
+    writer = GGUFWriter(path, name, split_max_tensors=part_tensors)
     _describe(writer, hf)
     _add_rope(writer, hf)
     if (folder / "tokenizer.json").is_file():
@@ -119,7 +122,7 @@ def convert(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*")))) if part_tensors else path
 
 
 def gguf_name(name: str) -> str:

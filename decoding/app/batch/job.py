@@ -15,7 +15,7 @@ from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 from offload.regular_files import read_regular
 from parallel.errors import CheckpointError
-from parallel.formats.gguf_header import read_header
+from parallel.formats.gguf_header import part_files, read_part
 from parallel.formats.locate import find_local, is_gguf
 
 # bytes read at each end of a weight file to identify it: reading all of a 13B model takes minutes
@@ -114,7 +114,7 @@ def model_digest(model: Path) -> str:
 def _files(model: Path) -> list[Path]:
     """Return the files of a model; in a folder with a config.json, GGUF files are left out."""
     if is_gguf(model):
-        return [model]
+        return part_files(model)
     return sorted(path for path in model.iterdir() if not is_gguf(path))
 
 
@@ -124,7 +124,7 @@ def _fingerprint_parts(path: Path) -> Iterator[bytes]:
     elif path.suffix == ".safetensors" or is_gguf(path):
         size = path.stat().st_size
         # a GGUF file begins with its config and its tokenizer
-        first = read_header(path).data_start if is_gguf(path) else _SAMPLE_BYTES
+        first = read_part(path).data_start if is_gguf(path) else _SAMPLE_BYTES
         with path.open("rb") as file:
             yield str(size).encode()
             yield file.read(first)

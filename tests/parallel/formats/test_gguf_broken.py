@@ -238,7 +238,10 @@ def test_an_unknown_architecture(make: Make) -> None:
         ),
         ({"tokenizer__ggml__eos_token_id": "</s>"}, "must be a token id or a list of them"),
         ({"general__alignment": 33}, "general.alignment 33, not a power of two"),
-        ({"split__count": 2}, "is one part of a split model"),
+        (
+            {"split__count": 2},
+            "is part of a split model of 2 files, but its name is that of one of 1",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -262,11 +265,10 @@ def test_metadata_without_a_required_field(make: Make, key: str) -> None:
 def test_one_part_of_a_split_model(make: Make) -> None:
     path = make()
     path = path.rename(path.with_name("model-00001-of-00003.gguf"))
-    assert_rejected(
-        path, CheckpointError, "is one part of a split model", "llama-gguf-split --merge"
-    )
-    with pytest.raises(CheckpointError, match="is one part of a split model"):
-        resolve(str(path.parent), TensorParallelGroup())
+    message = "2 of the model's 3 parts are missing, first model-00002-of-00003.gguf"
+    assert_rejected(path, CheckpointError, message)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(resolve(str(path.parent), TensorParallelGroup()), TensorParallelGroup())
 
 
 def test_a_folder_of_several_files(make: Make) -> None:

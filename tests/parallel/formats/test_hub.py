@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 import parallel.formats.hub
 from parallel.config.model_config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError
-from parallel.formats.gguf_header import read_header
+from parallel.formats.gguf_header import part_files, read_header
 from parallel.formats.hub import GgufName
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
@@ -37,11 +37,15 @@ FILES = [
 ]
 
 
-class Hub:
-    """A hub of one repository whose files all have the same content."""
+PARTS = [name for name in FILES if "-of-" in name]
 
-    def __init__(self, path: Path):
+
+class Hub:
+    """A hub of one repository whose files all have the same content, but for a split model."""
+
+    def __init__(self, path: Path, parts: list[Path]):
         self.path = path
+        self.parts = dict(zip(PARTS, parts, strict=True))
         self.is_reachable = True
         self.downloads: list[str] = []
         self.bytes_read = 0
@@ -59,13 +63,14 @@ class Hub:
         if filename not in FILES or local_files_only:
             raise OSError(f"no {filename}")
         self.downloads.append(filename)
-        return str(self.path)
+        return str(self.parts.get(filename, self.path))
 
     def open(self, path: str, mode: str) -> Any:
         assert path.startswith(REPO)
         if not self.is_reachable:
             raise OSError("no network")
-        content, hub = self.path.read_bytes(), self
+        name, hub = path.removeprefix(f"{REPO}/"), self
+        content = self.parts.get(name, self.path).read_bytes()
 
         class Remote(io.BytesIO):
             size = len(content)
@@ -91,7 +96,9 @@ def hub(checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mon
             original_max_position_embeddings=64,
         ),
     )
-    hub = Hub(convert(folder, tmp_path / "model.gguf", Kind.Q4_K))
+    whole = convert(folder, tmp_path / "model.gguf", Kind.Q4_K)
+    first = convert(folder, tmp_path / "parts.gguf", Kind.Q4_K, part_tensors=20)
+    hub = Hub(whole, part_files(first))
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda: hub)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.download)
@@ -139,7 +146,17 @@ def test_a_plan_downloads_a_header_only(hub: Hub) -> None:
     header = read_header(hub.path)
     assert hub.downloads == []
     assert header.data_start <= hub.bytes_read < 4 * header.data_start + 2000
-    assert hub.bytes_read < header.size / 2
+    assert hub.bytes_read < header.sizes[hub.path] / 2
+
+
+@pytest.mark.parametrize("name", [f"{REPO}:BF16", f"{REPO}/{PARTS[0]}", f"{REPO}/{PARTS[1]}"])
+def test_a_split_model(hub: Hub, name: str) -> None:
+    assert ModelConfig.from_name(name, packed=True) == ModelConfig.from_name(
+        str(hub.path), packed=True
+    )
+    assert hub.downloads == []
+    assert resolve(name, TensorParallelGroup()) == hub.parts[PARTS[0]]
+    assert hub.downloads == PARTS
 
 
 def test_without_a_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
