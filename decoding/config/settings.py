@@ -37,10 +37,6 @@ LEVELS: dict[str, tuple[str, ...]] = {
 }
 MODES = ("auto", *LEVELS)
 WEIGHTS = ("auto", "packed", "16-bit")
-NOTHING_TO_PACK = (
-    "`weights` packed: the model has no quantised matrices that can stay packed, as GGUF files "
-    "have: leave it out."
-)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from decoding.config.settings import LEVELS, NOTHING_TO_PACK, Settings
+from decoding.config.settings import LEVELS, Settings
 from decoding.models.runtime import Runtime
 from decoding.planning.forward_cost import choose_weights
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.requirements import draft_ranks, weight_bytes
+from decoding.planning.requirements import draft_ranks
 from decoding.prefix_cache.fingerprint import WeightDigests, digest_of
 from decoding.prefix_cache.manager import ModelFingerprint
 from decoding.prefix_cache.store import PromptCache
@@ -71,11 +71,9 @@ def load(
     with group.sync_errors():
         config = ModelConfig.from_pretrained(folder, packed=True).with_rope_scaling(settings.rope)
         settings.check_layers(config.layers)
-        if config.kept_types:
+        if config.kept_types or settings.weights == "packed":
             kind = choose_dtype(settings.dtype, config, open_checkpoint(folder), group.device)
             config = machine.choose_weights(config, settings.weights, kind)
-        elif settings.weights == "packed":
-            raise TierForceError(NOTHING_TO_PACK)
         if settings.dtype != "auto":  # auto: known once weights are opened
             settings.check_split_dtype(mode, settings.dtype)
         tokenizer = load_tokenizer(folder)
@@ -119,15 +117,15 @@ class _Machine:
         """Return the machine with the least memory of any rank; all ranks call it."""
         return replace(self, device_memory=min(group.gather(self.device_memory)))
 
-    def beside(self, target: Transformer) -> _Machine:
-        """Return what is left beside a target, to a draft that is on one rank."""
-        taken = weight_bytes(target.config, target.group.size, target.embed.weight.dtype)
-        profile = replace(self.profile, gpus=1)
-        return replace(self, profile=profile, device_memory=self.device_memory - taken)
-
-    def choose_weights(self, config: ModelConfig, setting: str, dtype: torch.dtype) -> ModelConfig:
-        """Return the config with the matrices that stay packed, in a run of this dtype."""
-        return choose_weights(config, setting, self.profile, dtype, self.device_memory)
+    def choose_weights(
+        self,
+        config: ModelConfig,
+        setting: str,
+        dtype: torch.dtype,
+        target: ModelConfig | None = None,
+    ) -> ModelConfig:
+        """Return the config with the matrices that stay packed; `target` is given for its draft."""
+        return choose_weights(config, setting, self.profile, dtype, self.device_memory, target)
 
 
 def _weights(folder: Path, settings: Settings, group: TensorParallelGroup) -> WeightDigests | None:
@@ -247,7 +245,7 @@ def _load_draft(
     """Load the draft sharded over the ranks, or whole on rank 0, with None on the others."""
     group, shard = target.group, settings.shard_draft
     config, dtype = ModelConfig.from_pretrained(folder, packed=True), target.embed.weight.dtype
-    config = machine.beside(target).choose_weights(config, settings.weights, dtype)
+    config = machine.choose_weights(config, settings.weights, dtype, target.config)
     if shard is None:
         shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
     if shard and config.kv_heads < group.size:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from decoding.config.defaults import MAX_WHOLE_SHARE
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.requirements import weight_bytes
+from offload.errors import TierForceError
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
@@ -82,6 +83,7 @@ def choose_weights(
     hardware: HardwareProfile,
     dtype: torch.dtype,
     device_memory: float,
+    target: ModelConfig | None = None,
 ) -> ModelConfig:
     """Return the config with the matrices that stay packed: all that can, or none.
 
@@ -93,7 +95,16 @@ def choose_weights(
         hardware: the profile of this machine; its number of GPUs shares the model.
         dtype: of weights that are not packed.
         device_memory: bytes for weights and KV on one rank.
+        target: if the model is its draft, which is assumed to be on one rank: the target, as it
+            was chosen.
+
+    Raises TierForceError if a target has nothing to pack where `setting` demands it.
     """
+    if setting == "packed" and not config.kept_types and target is None:
+        raise TierForceError(
+            "`weights` packed: the model has no quantised matrices that can stay packed, as GGUF "
+            "files have: leave it out."
+        )
     whole = replace(config, kept_types=())
     if setting != "auto" or not config.kept_types:
         return whole if setting == "16-bit" else config
@@ -104,7 +115,10 @@ def choose_weights(
         and hardware.packed_rate is not None
         and hardware.packed_rate * dtype.itemsize > hardware.memory_rate
     )
-    is_large = weight_bytes(whole, hardware.gpus, dtype) > MAX_WHOLE_SHARE * device_memory
+    ranks, memory = hardware.gpus, device_memory
+    if target is not None:
+        ranks, memory = 1, memory - weight_bytes(target, hardware.gpus, dtype)
+    is_large = weight_bytes(whole, ranks, dtype) > MAX_WHOLE_SHARE * memory
     return config if is_faster or is_large else whole
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import head_rows, parameter_count
-from parallel.formats.plane_format import PLANE_FORMATS, kept_row_bytes, kept_unit
+from parallel.formats.plane_format import PLANE_FORMATS, is_kept, kept_row_bytes
 from parallel.formats.weight_headers import EMBEDDING, HEAD
 from parallel.ranks.partition import share, vocab_rows
 
@@ -63,10 +63,10 @@ def weight_sizes(
     kept = kept_plain = cut = 0
     scratch: dict[str, int] = {}  # matrix of a layer -> bytes
     for matrix, parts in _matrices(config, ranks, rank) if types else ():
-        packed = [part for part in parts if part.tensor in types]
-        whole = [part for part in packed if not _is_cut(types[part.tensor], part.columns)]
-        cut += len(packed) - len(whole)
-        for part in whole:
+        packable = [part for part in parts if part.tensor in types]
+        packed = [part for part in packable if is_kept(types[part.tensor], part.columns)]
+        cut += len(packable) - len(packed)
+        for part in packed:
             own_bytes = part.rows * kept_row_bytes(types[part.tensor], part.columns)
             nbytes -= part.size * itemsize - own_bytes
             if part.tensor == EMBEDDING and not config.tied:
@@ -74,17 +74,10 @@ def weight_sizes(
             else:
                 kept += part.size
                 kept_plain += 0 if types[part.tensor] in PLANE_FORMATS else part.size
-        if whole and matrix is not None:
+        if packed and matrix is not None:
             size = sum(part.size for part in parts) * itemsize
             scratch[matrix] = max(scratch.get(matrix, 0), size)
     return WeightSizes(nbytes, embedding, kept, kept_plain, sum(scratch.values()), cut)
-
-
-def _is_cut(name: str, columns: slice) -> bool:
-    """Return whether columns of a type are not whole blocks, or groups of one."""
-    unit = kept_unit(name)
-    assert unit is not None
-    return bool(columns.start % unit or columns.stop % unit)
 
 
 def _matrices(

@@ -37,6 +37,13 @@ class BlockTensor(ABC):
     def __getitem__(self, index: Any) -> Tensor:
         """Return a slice as numbers."""
 
+    def scale_error(self) -> CheckpointError:
+        """Return the error for a block whose scale is not finite."""
+        return CheckpointError(
+            f"{self.path}: tensor {self.name} has a scale that is not finite: the file is broken. "
+            "Fetch it again."
+        )
+
     @abstractmethod
     def kept_format(self, columns: slice) -> str | None:
         """Return the format in which these columns are kept; None if they are read as numbers."""

@@ -23,7 +23,7 @@ from parallel.formats.checkpoint import BlockTensor, Checkpoint
 from parallel.formats.gguf_header import TensorInfo, read_header
 from parallel.formats.gguf_names import ROPE_FACTORS, config_fields, family_of
 from parallel.formats.gguf_tensors import TYPES, check_end
-from parallel.formats.plane_format import kept_unit
+from parallel.formats.plane_format import is_kept
 
 _FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KINDS = tuple(GGMLQuantizationType(number) for number in TYPES)
@@ -62,10 +62,9 @@ class GgufTensor(BlockTensor):
 
     def kept_format(self, columns: slice) -> str | None:
         """Return the type's name, if blocks are kept and the columns are whole ones."""
-        unit = kept_unit(self.kind.name) if self.keeps_blocks else None
-        if unit is None or len(self.info.shape) != 2:
-            return None
-        return None if columns.start % unit or columns.stop % unit else self.kind.name
+        name = self.kind.name
+        may_keep = self.keeps_blocks and len(self.info.shape) == 2
+        return name if may_keep and is_kept(name, columns) else None
 
     def blocks(self, rows: slice, columns: slice) -> Iterator[Tensor]:
         """Yield the blocks (R, B, bytes) uint8 of rows that overlap the columns, few at a time.
@@ -105,10 +104,7 @@ class GgufTensor(BlockTensor):
         for raw in self.blocks(rows, columns):
             values = self._dequantize(raw.flatten(1).numpy())
             if self.block > 1 and not np.isfinite(values).all():
-                raise CheckpointError(
-                    f"{self.path}: tensor {self.name} has a scale that is not finite: the file is "
-                    "broken. Fetch it again."
-                )
+                raise self.scale_error()
             part = out[start : start + len(values)]
             part.copy_(torch.from_numpy(values[:, skipped : skipped + width]))
             start += len(values)

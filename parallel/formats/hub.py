@@ -68,8 +68,13 @@ class GgufName(NamedTuple):
         """
         from huggingface_hub import hf_hub_download
 
-        paths = [_fetch(hf_hub_download, self.repo, filename=name) for name in self._names()]
-        return paths[0]
+        names = self._names()
+
+        def download(repo: str, **options: Any) -> str:
+            paths = [hf_hub_download(repo, filename=name, **options) for name in names]
+            return paths[0]
+
+        return _fetch(download, self.repo)
 
     @contextmanager
     def header(self) -> Iterator[GgufHeader]:

@@ -81,6 +81,12 @@ def kept_unit(name: str) -> int | None:
     return CODEBOOK_TYPES[name].numbers if name in CODEBOOK_TYPES else None
 
 
+def is_kept(name: str, columns: slice) -> bool:
+    """Return whether a rank's columns of a matrix of a ggml type are kept: they cut no unit."""
+    unit = kept_unit(name)
+    return unit is not None and not (columns.start % unit or columns.stop % unit)
+
+
 def kept_row_bytes(name: str, columns: slice) -> int:
     """Return the bytes of these columns of a row of a type that is kept."""
     if name in PLANE_FORMATS:

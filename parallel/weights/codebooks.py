@@ -45,7 +45,7 @@ class CodebookBlocks(Module):
         """
         first, last = _SCALES.get(self.name, (0, 2))
         if not halves(raw[..., first:last]).isfinite().all():
-            raise ValueError("a scale that is not finite")
+            raise ValueError("a scale is not finite")
         self.raw[rows].copy_(raw)
 
     def clear(self, rows: slice) -> None:

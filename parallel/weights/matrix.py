@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from parallel.weights.matmul import linear, linear_fp32_out
-from parallel.weights.packed import PackedRows, Slice
+from parallel.weights.packed import PackedRows, Slice, read_numbers
 
 _UNPACKED_BYTES = 64 << 20  # bytes of a head's rows that are unpacked at once
 
@@ -95,11 +95,7 @@ class Matrix(Module):
             self.packed = PackedRows(self.columns, self.dtype, self.device)
             self.packed.load(slices, self.rows)
             return
-        values, start = self.allocate(), 0
-        for each in slices:
-            each.read_into(values[start : start + each.height])
-            start += each.height
-        values[start:] = 0
+        read_numbers(slices, self.allocate())
 
     def product(self, x: Tensor, bias: Tensor | None = None, first: int = 0) -> Tensor:
         """Return x W^T + b (T, rows - first) of x (T, columns), skipping the first rows."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
 from parallel.batch_invariant import is_batch_invariant
-from parallel.errors import CheckpointError
 from parallel.formats.checkpoint import BlockTensor, Indexable
 from parallel.formats.plane_format import GROUP, PLANE_FORMATS
 from parallel.weights.codebooks import CodebookBlocks
@@ -41,9 +40,14 @@ class Slice(NamedTuple):
         tensor = self.tensor
         return tensor.kept_format(self.columns) if isinstance(tensor, BlockTensor) else None
 
-    def read_into(self, values: Tensor) -> None:
-        """Read the part as numbers into `values` (height, columns)."""
-        values.copy_(self.tensor[self.rows, self.columns])
+
+def read_numbers(slices: Sequence[Slice], values: Tensor) -> None:
+    """Read slices as numbers into consecutive rows of `values` (R, columns); the rest are zero."""
+    start = 0
+    for each in slices:
+        values[start : start + each.height].copy_(each.tensor[each.rows, each.columns])
+        start += each.height
+    values[start:] = 0
 
 
 class WholePart(Module):
@@ -154,11 +158,7 @@ class PackedRows(Module):
 
     def _whole_part(self, slices: Sequence[Slice], rows: int) -> WholePart:
         values = self._empty(rows)
-        start = 0
-        for each in slices:
-            each.read_into(values[start : start + each.height])
-            start += each.height
-        values[start:] = 0
+        read_numbers(slices, values)
         return WholePart(Parameter(values, requires_grad=False))
 
     def _kept_part(self, name: str, slices: Sequence[Slice], rows: int) -> Planes | CodebookBlocks:
@@ -170,10 +170,7 @@ class PackedRows(Module):
                 try:
                     part.write(slice(start, start + len(raw)), raw)
                 except ValueError as error:
-                    raise CheckpointError(
-                        f"{each.tensor.path}: tensor {each.tensor.name} has {error}: the file is "
-                        "broken. Fetch it again."
-                    ) from error
+                    raise each.tensor.scale_error() from error
                 start += len(raw)
         part.clear(slice(start, rows))
         return part

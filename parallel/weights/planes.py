@@ -88,7 +88,7 @@ class Planes(Module):
                 start = first // self.format.sub
                 values = values[:, start : start + plane.shape[1]].view(plane.dtype)
             elif values.dtype == torch.float16 and not values.isfinite().all():
-                raise ValueError("a scale that is not finite")
+                raise ValueError("a scale is not finite")
             plane[rows].copy_(values)
 
     def clear(self, rows: slice) -> None:

@@ -24,17 +24,12 @@ from decoding.config.defaults import (
     MAX_CONCURRENCY,
     NEW_TOKENS,
 )
-from decoding.config.settings import NOTHING_TO_PACK, Settings
+from decoding.config.settings import Settings
 from decoding.planning.cost_model import CostModel
 from decoding.planning.forward_cost import choose_weights
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.planner import Planner
-from decoding.planning.requirements import (
-    Requirements,
-    draft_ranks,
-    weight_bytes,
-    weight_notes,
-)
+from decoding.planning.requirements import Requirements, draft_ranks, weight_notes
 from decoding.planning.round_cost import Acceptance
 from decoding.text.vocabulary import check_same_vocabulary, names_in
 from offload.dtypes import DTYPES, dtype_spec
@@ -198,13 +193,11 @@ def _requirements(
     """
     ranks, kind = int(machine.gpus), dtype_spec(settings.dtype)
     target = ModelConfig.from_name(model, packed=True).with_rope_scaling(settings.rope)
-    if settings.weights == "packed" and not target.kept_types:
-        raise TierForceError(NOTHING_TO_PACK)
-    target = choose_weights(target, settings.weights, machine, kind, machine.device_memory)
+    memory = machine.device_memory
+    target = choose_weights(target, settings.weights, machine, kind, memory)
     small = ModelConfig.from_name(draft, packed=True) if draft is not None else None
     if small is not None:
-        memory = machine.device_memory - weight_bytes(target, ranks, kind)
-        small = choose_weights(small, settings.weights, replace(machine, gpus=1), kind, memory)
+        small = choose_weights(small, settings.weights, machine, kind, memory, target)
     target.kv_layout(ranks, kind)  # raises if the heads cannot be split over ranks
     settings.check_layers(target.layers)
     return Requirements(
