@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from mmap import PAGESIZE
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,9 @@ def resident_bytes(buffer: torch.Tensor) -> int:
 
 
 def test_prefault_makes_a_new_buffer_resident() -> None:
-    buffer = allocate(64 << 20, torch.uint8)
+    # from the kernel, since malloc may hand out memory that an earlier test had, still resident
+    mapping = mmap(-1, 64 << 20, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    buffer = torch.frombuffer(mapping, dtype=torch.uint8)
     before = resident_bytes(buffer)
     prefault(buffer)
     if resident_bytes(buffer) == before:
