@@ -56,6 +56,8 @@ setup(
             "pytest-xdist>=3.7",
             "ruff>=0.12",
             "mypy>=1.14",
+            # writes quantised checkpoints
+            "compressed-tensors>=0.20; python_version >= '3.11'",
             # clients of the server and its page
             "openai>=1.60",
             "playwright>=1.49",

@@ -28,13 +28,18 @@ from offload.kernels.selection import (
 from offload.memory.bandwidth import BandwidthProbe
 from offload.memory.link_spec import make_link
 from offload.traffic import ByteCounters
-from parallel.formats.plane_format import PLANE_FORMATS
+from parallel.formats.plane_format import PLANE_FORMATS, group_format
 from parallel.weights.planes import Planes
 from parallel.weights.selection import plane_kernels
 
 _DIM = 128  # head dimension
 _DTYPE = torch.bfloat16
 _RECENT = 300  # tokens of a window
+_WEIGHT_FORMATS = [
+    *(PLANE_FORMATS[name] for name in ("Q4_K", "Q6_K", "Q8_0", "Q4_1", "IQ4_XS", "MXFP4")),
+    group_format("int4", 128, "float16", has_zero=True),  # AWQ and GPTQ
+    group_format("e4m3", 128, "bfloat16", has_zero=False),  # FP8 in blocks
+]
 
 
 def machine(context: Context) -> None:
@@ -189,12 +194,14 @@ def _retrieval(context: Context, groups: int, tokens: int) -> None:
 def weights(context: Context) -> None:
     """Packed matrices larger than an L2 cache: unpacking them, and products of a few rows."""
     rows, columns = (256, 1024) if context.is_small else (57_344, 4_096)
-    for name in ("Q4_K", "Q6_K", "Q8_0", "Q4_1", "IQ4_XS", "MXFP4"):
-        kernels, why = plane_kernels(context.device.type, _DTYPE, name)
+    for fmt in _WEIGHT_FORMATS:
+        assert fmt is not None
+        name = fmt.name
+        kernels, why = plane_kernels(context.device.type, _DTYPE, fmt)
         context.add(f"{name} kernels", why)
         if kernels is None:
             continue
-        planes = Planes(PLANE_FORMATS[name], rows, columns, 0, context.device)
+        planes = Planes(fmt, rows, columns, 0, context.device)
         planes.clear(slice(None))
         out = torch.empty(rows, columns, dtype=_DTYPE, device=context.device)
         seconds = median_seconds(partial(kernels.unpack, planes, 0, out))

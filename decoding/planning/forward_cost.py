@@ -17,7 +17,7 @@ from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import inactive_parameters
 from parallel.config.weight_sizes import weight_sizes
-from parallel.formats.plane_format import PLANE_FORMATS
+from parallel.formats.plane_format import PlaneFormat
 from parallel.ranks.partition import vocab_rows
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def choose_weights(
     """
     if setting == "packed" and not config.kept_types and target is None:
         raise TierForceError(
-            "`weights` packed: the model has no quantised matrices that can stay packed, as GGUF "
-            "files have: leave it out."
+            "`weights` packed: the model has no quantised matrices that can stay packed: leave it "
+            "out."
         )
     whole = replace(config, kept_types=())
     if setting != "auto" or not config.kept_types:
@@ -111,7 +111,7 @@ def choose_weights(
     is_faster = (
         hardware.runs_ahead
         and dtype.itemsize == 2  # kernels are for 16 bits, and for planes
-        and all(name in PLANE_FORMATS for _, name in config.kept_types)
+        and all(isinstance(kind, PlaneFormat) for _, kind in config.kept_types)
         and hardware.packed_rate is not None
         and hardware.packed_rate * dtype.itemsize > hardware.memory_rate
     )

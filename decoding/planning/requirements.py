@@ -22,6 +22,7 @@ from offload.dtypes import dtype_name
 from offload.layout import KVLayout
 from parallel.config.model_config import ModelConfig
 from parallel.config.weight_sizes import weight_sizes
+from parallel.formats.plane_format import PlaneFormat
 
 if TYPE_CHECKING:
     import torch
@@ -174,9 +175,12 @@ def weight_notes(requirements: Requirements) -> list[str]:
     cut = weight_sizes(requirements.target, ranks, requirements.dtype.itemsize).cut
     if not cut:
         return []
+    kinds = [kind for _, kind in requirements.target.kept_types]
+    has_order = any(isinstance(kind, PlaneFormat) and kind.order for kind in kinds)
+    why = "hold parts of all groups (act-order)" if has_order else "end inside of a block"
     return [
         f"{cut} matrices of the model are not packed: with {ranks} GPUs, each GPU's columns of "
-        "them end inside of a block."
+        f"them {why}."
     ]
 
 

@@ -18,6 +18,7 @@ from offload.regular_files import read_json
 from parallel.config.model_config import ModelConfig
 from parallel.formats.gguf_header import part_files
 from parallel.formats.locate import is_gguf
+from parallel.formats.quantisation import find_quantisation
 from parallel.formats.weight_headers import weight_files
 from parallel.ranks.process_group import TensorParallelGroup
 
@@ -52,6 +53,8 @@ class WeightDigests:
                     write_atomic(cache_file, json.dumps(cached).encode())
         root = model.parent if is_gguf(model) else model
         digests = {os.path.relpath(path, root): cached[stat] for path, stat in stats.items()}
+        if model.is_dir() and (quantisation := find_quantisation(model)) is not None:
+            digests["quantisation"] = repr(quantisation)  # the same codes may stand for others
         return cls(digests, stats)
 
     def check_unchanged(self) -> None:

@@ -87,9 +87,10 @@ def _large_matrix(device: torch.device) -> tuple[int, int]:
 def _packed_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the weights unpacked per second, by a product with one row where kernels can."""
     rows, columns = _large_matrix(device)
-    planes = Planes(PLANE_FORMATS["Q4_K"], rows, columns, 0, device)
+    fmt = PLANE_FORMATS["Q4_K"]
+    planes = Planes(fmt, rows, columns, 0, device)
     planes.clear(slice(None))
-    kernels, _ = plane_kernels(device.type, dtype, "Q4_K")
+    kernels, _ = plane_kernels(device.type, dtype, fmt)
     if kernels is None:
         out = torch.empty(rows, columns, device=device, dtype=dtype)
         return out.numel() / median_seconds(lambda: planes.unpack(slice(None), out))

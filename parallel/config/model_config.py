@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from offload.errors import one_line
 from offload.layout import KVLayout, ceil_div
-from parallel.config.config_file import config_file, fields_for_transformers, read_fields
+from parallel.config.config_file import (
+    config_file,
+    fields_for_transformers,
+    quantised_types,
+    read_fields,
+)
 from parallel.config.families import (
     FAMILIES,
     MoEConfig,
@@ -40,6 +45,7 @@ from parallel.formats.gguf_header import GgufHeader, read_header
 from parallel.formats.gguf_names import config_fields, kept_types
 from parallel.formats.hub import GgufName, NotFound, fetch_config
 from parallel.formats.locate import find_local, is_gguf
+from parallel.formats.plane_format import KeptType
 from parallel.ranks.partition import check_ranks, share_size
 
 if TYPE_CHECKING:
@@ -96,8 +102,8 @@ class ModelConfig:
     dense_positions: int | None = field(default=None, repr=False)
     # the maximum number of tokens that attention sees.
     window: int | None = field(default=None, repr=False)
-    # Matrices that stay packed as in their file, by name, and their types; the weights are the same
-    kept_types: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    # Matrices that stay packed as in their file, by name, and how; the weights are the same
+    kept_types: tuple[tuple[str, KeptType], ...] = field(default=(), repr=False)
     nope_layers: frozenset[int] = frozenset()  # layers without RoPE
     qk_norm: QKNorm | None = None
     post_norm: bool = False  # norms follow attention and MLP instead of preceding them
@@ -143,23 +149,24 @@ class ModelConfig:
         try:
             hf_fields = fields_for_transformers(fields, FAMILIES[config.family])
             hf = CONFIG_MAPPING[config.family].from_dict(hf_fields)
-            return replace(cls.from_hf(hf, fields), dtype=config.dtype)
+            config = replace(cls.from_hf(hf, fields), dtype=config.dtype)
         except ConfigError:
             raise
         except Exception as error:  # transformers raises any type for a broken field
             raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error
+        return _with_kept_types(config, quantised_types(path, fields)) if packed else config
 
     @classmethod
     def from_name(cls, name: str, packed: bool = False) -> ModelConfig:
         """Read the config of a folder, a GGUF file, a config.json, or a model on the hub.
 
-        Imports neither torch nor transformers, and fetches only config.json from the hub, or the
-        header of a GGUF file (`owner/repo:Q4_K_M`, `owner/repo/file.gguf`). Raises
-        ConfigError, and CheckpointError for a broken GGUF file.
+        Imports neither torch nor transformers, and fetches only config.json from the hub, with
+        the headers of quantised weights, or the header of a GGUF file (`owner/repo:Q4_K_M`,
+        `owner/repo/file.gguf`). Raises ConfigError, and CheckpointError for a broken file.
         """
         path = find_local(name) or Path(name)
         if path.is_dir():
-            return _read_config(config_file(path))
+            return _read_config(config_file(path), packed)
         if path.is_file():
             if not is_gguf(path) and path.suffix != ".json":
                 raise ConfigError(
@@ -167,11 +174,11 @@ class ModelConfig:
                 )
             if is_gguf(path):
                 return _gguf_config(path, read_header(path), packed)
-            return _read_config(path)
+            return _read_config(path, packed)
         try:
             file = GgufName.parse(name)
             if file is None:
-                return _read_config(fetch_config(name))
+                return _read_config(fetch_config(name), packed, name)
             with file.header() as header:
                 return _gguf_config(Path(name), header, packed)
         except NotFound as error:
@@ -357,13 +364,19 @@ class ModelConfig:
         return KVLayout(self.layers, heads, self.head_dim, dtype, self.heads // self.kv_heads)
 
 
-def _read_config(path: Path) -> ModelConfig:
-    return _parse(path, read_fields(path))
+def _read_config(path: Path, packed: bool, hub_name: str | None = None) -> ModelConfig:
+    fields = read_fields(path)
+    config = _parse(path, fields)
+    return _with_kept_types(config, quantised_types(path, fields, hub_name)) if packed else config
 
 
 def _gguf_config(path: Path, header: GgufHeader, packed: bool) -> ModelConfig:
     config = _parse(path, config_fields(header))
-    return replace(config, kept_types=tuple(kept_types(header).items())) if packed else config
+    return _with_kept_types(config, kept_types(header)) if packed else config
+
+
+def _with_kept_types(config: ModelConfig, types: Mapping[str, KeptType]) -> ModelConfig:
+    return replace(config, kept_types=tuple(types.items()))
 
 
 def _parse(path: Path, fields: Mapping[str, Any]) -> ModelConfig:

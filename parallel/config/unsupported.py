@@ -7,6 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from typing import Any
 
+from parallel.formats.quantisation import (
+    READABLE,
+    Quantisation,
+    UnsupportedQuantisation,
+    quantisation_fields,
+)
+
 # fields that indicate unsupported kinds of layers
 _FOREIGN_FIELDS = {
     "attn_logit_softcapping": "soft-capped attention",
@@ -23,8 +30,6 @@ _FOREIGN_FIELDS = {
 # fields of recurrent layers, which a hybrid need not have: its list of layers decides
 _HYBRID_FIELDS = ("mamba_d_state",)
 _RECURRENT = ("mamba", "hybrid", "linear")  # parts of the names of recurrent layers
-_QUANTISED_FIELDS = ("quantization_config", "quantization", "compression_config")
-_COMPRESSED = "compressed weights: use the model's 16-bit checkpoint"
 _LAYER_LISTS = ("layer_types", "layers_block_type")
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "attention"}
 # config of the text model within a wrapper
@@ -68,15 +73,11 @@ def unsupported_reason(
     wrapped = (nested for name in _TEXT_FIELDS if isinstance(nested := fields.get(name), Mapping))
     inner = {} if known else next(wrapped, {})
     parts = list(dict.fromkeys([*_parts(fields, known), *_parts(inner, known)]))
-    compressed = next(
-        (part for config in (fields, inner) for part in _present_fields(config, _QUANTISED_FIELDS)),
-        None,
-    )
-    if window is not None and (parts or compressed):
+    quantised = _quantised_part(fields) or _quantised_part(inner)
+    if window is not None and (parts or quantised):
         parts.append(window)
-    if compressed is not None:
-        words = _COMPRESSED if known and not parts else _COMPRESSED.partition(":")[0]
-        parts.append(f"{compressed} ({words})")
+    if quantised is not None:
+        parts.append(quantised + (f" (use {READABLE})" if known and not parts else ""))
     if known:
         return f"the model's config has {_join(parts)}, which is not supported." if parts else None
     reasons = [f"model_type {kind!r:.60} is not supported; supported are {', '.join(supported)}."]
@@ -127,6 +128,17 @@ def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
     window = window_part(fields, *usage, fields.get("max_position_embeddings"))
     if window is not None and not known:
         yield window
+
+
+def _quantised_part(fields: Mapping[str, Any]) -> str | None:
+    """Return how weights are quantised, if that is not supported."""
+    try:
+        config = quantisation_fields(fields)
+        if config:
+            Quantisation.parse(config)
+    except UnsupportedQuantisation as error:
+        return f"weights quantised by {error}"
+    return None
 
 
 def _text_model(fields: Mapping[str, Any], inner: Mapping[str, Any]) -> str | None:

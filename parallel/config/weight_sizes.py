@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import head_rows, parameter_count
-from parallel.formats.plane_format import PLANE_FORMATS, is_kept, kept_row_bytes
+from parallel.formats.plane_format import PlaneFormat, is_kept, kept_bytes
 from parallel.formats.weight_headers import EMBEDDING, HEAD
 from parallel.ranks.partition import share, vocab_rows
 
@@ -67,13 +67,13 @@ def weight_sizes(
         packed = [part for part in packable if is_kept(types[part.tensor], part.columns)]
         cut += len(packable) - len(packed)
         for part in packed:
-            own_bytes = part.rows * kept_row_bytes(types[part.tensor], part.columns)
+            own_bytes = kept_bytes(types[part.tensor], part.rows, part.columns)
             nbytes -= part.size * itemsize - own_bytes
             if part.tensor == EMBEDDING and not config.tied:
                 embedding = own_bytes
             else:
                 kept += part.size
-                kept_plain += 0 if types[part.tensor] in PLANE_FORMATS else part.size
+                kept_plain += 0 if isinstance(types[part.tensor], PlaneFormat) else part.size
         if packed and matrix is not None:
             size = sum(part.size for part in parts) * itemsize
             scratch[matrix] = max(scratch.get(matrix, 0), size)
@@ -97,12 +97,14 @@ def _matrices(
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}"
         heads = {"q": own_queries.stop - own_queries.start, "k": key_rows, "v": key_rows}
+        fused = config.fused_projections
         projections = [
-            _Part(f"{prefix}.self_attn.{name}_proj.weight", rows, all_columns)
+            _Part(f"{prefix}.self_attn.{'qkv' if fused else name}_proj.weight", rows, all_columns)
             for name, rows in heads.items()
         ]
         yield "qkv", projections
         yield "o", [_Part(f"{prefix}.self_attn.o_proj.weight", hidden, own_queries)]
-        names = [f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up")]
+        halves = ("gate_up", "gate_up") if fused else ("gate", "up")
+        names = [f"{prefix}.mlp.{name}_proj.weight" for name in halves]
         yield "gate_up", [_Part(name, columns, all_columns) for name in names]
         yield "down", [_Part(f"{prefix}.mlp.down_proj.weight", hidden, inner)]

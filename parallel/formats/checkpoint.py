@@ -15,7 +15,14 @@ from torch import Tensor
 
 from parallel.errors import CheckpointError
 from parallel.formats.gguf_header import LFS, check_lfs_pointer
-from parallel.formats.weight_headers import DTYPES, HEAD, dtype_error, weight_files
+from parallel.formats.plane_format import KeptType
+from parallel.formats.weight_headers import (
+    DTYPES,
+    HEAD,
+    TensorHeader,
+    dtype_error,
+    weight_files,
+)
 
 _DERIVED = "rotary_emb.inv_freq"  # suffix of tensors that are ignored: the config determines them
 
@@ -24,6 +31,9 @@ class Indexable(Protocol):
     """A tensor on disk; indexing with slices reads only that part."""
 
     def __getitem__(self, index: Any) -> Tensor: ...
+
+
+Parts = dict[str, Tensor]  # codes, scale and zero by name
 
 
 class BlockTensor(ABC):
@@ -45,12 +55,23 @@ class BlockTensor(ABC):
         )
 
     @abstractmethod
-    def kept_format(self, columns: slice) -> str | None:
-        """Return the format in which these columns are kept; None if they are read as numbers."""
+    def kept_type(self, columns: slice) -> KeptType | None:
+        """Return how these columns are kept; None if they are read as numbers."""
 
     @abstractmethod
-    def blocks(self, rows: slice, columns: slice) -> Iterator[Tensor]:
-        """Yield the blocks (R, B, bytes) uint8 of rows that overlap the columns, few at a time."""
+    def blocks(self, rows: slice, columns: slice) -> Iterator[Tensor | Parts]:
+        """Yield rows few at a time, as blocks or as their parts.
+
+        Blocks (R, B, bytes) uint8 are ggml's that overlap the columns. Of the parts, codes (R,
+        columns) are bytes; scale and zero (R, G) are those of the groups that overlap them.
+        """
+
+    def order(self) -> Tensor | None:
+        """Return the columns (columns,) int64 in the order of the codes that `blocks` yields.
+
+        None if that is their own.
+        """
+        return None
 
 
 class Checkpoint(ABC):
@@ -165,38 +186,44 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.folder = folder
-        self._paths: dict[str, Path] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._headers: dict[str, TensorHeader] = {}
         for path in weight_files(folder):
             self._scan(path)
+        self._index()
 
     @property
     def dtype(self) -> torch.dtype:
         """The most common dtype of the tensors."""
-        return Counter(self._dtypes.values()).most_common(1)[0][0]
+        kinds = Counter(self._headers[name].dtype for name in self._shapes)
+        return getattr(torch, DTYPES[kinds.most_common(1)[0][0]])
 
-    def _open_tensor(self, name: str) -> TensorSlice:
-        return TensorSlice(self._paths[name], name, self._shapes[name])
+    def _index(self) -> None:
+        """Set the shapes of the model's tensors. Raises CheckpointError for their types."""
+        for header in self._headers.values():
+            if header.dtype not in DTYPES:
+                raise dtype_error(header.path, header.name, header.dtype)
+            self._shapes[header.name] = header.shape
+
+    def _open_tensor(self, name: str) -> Indexable:
+        header = self._headers[name]
+        return TensorSlice(header.path, name, header.shape)
 
     def _file_of(self, name: str) -> Path:
-        return self._paths[name]
+        return self._headers[name].path
 
     def _scan(self, path: Path) -> None:
         """Record the tensors of a file. Raises CheckpointError."""
         with self._open(path) as file:
             for name in file.keys():  # noqa: SIM118 - a safetensors file, not a dict
-                if name in self._paths:
+                if name in self._headers:
+                    before = self._headers[name].path.name
                     raise CheckpointError(
-                        f"{self.folder}: tensor {name} is in {self._paths[name].name} and in "
-                        f"{path.name}, which is ambiguous. Fetch the model again."
+                        f"{self.folder}: tensor {name} is in {before} and in {path.name}, which "
+                        "is ambiguous. Fetch the model again."
                     )
                 tensor = file.get_slice(name)
-                self._paths[name] = path
-                self._shapes[name] = tuple(tensor.get_shape())
-                kind = tensor.get_dtype()
-                if kind not in DTYPES:
-                    raise dtype_error(path, name, kind)
-                self._dtypes[name] = getattr(torch, DTYPES[kind])
+                shape = tuple(tensor.get_shape())
+                self._headers[name] = TensorHeader(path, name, tensor.get_dtype(), shape)
 
     def _open(self, path: Path) -> Any:
         try:

@@ -23,7 +23,7 @@ from parallel.formats.checkpoint import BlockTensor, Checkpoint
 from parallel.formats.gguf_header import TensorInfo, read_header
 from parallel.formats.gguf_names import ROPE_FACTORS, config_fields, family_of
 from parallel.formats.gguf_tensors import TYPES, check_end
-from parallel.formats.plane_format import is_kept
+from parallel.formats.plane_format import KeptType, is_kept, kept_type
 
 _FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KINDS = tuple(GGMLQuantizationType(number) for number in TYPES)
@@ -60,11 +60,11 @@ class GgufTensor(BlockTensor):
         row_slice = slice(*rows.indices(shape[0])[:2])
         return self._read(row_slice, slice(*columns.indices(shape[1])[:2]))
 
-    def kept_format(self, columns: slice) -> str | None:
-        """Return the type's name, if blocks are kept and the columns are whole ones."""
-        name = self.kind.name
+    def kept_type(self, columns: slice) -> KeptType | None:
+        """Return how these columns are kept, if blocks are and they are whole ones."""
         may_keep = self.keeps_blocks and len(self.info.shape) == 2
-        return name if may_keep and is_kept(name, columns) else None
+        kind = kept_type(self.kind.name) if may_keep else None
+        return kind if kind is not None and is_kept(kind, columns) else None
 
     def blocks(self, rows: slice, columns: slice) -> Iterator[Tensor]:
         """Yield the blocks (R, B, bytes) uint8 of rows that overlap the columns, few at a time.

@@ -16,7 +16,7 @@ from parallel.config_checks import COUNT, COUNT_OR_NONE, NORM_EPS, Number, is_po
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf_header import GgufHeader, TensorInfo
 from parallel.formats.gguf_tensors import TYPES, check_end, check_tensor_offsets
-from parallel.formats.plane_format import kept_unit
+from parallel.formats.plane_format import KeptType, kept_type
 
 FIELDS = {  # metadata key without the architecture: field of a config.json
     "block_count": "num_hidden_layers",
@@ -102,18 +102,19 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral
 }
 
 
-def kept_types(header: GgufHeader) -> dict[str, str]:
-    """Return the types of matrices that can stay packed, by their Hugging Face names.
+def kept_types(header: GgufHeader) -> dict[str, KeptType]:
+    """Return how matrices can stay packed, by their Hugging Face names.
 
     Raises ConfigError for an unsupported architecture.
     """
     family = family_of(header)
-    types: dict[str, str] = {}
+    types: dict[str, KeptType] = {}
     for info in header.tensors.values():
-        kind = TYPES.get(info.kind)
+        stored = TYPES.get(info.kind)
+        kind = None if stored is None else kept_type(stored.name)
         name = family.tensor_name(info.name)
-        if kind is not None and name is not None and len(info.shape) == 2 and kept_unit(kind.name):
-            types[name] = kind.name
+        if kind is not None and name is not None and len(info.shape) == 2:
+            types[name] = kind
     return types
 
 

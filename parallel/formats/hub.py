@@ -23,6 +23,8 @@ from parallel.formats.gguf_header import (
     read_part,
 )
 from parallel.formats.gguf_names import ROPE_FACTORS
+from parallel.formats.quantisation import FILES
+from parallel.formats.weight_headers import TensorHeader
 
 _TIMEOUT_S = 10.0  # time limit for a response of the hub in seconds
 _GGUF_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+)|/([\w./-]+\.gguf))", re.IGNORECASE)
@@ -35,10 +37,34 @@ class NotFound(Exception):
 
 
 def fetch_config(name: str) -> Path:
-    """Return the path of model `name`'s config.json, fetching nothing else. Raises NotFound."""
-    from huggingface_hub import hf_hub_download
+    """Return the path of model `name`'s config.json, with what says how it is quantised beside it.
 
-    return _fetch(hf_hub_download, name, filename="config.json")
+    Raises NotFound.
+    """
+    from huggingface_hub import snapshot_download
+
+    path = _fetch(snapshot_download, name, allow_patterns=["config.json", *FILES]) / "config.json"
+    if not path.is_file():
+        raise NotFound("it has no config.json")
+    return path
+
+
+def fetch_headers(name: str) -> dict[str, TensorHeader]:
+    """Return the headers of model `name`'s safetensors files, keyed by tensor.
+
+    Raises NotFound.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().get_safetensors_metadata(name).files_metadata
+        return {
+            tensor: TensorHeader(Path(name, file), tensor, info.dtype, tuple(info.shape))
+            for file, metadata in files.items()
+            for tensor, info in metadata.tensors.items()
+        }
+    except Exception as error:  # the hub client's errors share no base class
+        raise NotFound(one_line(error)) from error
 
 
 def fetch_model(name: str, patterns: Sequence[str]) -> Path:

@@ -13,11 +13,9 @@ from parallel.errors import CheckpointError
 
 # supported dtypes of weights, in which models also run: name in safetensors, name in torch
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-# Files that indicate quantised weights even if config.json does not: NVIDIA's (FP8, NVFP4), and
-# those of GPTQ and AWQ before transformers supported them.
-QUANTISED_BY = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _MAX_HEADER = 32 * MIB  # maximum bytes of a header; real ones have a few MB
 _COMPARE_BYTES = 16 * MIB  # bytes per step of a comparison of two tensors
+_CODES = ("qweight", "weight_packed")  # in place of `weight`, of quantised matrices
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -26,12 +24,19 @@ class _Incomplete(Exception):
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """The location of a tensor in a file."""
+class TensorHeader:
+    """What a file says about a tensor."""
 
     path: Path
-    dtype: str
+    name: str
+    dtype: str  # safetensors'
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor(TensorHeader):
+    """The location of a tensor in a file."""
+
     start: int  # offset in the file in bytes
     nbytes: int
 
@@ -51,13 +56,19 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def has_only_floats(folder: Path) -> bool:
+    """Return whether a folder has weights, none of which are quantised."""
+    tensors = stored_tensors(folder)
+    return bool(tensors) and all(tensor.dtype in DTYPES for tensor in tensors.values())
+
+
 def has_own_head(tensors: Mapping[str, StoredTensor]) -> bool:
     """Return whether the files hold an output head that is not a copy of the embedding.
 
     Raises OSError if they cannot be read.
     """
-    if HEAD not in tensors:
-        return False
+    if HEAD not in tensors:  # unless it is quantised
+        return bool({f"{HEAD.removesuffix('weight')}{codes}" for codes in _CODES} & tensors.keys())
     head, embedding = tensors[HEAD], tensors.get(EMBEDDING)
     return embedding is None or not _equal(head, embedding)
 
@@ -129,7 +140,12 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             for name, entry in header.items():
                 first, last = (index(offset) for offset in entry["data_offsets"])
                 tensor = StoredTensor(
-                    path, entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first
+                    path,
+                    name,
+                    entry["dtype"],
+                    tuple(index(size) for size in entry["shape"]),
+                    8 + length + first,
+                    last - first,
                 )
                 if not 0 <= first <= last <= size - 8 - length:
                     raise _Incomplete
@@ -158,9 +174,8 @@ def _equal(first: StoredTensor, second: StoredTensor) -> bool:
 
 def dtype_error(path: Path, name: str, dtype: str) -> CheckpointError:
     """Return the error for a safetensors tensor with an unsupported dtype."""
-    quantised_by = [file for file in QUANTISED_BY if (path.parent / file).is_file()]
-    why = f", as {quantised_by[0]} beside it says" if quantised_by else ""
     return CheckpointError(
-        f"{path}: tensor {name} is {dtype}; only {', '.join(DTYPES)} weights are supported. If it "
-        f"holds compressed weights{why}, use the model's 16-bit checkpoint."
+        f"{path}: tensor {name} is {dtype}; only {', '.join(DTYPES)} weights are supported, and no "
+        "file beside it says how they are quantised. Fetch the model with all of its .json files, "
+        "or use its 16-bit checkpoint."
     )

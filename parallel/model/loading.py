@@ -18,8 +18,10 @@ from parallel.config.parameter_count import parameter_count
 from parallel.errors import CheckpointError
 from parallel.formats import weight_headers
 from parallel.formats.checkpoint import Checkpoint, SafetensorsCheckpoint
+from parallel.formats.group_checkpoint import GroupCheckpoint
 from parallel.formats.hub import GgufName, NotFound, fetch_model
 from parallel.formats.locate import find_local, is_gguf
+from parallel.formats.quantisation import READABLE, UnsupportedQuantisation, find_quantisation
 from parallel.model.transformer import Transformer
 from parallel.ranks.partition import check_ranks
 from parallel.ranks.process_group import TensorParallelGroup
@@ -61,12 +63,20 @@ def _download(name: str) -> Path:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open the weights of a folder or a GGUF file. Raises ConfigError, CheckpointError."""
-    if not is_gguf(path):
-        return SafetensorsCheckpoint(path)
-    # Importing gguf takes half a second.
-    from parallel.formats.gguf_checkpoint import GgufCheckpoint
+    if is_gguf(path):
+        # Importing gguf takes half a second.
+        from parallel.formats.gguf_checkpoint import GgufCheckpoint
 
-    return GgufCheckpoint(path)
+        return GgufCheckpoint(path)
+    try:
+        quantisation = find_quantisation(path)
+    except (UnsupportedQuantisation, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: its quantised weights are not supported ({error}): use {READABLE}."
+        ) from error
+    if quantisation is None:
+        return SafetensorsCheckpoint(path)
+    return GroupCheckpoint(path, quantisation)
 
 
 def choose_dtype(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from parallel.formats.checkpoint import Parts
 from parallel.formats.gguf_tensors import CODEBOOK_TYPES
 from parallel.weights.ggml_blocks import bits, fields, halves, nibbles
 
@@ -38,11 +39,12 @@ class CodebookBlocks(Module):
         """The number of rows."""
         return len(self.raw)
 
-    def write(self, rows: slice, raw: Tensor) -> None:
+    def write(self, rows: slice, raw: Tensor | Parts) -> None:
         """Store blocks (R, B, bytes of a block) uint8.
 
         Raises ValueError for a scale that is not finite.
         """
+        assert isinstance(raw, Tensor)
         first, last = _SCALES.get(self.name, (0, 2))
         if not halves(raw[..., first:last]).isfinite().all():
             raise ValueError("a scale is not finite")

@@ -11,12 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from parallel.formats.checkpoint import Parts
 from parallel.formats.plane_format import GROUP
 
-Blocks = dict[str, Tensor]  # codes (R, K) uint8, scale, minimum, sub and submin by name
 
-
-def split_blocks(name: str, raw: Tensor) -> Blocks:
+def split_blocks(name: str, raw: Tensor) -> Parts:
     """Return the codes of blocks, a byte each, with their scales and minima.
 
     Args:
@@ -76,31 +75,31 @@ def halves(data: Tensor) -> Tensor:
     return data.contiguous().view(torch.float16)
 
 
-def _q4_0(raw: Tensor) -> Blocks:
+def _q4_0(raw: Tensor) -> Parts:
     return {"scale": halves(raw[..., :2]), "codes": nibbles(raw[..., 2:], 16)}
 
 
-def _q4_1(raw: Tensor) -> Blocks:
+def _q4_1(raw: Tensor) -> Parts:
     scale, minimum = halves(raw[..., :4]).split(1, dim=2)
     return {"scale": scale, "minimum": minimum, "codes": nibbles(raw[..., 4:], 16)}
 
 
-def _q5_0(raw: Tensor) -> Blocks:
+def _q5_0(raw: Tensor) -> Parts:
     codes = nibbles(raw[..., 6:], 16) | (bits(raw[..., 2:6]) << 4)
     return {"scale": halves(raw[..., :2]), "codes": codes}
 
 
-def _q5_1(raw: Tensor) -> Blocks:
+def _q5_1(raw: Tensor) -> Parts:
     scale, minimum = halves(raw[..., :4]).split(1, dim=2)
     codes = nibbles(raw[..., 8:], 16) | (bits(raw[..., 4:8]) << 4)
     return {"scale": scale, "minimum": minimum, "codes": codes}
 
 
-def _q8_0(raw: Tensor) -> Blocks:
+def _q8_0(raw: Tensor) -> Parts:
     return {"scale": halves(raw[..., :2]), "codes": raw[..., 2:]}
 
 
-def _k_scales(raw: Tensor) -> Blocks:
+def _k_scales(raw: Tensor) -> Parts:
     """Return scales and minima of Q4_K and Q5_K: 6 bits each in 12 bytes, after two float16."""
     scale, minimum = halves(raw[..., :4]).split(1, dim=2)
     first, second, both = raw[..., 4:16].split(4, dim=2)
@@ -109,35 +108,35 @@ def _k_scales(raw: Tensor) -> Blocks:
     return {"scale": scale, "minimum": -minimum, "sub": sub, "submin": submin}
 
 
-def _q4_k(raw: Tensor) -> Blocks:
+def _q4_k(raw: Tensor) -> Parts:
     return {**_k_scales(raw), "codes": nibbles(raw[..., 16:], 32)}
 
 
-def _q5_k(raw: Tensor) -> Blocks:
+def _q5_k(raw: Tensor) -> Parts:
     high = fields(raw[..., 16:48], 1, 32) & 1
     return {**_k_scales(raw), "codes": nibbles(raw[..., 48:], 32) | (high << 4)}
 
 
-def _q6_k(raw: Tensor) -> Blocks:
+def _q6_k(raw: Tensor) -> Parts:
     high = fields(raw[..., 128:192], 2, 32) & 3
     codes = nibbles(raw[..., :128], 64) | (high << 4)
     return {"scale": halves(raw[..., 208:]), "sub": raw[..., 192:208], "codes": codes}
 
 
-def _iq4_xs(raw: Tensor) -> Blocks:
+def _iq4_xs(raw: Tensor) -> Parts:
     sub = (nibbles(raw[..., 4:8], 1) | (fields(raw[..., 2:4], 2, 1) & 3) << 4) - 32
     return {"scale": halves(raw[..., :2]), "sub": sub, "codes": nibbles(raw[..., 8:], 16)}
 
 
-def _mxfp4(raw: Tensor) -> Blocks:
+def _mxfp4(raw: Tensor) -> Parts:
     return {"sub": raw[..., :1], "codes": nibbles(raw[..., 1:], 16)}
 
 
-def _nvfp4(raw: Tensor) -> Blocks:
+def _nvfp4(raw: Tensor) -> Parts:
     return {"sub": raw[..., :4], "codes": nibbles(raw[..., 4:], 8)}
 
 
-_SPLITS: dict[str, Callable[[Tensor], Blocks]] = {
+_SPLITS: dict[str, Callable[[Tensor], Parts]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,

@@ -130,6 +130,8 @@ def constants(fmt: PlaneFormat) -> dict[str, Any]:
         "SUB": fmt.sub,
         "SUB_FLOATS": fmt.has_float_subs,
         "HAS_MINIMUM": fmt.has_minimum,
+        "HAS_ZERO": fmt.has_zero,
+        "FLOATS": fmt.is_float,
     }
 
 
@@ -160,6 +162,8 @@ def _tile(
     SUB: tl.constexpr,
     SUB_FLOATS: tl.constexpr,
     HAS_MINIMUM: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    FLOATS: tl.constexpr,
 ):
     """Return the first halves (R, G, 16) float32 of groups (1, G, 1) of rows (R, 1, 1), and the
     second halves. Groups past the last, and rows from `end` on, are zero or finite.
@@ -168,8 +172,8 @@ def _tile(
     exists = (row < end) & (group < groups)
     place = row.to(tl.int64) * groups + group
     if BITS == 8:
-        first = tl.load(low + place * 32 + lane, mask=exists, other=0).to(tl.float32)
-        second = tl.load(low + place * 32 + 16 + lane, mask=exists, other=0).to(tl.float32)
+        first = _byte_value(tl.load(low + place * 32 + lane, mask=exists, other=0), FLOATS)
+        second = _byte_value(tl.load(low + place * 32 + 16 + lane, mask=exists, other=0), FLOATS)
     else:
         packed = tl.load(low + place * 16 + lane, mask=exists, other=0).to(tl.int32)
         code = packed & 15
@@ -190,6 +194,10 @@ def _tile(
         scales = (lead + groups + SCALE_GROUPS - 1) // SCALE_GROUPS
         scale_place = row.to(tl.int64) * scales + (lead + group) // SCALE_GROUPS
         factor = tl.load(scale + scale_place, mask=exists, other=0.0).to(tl.float32)
+        if HAS_ZERO:
+            zero = tl.load(minimum + scale_place, mask=exists, other=0).to(tl.float32)
+            first -= zero
+            second -= zero
         if HAS_MINIMUM:
             shift = tl.load(minimum + scale_place, mask=exists, other=0.0).to(tl.float32)
     if SUB == 0:
@@ -202,6 +210,19 @@ def _tile(
     own = _sub_scale(sub, floats, place * 2, exists, SUB_FLOATS) * factor
     following = _sub_scale(sub, floats, place * 2 + 1, exists, SUB_FLOATS) * factor
     return first * own, second * following
+
+
+@triton.jit
+def _byte_value(code, FLOATS: tl.constexpr):
+    """Return the values float32 of codes int8, or of the e4m3 numbers that they are.
+
+    Shifted, an e4m3 number is a float whose exponent is too small by 127 - 7.
+    """
+    if not FLOATS:
+        return code.to(tl.float32)
+    bits = code.to(tl.int32)
+    bits = ((bits & 127) << 20) | ((bits & 128) << 24)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
 
 
 @triton.jit
@@ -257,6 +278,8 @@ def _multiply(
     SUB: tl.constexpr,
     SUB_FLOATS: tl.constexpr,
     HAS_MINIMUM: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    FLOATS: tl.constexpr,
 ):
     """Multiply a tile of rows with one split's groups of all tokens."""
     HALF: tl.constexpr = GROUPS * 16
@@ -289,6 +312,8 @@ def _multiply(
             SUB,
             SUB_FLOATS,
             HAS_MINIMUM,
+            HAS_ZERO,
+            FLOATS,
         )
         column = (tile + half // 16) * 32 + half % 16
         mask = (token[None, :] < tokens) & (column < columns)[:, None]
@@ -341,6 +366,8 @@ def _unpack(
     SUB: tl.constexpr,
     SUB_FLOATS: tl.constexpr,
     HAS_MINIMUM: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    FLOATS: tl.constexpr,
 ):
     """Unpack a tile of groups."""
     row = (first + tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None]
@@ -365,6 +392,8 @@ def _unpack(
         SUB,
         SUB_FLOATS,
         HAS_MINIMUM,
+        HAS_ZERO,
+        FLOATS,
     )
     place = (row - first).to(tl.int64) * stride + group * 32 + tl.arange(0, 16)[None, None, :]
     mask = (row < end) & (group < groups)

@@ -90,7 +90,7 @@ class Matrix(Module):
 
         Raises CheckpointError.
         """
-        if any(each.kept_format for each in slices):
+        if any(each.kept_type for each in slices):
             self.values = None
             self.packed = PackedRows(self.columns, self.dtype, self.device)
             self.packed.load(slices, self.rows)

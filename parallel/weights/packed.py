@@ -15,10 +15,10 @@ from torch.nn import Module, ModuleList, Parameter
 
 from parallel.batch_invariant import is_batch_invariant
 from parallel.formats.checkpoint import BlockTensor, Indexable
-from parallel.formats.plane_format import GROUP, PLANE_FORMATS
+from parallel.formats.plane_format import GROUP, KeptType, PlaneFormat
 from parallel.weights.codebooks import CodebookBlocks
 from parallel.weights.matmul import linear, linear_fp32_out
-from parallel.weights.planes import Planes
+from parallel.weights.planes import Planes, ReorderedPlanes
 from parallel.weights.selection import plane_kernels
 
 
@@ -35,10 +35,10 @@ class Slice(NamedTuple):
         return int(self.rows.stop - self.rows.start)
 
     @property
-    def kept_format(self) -> str | None:
-        """The type in which the part is kept; None if it is read as numbers."""
+    def kept_type(self) -> KeptType | None:
+        """How the part is kept; None if it is read as numbers."""
         tensor = self.tensor
-        return tensor.kept_format(self.columns) if isinstance(tensor, BlockTensor) else None
+        return tensor.kept_type(self.columns) if isinstance(tensor, BlockTensor) else None
 
 
 def read_numbers(slices: Sequence[Slice], values: Tensor) -> None:
@@ -58,7 +58,8 @@ class WholePart(Module):
         self.values, self.rows = values, len(values)
 
 
-Part = Planes | CodebookBlocks | WholePart
+KeptPart = Planes | ReorderedPlanes | CodebookBlocks
+Part = KeptPart | WholePart
 
 
 class PackedRows(Module):
@@ -78,15 +79,16 @@ class PackedRows(Module):
 
         Raises CheckpointError.
         """
-        runs = [list(run) for _, run in groupby(slices, key=lambda each: each.kept_format)]
+        runs = [list(run) for _, run in groupby(enumerate(slices), key=_run_key)]
         rest = rows - sum(each.height for each in slices)
-        for run in runs:
-            height = sum(each.height for each in run) + (rest if run is runs[-1] else 0)
-            name = run[0].kept_format
+        for numbered in runs:
+            run = [each for _, each in numbered]
+            height = sum(each.height for each in run) + (rest if numbered is runs[-1] else 0)
+            kind = run[0].kept_type
             self.parts.append(
                 self._whole_part(run, height)
-                if name is None
-                else self._kept_part(name, run, height)
+                if kind is None
+                else self._kept_part(kind, run, height)
             )
 
     def multiply(self, x: Tensor, first: int, out_dtype: torch.dtype) -> Tensor:
@@ -99,8 +101,11 @@ class PackedRows(Module):
                 continue
             kernels = self.kernels
             assert kernels is not None
-            chunks = x.split(kernels.MAX_ROWS)
-            own_outs = [kernels.multiply(chunk, part, own.start, out_dtype) for chunk in chunks]
+            ordered = part.reordered(x) if isinstance(part, ReorderedPlanes) else x
+            own_outs = [
+                kernels.multiply(chunk, _planes(part), own.start, out_dtype)
+                for chunk in ordered.split(kernels.MAX_ROWS)
+            ]
             outs.append(own_outs[0] if len(own_outs) == 1 else torch.cat(own_outs))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
@@ -126,7 +131,9 @@ class PackedRows(Module):
                 out[place].copy_(part.values[own])
                 continue
             kernels = _kernels(part, self.dtype)
-            if kernels is None:
+            if isinstance(part, ReorderedPlanes):
+                part.unpack(own, out[place], kernels)
+            elif kernels is None:
                 part.unpack(own, out[place])
             else:
                 kernels.unpack(part, own.start, out[place])
@@ -137,7 +144,7 @@ class PackedRows(Module):
         (part,) = self.parts
         if isinstance(part, WholePart):
             return F.embedding(rows, part.values)
-        assert isinstance(part, Planes | CodebookBlocks)
+        assert isinstance(part, KeptPart)
         return part.unpack(rows, self._empty(len(rows)))
 
     def __len__(self) -> int:
@@ -161,17 +168,18 @@ class PackedRows(Module):
         read_numbers(slices, values)
         return WholePart(Parameter(values, requires_grad=False))
 
-    def _kept_part(self, name: str, slices: Sequence[Slice], rows: int) -> Planes | CodebookBlocks:
-        part = _empty_part(name, slices[0], rows, self.device)
+    def _kept_part(self, kind: KeptType, slices: Sequence[Slice], rows: int) -> KeptPart:
+        part = _empty_part(kind, slices[0], rows, self.device)
         start = 0
         for each in slices:
             assert isinstance(each.tensor, BlockTensor)
-            for raw in each.tensor.blocks(each.rows, each.columns):
+            for stored in each.tensor.blocks(each.rows, each.columns):
+                count = len(stored if isinstance(stored, Tensor) else stored["codes"])
                 try:
-                    part.write(slice(start, start + len(raw)), raw)
+                    part.write(slice(start, start + count), stored)
                 except ValueError as error:
                     raise each.tensor.scale_error() from error
-                start += len(raw)
+                start += count
         part.clear(slice(start, rows))
         return part
 
@@ -185,21 +193,37 @@ class PackedRows(Module):
             start += part.rows
 
 
-def _empty_part(
-    name: str, first: Slice, rows: int, device: torch.device
-) -> Planes | CodebookBlocks:
+def _run_key(numbered: tuple[int, Slice]) -> tuple[KeptType | None, int | None]:
+    """Return a key that is equal for slices that one part holds."""
+    index, each = numbered
+    kind = each.kept_type
+    has_own_order = isinstance(kind, PlaneFormat) and kind.order
+    return kind, index if has_own_order else None
+
+
+def _empty_part(kind: KeptType, first: Slice, rows: int, device: torch.device) -> KeptPart:
     """Return an uninitialized part for slices like the first."""
     columns = first.columns.stop - first.columns.start
-    if name not in PLANE_FORMATS:
-        return CodebookBlocks(name, rows, columns, device)
-    assert isinstance(first.tensor, BlockTensor)
-    lead = first.columns.start % first.tensor.block // GROUP
-    return Planes(PLANE_FORMATS[name], rows, columns, lead, device)
+    if not isinstance(kind, PlaneFormat):
+        return CodebookBlocks(kind.name, rows, columns, device)
+    tensor = first.tensor
+    assert isinstance(tensor, BlockTensor)
+    lead = first.columns.start % tensor.block // GROUP
+    planes = Planes(kind, rows, columns, lead, device)
+    order = tensor.order()
+    return planes if order is None else ReorderedPlanes(planes, order)
 
 
 def _kernels(part: Part, dtype: torch.dtype) -> ModuleType | None:
     """Return the fused kernels for a part, None if there are none."""
-    if not isinstance(part, Planes):
+    planes = _planes(part)
+    if planes is None:
         return None
-    kernels, _ = plane_kernels(part.low.device.type, dtype, part.format.name)
+    kernels, _ = plane_kernels(planes.low.device.type, dtype, planes.format)
     return kernels
+
+
+def _planes(part: Part) -> Planes | None:
+    """Return a part's planes, None if it has none."""
+    part = part.planes if isinstance(part, ReorderedPlanes) else part
+    return part if isinstance(part, Planes) else None

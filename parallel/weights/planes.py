@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from offload.layout import ceil_div
+from parallel.formats.checkpoint import Parts
 from parallel.formats.plane_format import GROUP, PlaneFormat
 from parallel.weights.ggml_blocks import pack_codes, split_blocks
 
@@ -28,7 +30,7 @@ class Planes(Module):
     low: Tensor  # codes, or their low 4 bits
     high: Tensor | None
     scale: Tensor | None
-    minimum: Tensor | None
+    minimum: Tensor | None  # or the zero
     sub: Tensor | None
     submin: Tensor | None
 
@@ -44,11 +46,13 @@ class Planes(Module):
         shapes = {
             "low": (columns // 2, torch.uint8),
             "high": (groups * (fmt.bits - 4), torch.int32),
-            "scale": (scales, torch.float16),
-            "minimum": (scales if fmt.has_minimum else 0, torch.float16),
+            "scale": (scales, getattr(torch, fmt.scale_type)),
+            "minimum": (scales if fmt.has_minimum or fmt.has_zero else 0, torch.float16),
             "sub": (subs, sub_dtype),
             "submin": (subs if fmt.has_minimum else 0, torch.uint8),
         }
+        if fmt.has_zero:
+            shapes["minimum"] = scales, torch.int8 if fmt.bits == 8 else torch.uint8
         if fmt.bits == 8:
             shapes |= {"low": (columns, torch.int8), "high": (0, torch.int32)}
         for name, (width, dtype) in shapes.items():
@@ -71,25 +75,33 @@ class Planes(Module):
         """Return the bytes of all planes."""
         return sum(plane.nbytes for plane in self.parameters())
 
-    def write(self, rows: slice, raw: Tensor) -> None:
-        """Store blocks (R, B, bytes of a block) uint8, the first of which holds the first column.
+    def write(self, rows: slice, stored: Tensor | Parts) -> None:
+        """Store rows, as blocks (R, B, bytes of a block) uint8 or as their parts.
 
-        Raises ValueError for a scale that is not finite.
+        Blocks are ggml's, the first of which holds the first column. The codes of parts are those
+        of the columns. Raises ValueError for a scale or a code that is not finite.
         """
-        parts = split_blocks(self.format.name, raw)
+        if isinstance(stored, Tensor):
+            parts = split_blocks(self.format.name, stored)
+            first = self.lead * GROUP
+            parts["codes"] = parts["codes"][:, first : first + self.columns]
+            for name in parts.keys() & {"sub", "submin"}:  # those of whole blocks
+                plane, start = getattr(self, name), first // self.format.sub
+                parts[name] = parts[name][:, start : start + plane.shape[1]].view(plane.dtype)
+        else:
+            parts = dict(stored)
+            if "zero" in parts:
+                parts["minimum"] = parts.pop("zero")
         codes = parts.pop("codes")
-        first = self.lead * GROUP
-        parts["low"], high = pack_codes(codes[:, first : first + self.columns], self.format.bits)
+        if self.format.is_float and bool((codes.view(torch.uint8) & 127 == 127).any()):
+            raise ValueError("a code is not finite")
+        parts["low"], high = pack_codes(codes, self.format.bits)
         if high is not None:
             parts["high"] = high
         for name, values in parts.items():
-            plane = getattr(self, name)
-            if name in ("sub", "submin"):  # scales are those of whole blocks
-                start = first // self.format.sub
-                values = values[:, start : start + plane.shape[1]].view(plane.dtype)
-            elif values.dtype == torch.float16 and not values.isfinite().all():
+            if values.is_floating_point() and not values.isfinite().all():
                 raise ValueError("a scale is not finite")
-            plane[rows].copy_(values)
+            getattr(self, name)[rows].copy_(values)
 
     def clear(self, rows: slice) -> None:
         """Write rows of zeros."""
@@ -101,17 +113,17 @@ class Planes(Module):
         if isinstance(rows, slice):
             first, last, _ = rows.indices(self.rows)
             parts: Iterator[slice | Tensor] = (
-                slice(start, min(start + self._step, last))
-                for start in range(first, last, self._step)
+                slice(start, min(start + self.step, last))
+                for start in range(first, last, self.step)
             )
         else:
-            parts = iter(rows.split(self._step))
-        for part, target in zip(parts, out.split(self._step), strict=True):
+            parts = iter(rows.split(self.step))
+        for part, target in zip(parts, out.split(self.step), strict=True):
             self._values(part, target.view(len(target), self.groups, 2, _HALF))
         return out
 
     @property
-    def _step(self) -> int:
+    def step(self) -> int:
         """The number of rows that are unpacked at once."""
         limit = _UNPACKED if self.low.is_cpu else _UNPACKED_ON_GPU
         return max(1, limit // self.columns)
@@ -121,7 +133,8 @@ class Planes(Module):
         fmt = self.format
         by_group = out.shape[1]
         if fmt.bits == 8:
-            weights = self.low[rows].view(out.shape).float()
+            codes = self.low[rows].view(out.shape)
+            weights = (codes.view(torch.float8_e4m3fn) if fmt.is_float else codes).float()
         else:
             low = self.low[rows].view(-1, by_group, _HALF)
             codes = torch.stack((low & 15, low >> 4), dim=2)
@@ -139,6 +152,9 @@ class Planes(Module):
             scale = sub if scale is None else scale * sub
         if self.submin is not None and minimum is not None:
             minimum = minimum * self._sub_scales(self.submin[rows], by_group)
+        if fmt.has_zero and minimum is not None:
+            weights.sub_(minimum)
+            minimum = None
         assert scale is not None
         weights.mul_(scale)
         if minimum is not None:
@@ -150,7 +166,7 @@ class Planes(Module):
         if plane is None:
             return None
         scales = plane[rows].float()
-        if self.format.scale_groups > 1:
+        if scales.shape[1] > 1 and self.format.scale_groups > 1:
             repeated = scales[..., None].expand(-1, -1, self.format.scale_groups).flatten(1)
             scales = repeated[:, self.lead : self.lead + self.groups]
         return scales[..., None, None]
@@ -161,6 +177,54 @@ class Planes(Module):
         if self.format.has_float_subs:
             scales = float_bytes(self.format.sub_kind, plane.device)[plane.int()]
         return scales.view(len(plane), groups, -1, 1)
+
+
+class ReorderedPlanes(Module):
+    """Planes whose columns have an order of their own, in which groups are contiguous."""
+
+    def __init__(self, planes: Planes, order: Tensor):
+        """`order` (columns,) int64: the column that each of the planes stands for."""
+        super().__init__()
+        self.planes = planes
+        self.order = Parameter(order.to(planes.low.device), requires_grad=False)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.planes.rows
+
+    def write(self, rows: slice, stored: Tensor | Parts) -> None:
+        """Store rows, as `Planes` does; their codes are in the planes' order."""
+        self.planes.write(rows, stored)
+
+    def clear(self, rows: slice) -> None:
+        """Write rows of zeros."""
+        self.planes.clear(rows)
+
+    def reordered(self, x: Tensor) -> Tensor:
+        """Return activations (T, columns) in the planes' order."""
+        return x.index_select(1, self.order)
+
+    def unpack(
+        self, rows: slice | Tensor, out: Tensor, kernels: ModuleType | None = None
+    ) -> Tensor:
+        """Write rows (R, columns), a slice of them or indices, into `out` in its dtype.
+
+        `kernels` unpack a slice, if given.
+        """
+        step, start = self.planes.step, 0
+        for target in out.split(step):
+            values = torch.empty_like(target)
+            if isinstance(rows, Tensor):
+                self.planes.unpack(rows[start : start + step], values)
+            elif kernels is None:
+                first = rows.start + start
+                self.planes.unpack(slice(first, first + len(target)), values)
+            else:
+                kernels.unpack(self.planes, rows.start + start, values)
+            target.index_copy_(1, self.order, values)
+            start += step
+        return out
 
 
 def _high_bits(high: Tensor, groups: int, bits: int) -> Tensor:

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from offload.kernels.selection import Kernels, run_self_test
-from parallel.formats.plane_format import GROUP, PLANE_FORMATS
+from parallel.formats.plane_format import GROUP, PlaneFormat
 from parallel.weights.planes import Planes
 
 # sizes of the self-test: several tiles and splits, the last incomplete; and no splits
@@ -19,22 +19,25 @@ _TOLERANCE = 1e-5  # error of float32 sums, as a share of the largest
 
 
 @cache
-def plane_kernels(device: str, dtype: torch.dtype, name: str) -> Kernels:
+def plane_kernels(device: str, dtype: torch.dtype, fmt: PlaneFormat) -> Kernels:
     """Return `parallel.weights.kernels` if it can be used, or None, and the reason.
 
     Args:
         device: type of the device.
         dtype: of the activations.
-        name: of a format in PLANE_FORMATS.
+        fmt: of the matrix.
     """
     if dtype.itemsize != 2:
         return None, f"there are none for {dtype}"
-    return run_self_test("parallel.weights.kernels", _test_planes, device, dtype, name)
+    return run_self_test("parallel.weights.kernels", _test_planes, device, dtype, fmt)
 
 
-def _test_planes(kernels: ModuleType, device: torch.device, dtype: torch.dtype, name: str) -> None:
+def _test_planes(
+    kernels: ModuleType, device: torch.device, dtype: torch.dtype, fmt: PlaneFormat
+) -> None:
     """Raise RuntimeError if a kernel is wrong, or a row's product depends on the other rows."""
-    planes = random_planes(name, _ROWS, _COLUMNS, _LEAD, device)
+    name = fmt.name
+    planes = random_planes(fmt, _ROWS, _COLUMNS, _LEAD, device)
     expected = planes.unpack(slice(None), torch.empty(_ROWS, _COLUMNS, dtype=dtype, device=device))
     actual = kernels.unpack(planes, 1, torch.empty_like(expected[1:]))
     if not torch.equal(actual, expected[1:]):
@@ -52,7 +55,7 @@ def _test_planes(kernels: ModuleType, device: torch.device, dtype: torch.dtype, 
         if not torch.equal(alone, whole[first:last]):
             raise RuntimeError(f"products with {name} depend on other rows")
     # Without splits, results in 16 bits are written by another variant of the kernel.
-    few = random_planes(name, _ROWS, _FEW_COLUMNS, _LEAD, device)
+    few = random_planes(fmt, _ROWS, _FEW_COLUMNS, _LEAD, device)
     weights = few.unpack(slice(None), expected.new_empty(_ROWS, _FEW_COLUMNS)).double()
     for count in (1, rows // 4 + 1, rows):
         part = x[:count, :_FEW_COLUMNS]
@@ -63,19 +66,22 @@ def _test_planes(kernels: ModuleType, device: torch.device, dtype: torch.dtype, 
 
 
 def random_planes(
-    name: str, rows: int, columns: int, lead: int, device: torch.device, seed: int = 0
+    fmt: PlaneFormat, rows: int, columns: int, lead: int, device: torch.device, seed: int = 0
 ) -> Planes:
     """Return a matrix of random codes and scales, of about the size of a model's weights."""
     generator = torch.Generator().manual_seed(seed)
-    fmt = PLANE_FORMATS[name]
     planes = Planes(fmt, rows, columns, lead if fmt.scale_groups > 1 else 0, device)
     for part, plane in planes.named_parameters():
-        if plane.dtype == torch.float16:
+        if plane.is_floating_point():
             values = torch.randn(plane.shape, generator=generator) * 1e-4
         elif part == "sub" and planes.format.sub_kind == "e8m0":  # near 2 ** -7
             values = torch.randint(118, 124, plane.shape, generator=generator)
         else:
             info = torch.iinfo(plane.dtype)
             values = torch.randint(info.min, info.max + 1, plane.shape, generator=generator)
+            if part == "low" and fmt.is_float:
+                values[values & 127 == 127] = 0  # NaN
+            if part == "zero" and fmt.bits == 4:
+                values &= 15
         plane.copy_(values)
     return planes

@@ -21,7 +21,7 @@ from offload.kernels import slot_attention as slot_kernels
 from offload.kernels import split_float as split_kernels
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
-from parallel.formats.plane_format import PLANE_FORMATS
+from parallel.formats.plane_format import PLANE_FORMATS, group_format
 from parallel.weights import kernels as weight_kernels
 
 # maximum shared memory of a block on the A100, RTX 4090 and H100, by compute capability
@@ -164,10 +164,18 @@ def compile_slot_kernels(capability: int, shapes: int | None) -> None:
 
 def compile_weight_kernels(capability: int, element: str, formats: int | None) -> None:
     """Compile products with matrices in planes, and unpacking, of every format."""
-    for fmt in list(PLANE_FORMATS.values())[:formats]:
+    groups = [
+        group_format("int4", 128, "float16", has_zero=True),
+        group_format("int8", 0, "float32", has_zero=False),
+        group_format("e4m3", 128, "bfloat16", has_zero=False),
+    ]
+    for fmt in [*PLANE_FORMATS.values(), *filter(None, groups)][:formats]:
         sizes = weight_kernels.constants(fmt) | {"UPCAST": False, "BLOCK": 1024}
         planes = {"low": "*i8" if fmt.bits == 8 else "*u8", "high": "*i32", "floats": "*fp32"}
-        planes |= dict.fromkeys(("scale", "minimum"), "*fp16")
+        types = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
+        planes["scale"] = types[fmt.scale_type]
+        zeros = "*i8" if fmt.bits == 8 else "*u8"
+        planes["minimum"] = zeros if fmt.has_zero else "*fp16"
         planes |= {"sub": "*i8" if fmt.sub_kind == "int8" else "*u8", "submin": "*u8"}
         planes |= {"x": f"*{element}", "out": f"*{element}", "sums": "*fp32"}
         for tokens in (16, 32, 64):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -17,7 +18,7 @@ from decoding.planning.requirements import weight_notes, whole_weight_bytes
 from offload.dtypes import dtype_name
 from offload.errors import InsufficientMemoryError
 from offload.kernels.selection import Kernels
-from parallel.formats.plane_format import PLANE_FORMATS
+from parallel.formats.plane_format import PlaneFormat
 from parallel.weights.selection import plane_kernels
 
 
@@ -85,9 +86,10 @@ def _warn_without_kernels(engine: Engine, plan: Plan | None) -> None:
     if needs.settings.deterministic:
         determinism = runtime.batch_invariant_kernels
         found.append(("--deterministic", determinism, "It is faster without."))
-    for name in sorted({name for _, name in needs.target.kept_types} & PLANE_FORMATS.keys()):
-        of_type = plane_kernels("cuda", needs.dtype, name)
-        found.append((f"{name} weights", of_type, "--weights 16-bit may be faster."))
+    for kind in sorted({kind for _, kind in needs.target.kept_types}, key=attrgetter("name")):
+        if isinstance(kind, PlaneFormat):
+            of_type = plane_kernels("cuda", needs.dtype, kind)
+            found.append((f"{kind.name} weights", of_type, "--weights 16-bit may be faster."))
     for purpose, (kernels, reason), hint in found:
         if kernels is None:
             warn(

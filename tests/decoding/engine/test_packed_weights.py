@@ -30,6 +30,7 @@ from parallel.config.model_config import ModelConfig
 from support.commands import DRAFT, TARGET
 from support.gguf import convert
 from support.models import random_tokens
+from support.quantised import fp8, gptq, quantise
 from support.slow import slow_except
 
 NEW = 40
@@ -43,11 +44,25 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("packed")
     target = convert(TARGET, folder / "target.gguf", Kind.Q4_1)
     return target, convert(DRAFT, folder / "draft.gguf", Kind.Q8_0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Safetensors: a target of GPTQ with act-order, and a draft in FP8."""
+    folder = tmp_path_factory.mktemp("groups")
+    target, draft = folder / "target", folder / "draft"
+    quantise(TARGET, target, GPTQ, gptq(permuted=True))
+    quantise(DRAFT, draft, FP8, fp8((128, 128), torch.bfloat16, "weight_scale_inv"))
+    return target, draft
 
 
 @contextmanager
@@ -72,6 +87,15 @@ def tokens_of(files: tuple[Path, Path], sampling: Sampling, **settings: Any) -> 
 def test_tokens_are_those_of_weights_in_16_bits(
     files: tuple[Path, Path], name: str, dtype: str, sampling: Sampling
 ) -> None:
+    check_tokens(files, name, dtype, sampling)
+
+
+@pytest.mark.parametrize("name", ["retrieval", "hierarchical"])
+def test_tokens_with_quantised_safetensors(folders: tuple[Path, Path], name: str) -> None:
+    check_tokens(folders, name, "bfloat16", GREEDY)
+
+
+def check_tokens(files: tuple[Path, Path], name: str, dtype: str, sampling: Sampling) -> None:
     settings = {"dtype": dtype, "deterministic": dtype == "bfloat16"} | CONFIGURATIONS[name]
     whole, packed = (
         tokens_of(files, sampling, weights=weights, **settings) for weights in ("16-bit", "packed")
@@ -156,3 +180,13 @@ def test_matrices_that_two_ranks_cut_are_noted(tmp_path: Path) -> None:
         settings = Settings(mode="plain")
         needs = Requirements(target, None, "plain", settings, torch.half, ranks, 1, True)
         assert len(weight_notes(needs)) == notes
+
+
+def test_groups_in_another_order_are_not_packed_on_two_ranks(folders: tuple[Path, Path]) -> None:
+    target = ModelConfig.from_name(str(folders[0]), packed=True)
+    for ranks, notes in ((1, 0), (2, 1)):
+        settings = Settings(mode="plain")
+        needs = Requirements(target, None, "plain", settings, torch.half, ranks, 1, True)
+        found = weight_notes(needs)
+        assert len(found) == notes
+        assert all("each GPU's columns of them hold parts of all groups" in note for note in found)

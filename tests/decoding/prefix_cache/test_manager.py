@@ -253,7 +253,13 @@ def test_fingerprints_distinguish_models(checkpoint: Callable[..., Path], tmp_pa
     weights.write_bytes(raw)
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     others.append(digest())
-    assert len({first, *others}) == 5
+    for version in ("gptq", "gptq_v2"):  # The same zero points are read as others.
+        fields = {"bits": 4, "quant_method": "gptq", "checkpoint_format": version}
+        path = folder / "config.json"
+        content = {**json.loads(path.read_text()), "quantization_config": fields}
+        path.write_text(json.dumps(content))
+        others.append(digest())
+    assert len({first, *others}) == 7
     digests = WeightDigests.compute(folder, tmp_path)
     for content in ("[1]", "{", '{"a": 1}', "[" * 100_000):
         (tmp_path / ".digests.json").write_text(content)

@@ -197,7 +197,7 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_lora_rank = 512 .multi-latent"),
         ({"model_type": "gpt_oss"}, "'gpt_oss' is not supported.* It has attention sinks"),
         ({"model_type": "falcon_mamba", "state_size": 16}, "state_size = 16 .recurrent"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .*fp8.*16-bit"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "weights quantised by EXL2 .*16-bit"),
         (
             {"model_type": "qwen3", "layer_types": ["linear_attention", "full_attention"]},
             "layer_types with linear_attention",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -18,10 +19,12 @@ from parallel.config.model_config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf_header import part_files, read_header
 from parallel.formats.hub import GgufName
+from parallel.formats.weight_headers import stored_tensors
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
 from support.gguf import convert
 from support.models import rope
+from support.quantised import gptq, quantise
 
 REPO = "someone/Model-8B-GGUF"
 FILES = [
@@ -187,3 +190,46 @@ def test_other_names() -> None:
         assert GgufName.parse(name) is None
     with pytest.raises(CheckpointError, match="there is no such file"):
         resolve("tests/missing/model.gguf", TensorParallelGroup())
+
+
+def test_a_plan_reads_headers_of_quantised_weights(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It downloads configs, with those that say how weights are quantised, and headers alone."""
+    folder = tmp_path / "model"
+    quantise(checkpoint(), folder, None, gptq(group=32))
+    (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 32}')
+    expected = ModelConfig.from_name(str(folder), packed=True)
+    assert expected.kept_types
+    header = stored_tensors(folder)
+    weights = folder / "model.safetensors"
+    weights.rename(tmp_path / "weights")
+    asked: list[Any] = []
+
+    def snapshot(repo: str, allow_patterns: list[str], local_files_only: bool) -> str:
+        asked.append(allow_patterns)
+        return str(folder)
+
+    def metadata(self: Any, repo: str) -> Any:
+        if not asked:
+            raise OSError("no network")
+        asked.append(repo)
+        tensors = {
+            name: SimpleNamespace(dtype=each.dtype, shape=list(each.shape))
+            for name, each in header.items()
+        }
+        files = {"model.safetensors": SimpleNamespace(tensors=tensors)}
+        return SimpleNamespace(files_metadata=files)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", metadata)
+    assert ModelConfig.from_name("owner/model", packed=True) == expected
+    files = ["config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"]
+    assert asked == [files, "owner/model"]
+    asked.clear()
+    assert not ModelConfig.from_name("owner/model").kept_types
+    assert asked == [files]
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"owner/model is neither .*\(it has no config.json\)"):
+        ModelConfig.from_name("owner/model")

@@ -133,16 +133,14 @@ def test_a_file_beside_an_index_that_does_not_list_it(
         load_model(folder, TensorParallelGroup())
 
 
-@pytest.mark.parametrize("name", ["hf_quant_config.json", "config.json"])
-def test_a_plan_rejects_compressed_weights(
-    name: str, checkpoint: Checkpoints, tmp_path: Path
-) -> None:
+def test_a_plan_rejects_weights_of_unknown_types(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """A leftover quantisation config does not matter if no weights are quantised."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoint(), folder)
-    if name != "config.json":
-        (folder / name).write_text("{}")
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
     ModelConfig.from_name(str(folder))
+    load_model(folder, TensorParallelGroup())
+    (folder / "hf_quant_config.json").unlink()
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(48, 4, dtype=torch.int32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -19,6 +19,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 import parallel.weights.packed
+import parallel.weights.planes
 from parallel.batch_invariant import batch_invariant
 from parallel.config.model_config import ModelConfig
 from parallel.config.weight_sizes import weight_sizes
@@ -26,14 +27,14 @@ from parallel.errors import CheckpointError
 from parallel.formats.gguf_checkpoint import GgufCheckpoint
 from parallel.formats.gguf_header import read_header
 from parallel.formats.gguf_tensors import CODEBOOK_TYPES
-from parallel.formats.plane_format import PLANE_FORMATS, kept_unit
+from parallel.formats.plane_format import PLANE_FORMATS, group_format, kept_type, kept_unit
 from parallel.model.loading import load_model, parameter_bytes
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 from parallel.weights.codebooks import CodebookBlocks
 from parallel.weights.matrix import Matrix, Scratch
 from parallel.weights.packed import PackedRows, Slice, WholePart
-from parallel.weights.planes import Planes
+from parallel.weights.planes import Planes, ReorderedPlanes
 from parallel.weights.selection import random_planes
 from support.gguf import RANDOM, convert
 from support.interpreter import import_interpreted
@@ -105,8 +106,9 @@ def test_weights_are_those_of_gguf(
                 weights, f"model.layers.1.{tensor}.weight", tuple(whole.shape), rows, columns
             )
             expected = whole[rows, columns].to(dtype)
-            unit = kept_unit(name)
-            assert unit is not None
+            kind = kept_type(name)
+            assert kind is not None
+            unit = kept_unit(kind)
             is_kept = not (columns.start % unit or columns.stop % unit)
             assert (matrix.packed is not None) == is_kept
             unpacked = matrix.packed[:] if is_kept else matrix.values
@@ -287,7 +289,7 @@ def matrix_of(rows: int, columns: int, *parts: Any) -> tuple[Any, Tensor]:
 
 def test_products_with_kernels(interpreted: Any) -> None:
     planes = [
-        random_planes(name, 30, 96, 2, torch.device("cpu"), seed)
+        random_planes(PLANE_FORMATS[name], 30, 96, 2, torch.device("cpu"), seed)
         for seed, name in enumerate(("Q4_K", "Q6_K"))
     ]
     whole = WholePart(torch.nn.Parameter(torch.randn(10, 96).half(), requires_grad=False))
@@ -308,6 +310,33 @@ def test_products_with_kernels(interpreted: Any) -> None:
         torch.testing.assert_close(logits.double(), x.double() @ weights.t(), rtol=1e-4, atol=1e-4)
 
 
+def test_columns_in_an_order_of_their_own(
+    interpreted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels multiply in the planes' order; unpacked, columns have their own order again."""
+    fmt = group_format("int4", 32, "float16", has_zero=True)
+    assert fmt is not None
+    device = torch.device("cpu")
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(0))
+    planes = [random_planes(fmt, 30, 96, 0, device, seed) for seed in (1, 2)]
+    sorted_rows = planes[1].unpack(slice(None), torch.empty(30, 96, dtype=torch.float16))
+    reordered = ReorderedPlanes(planes[1], order)
+    monkeypatch.setattr(parallel.weights.planes, "_UNPACKED", 7 * 96)  # several steps
+    expected = torch.empty_like(sorted_rows)
+    expected[:, order] = sorted_rows
+    matrix, weights = matrix_of(60, 96, planes[0], reordered)
+    assert torch.equal(weights[30:].half(), expected)
+    indices = torch.tensor([29, 0, 3, 3, 8, 9, 10, 11])
+    assert torch.equal(reordered.unpack(indices, torch.empty(8, 96).half()), expected[indices])
+    plain = reordered.unpack(slice(4, 30), torch.empty(26, 96).half())
+    assert torch.equal(plain, expected[4:])
+    x = torch.randn(5, 96).half()
+    for first in (0, 40):
+        exact = x.double() @ weights[first:].t()
+        out = matrix.product(x, None, first).double()
+        torch.testing.assert_close(out, exact, rtol=2e-3, atol=1e-3)
+
+
 def test_which_products_use_kernels(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to MAX_ROWS, logits always, and in batch-invariant forwards in parts of MAX_ROWS."""
     multiply = interpreted.multiply
@@ -319,7 +348,9 @@ def test_which_products_use_kernels(interpreted: Any, monkeypatch: pytest.Monkey
         return product
 
     monkeypatch.setattr(interpreted, "multiply", count_rows)
-    matrix, weights = matrix_of(30, 64, random_planes("Q5_0", 30, 64, 0, torch.device("cpu")))
+    matrix, weights = matrix_of(
+        30, 64, random_planes(PLANE_FORMATS["Q5_0"], 30, 64, 0, torch.device("cpu"))
+    )
     x = torch.randn(130, 64).half()
     matrix.product(x[:64])
     matrix.product(x[:65])
@@ -338,7 +369,7 @@ def test_unpacked_matrices_are_not_reused_where_graphs_may_overwrite_them(
     part: Any = CodebookBlocks("Q2_K", 4, 256, torch.device("cpu"))
     part.clear(slice(None))
     if name == "Q4_K":
-        part = random_planes("Q4_K", 4, 256, 0, torch.device("cpu"))
+        part = random_planes(PLANE_FORMATS["Q4_K"], 4, 256, 0, torch.device("cpu"))
     matrix, _ = matrix_of(4, 256, part)
     scratch = Scratch()
     scratch.reserve("o", matrix)

@@ -7,12 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.formats.plane_format import PLANE_FORMATS
+from parallel.formats.plane_format import PLANE_FORMATS, group_format
 from parallel.weights.planes import Planes
 from parallel.weights.selection import _test_planes, plane_kernels, random_planes
 from support.interpreter import import_interpreted
 
-EVERY_FORMAT = pytest.mark.parametrize("name", PLANE_FORMATS)
+GROUPS = [
+    group_format("int4", 128, "float16", has_zero=True),
+    group_format("int4", 32, "bfloat16", has_zero=False),
+    group_format("int8", 64, "float16", has_zero=True),
+    group_format("int8", 0, "float32", has_zero=False),
+    group_format("e4m3", 128, "bfloat16", has_zero=False),
+    group_format("e4m3", 0, "float32", has_zero=False),
+]
+FORMATS = {fmt.name: fmt for fmt in [*PLANE_FORMATS.values(), *GROUPS] if fmt is not None}
+EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
 CPU = torch.device("cpu")
 
 
@@ -27,13 +36,13 @@ def test_self_test_succeeds(kernels: Any, name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels, "_SPLIT_GROUPS", 8)
     monkeypatch.setattr(kernels, "MAX_ROWS", 16)  # numpy multiplies larger tiles in another order
     assert kernels.split_count(150, 67) > 1
-    _test_planes(kernels, CPU, torch.float16, name)
+    _test_planes(kernels, CPU, torch.float16, FORMATS[name])
 
 
 @EVERY_FORMAT
 def test_unpacked_weights_equal_those_of_plain_operations(kernels: Any, name: str) -> None:
     for lead, columns in ((0, 32), (5, 352), (0, 544)):
-        planes = random_planes(name, 9, columns, lead, CPU, seed=lead)
+        planes = random_planes(FORMATS[name], 9, columns, lead, CPU, seed=lead)
         for dtype in (torch.float32, torch.float16):
             expected = planes.unpack(slice(2, 9), torch.empty(7, columns, dtype=dtype))
             out = torch.full_like(expected, torch.nan)
@@ -42,7 +51,7 @@ def test_unpacked_weights_equal_those_of_plain_operations(kernels: Any, name: st
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64])
 def test_products_of_any_number_of_rows(kernels: Any, rows: int) -> None:
-    planes = random_planes("Q5_K", 70, 416, 2, CPU)
+    planes = random_planes(FORMATS["Q5_K"], 70, 416, 2, CPU)
     weights = planes.unpack(slice(None), torch.empty(70, 416, dtype=torch.float16)).double()
     x = torch.randn(rows, 416).half()
     for dtype in (torch.float16, torch.float32):
@@ -61,13 +70,13 @@ def test_self_test_finds_wrong_weights(
     unpack = Planes.unpack
 
     def unpack_otherwise(self: Planes, rows: Any, out: Any) -> Any:
-        other = random_planes(self.format.name, self.rows, self.columns, self.lead, CPU)
+        other = random_planes(self.format, self.rows, self.columns, self.lead, CPU)
         getattr(other, plane).view(torch.uint8)[-1, -1] ^= 16
         return unpack(other, rows, out)
 
     monkeypatch.setattr(Planes, "unpack", unpack_otherwise)
     with pytest.raises(RuntimeError, match=message):
-        _test_planes(kernels, CPU, torch.float16, "Q4_K")
+        _test_planes(kernels, CPU, torch.float16, FORMATS["Q4_K"])
 
 
 def test_self_test_finds_a_product_that_depends_on_other_rows(
@@ -81,23 +90,23 @@ def test_self_test_finds_a_product_that_depends_on_other_rows(
 
     monkeypatch.setattr(kernels, "multiply", multiply_otherwise)
     with pytest.raises(RuntimeError, match="depend on other rows"):
-        _test_planes(kernels, CPU, torch.float16, "Q4_K")
+        _test_planes(kernels, CPU, torch.float16, FORMATS["Q4_K"])
 
 
 def test_there_are_none_for_float32_and_on_a_cpu() -> None:
-    assert plane_kernels("cuda", torch.float32, "Q4_K")[0] is None
-    assert plane_kernels("cpu", torch.bfloat16, "Q4_K") == (None, "there are none for cpu")
+    assert plane_kernels("cuda", torch.float32, FORMATS["Q4_K"])[0] is None
+    assert plane_kernels("cpu", torch.bfloat16, FORMATS["Q4_K"]) == (None, "there are none for cpu")
 
 
 @pytest.mark.cuda(standin=False)
 @EVERY_FORMAT
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernels_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    kernels, reason = plane_kernels("cuda", dtype, name)
+    kernels, reason = plane_kernels("cuda", dtype, FORMATS[name])
     assert kernels is not None, reason
-    planes = random_planes(name, 300, 2048 + 96, 3, torch.device("cuda"))
+    planes = random_planes(FORMATS[name], 300, 2048 + 96, 3, torch.device("cuda"))
     expected = planes.unpack(slice(None), torch.empty(300, 2144, dtype=dtype, device="cuda"))
-    cpu = random_planes(name, 300, 2048 + 96, 3, CPU)
+    cpu = random_planes(FORMATS[name], 300, 2048 + 96, 3, CPU)
     assert torch.equal(expected.cpu(), cpu.unpack(slice(None), torch.empty(300, 2144, dtype=dtype)))
     assert kernels.split_count(300, planes.groups) > 1
     x = torch.randn(64, 2144, device="cuda").to(dtype)

@@ -1,0 +1,286 @@
+"""Quantised matrices of safetensors files: which tensors hold a matrix, and in which layout.
+
+Knows only headers: names, data types and shapes. Does not import torch, since a plan has to be
+fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.layout import ceil_div
+from parallel.errors import CheckpointError
+from parallel.formats.plane_format import GROUP, PlaneFormat, group_format
+from parallel.formats.quantisation import Quantisation
+from parallel.formats.weight_headers import DTYPES, TensorHeader, dtype_error
+
+WORD = 32  # bits of a number in which codes are packed
+_SCALE_DTYPES = {**DTYPES, "F8_E8M0": "bfloat16"}  # an exponent, which bfloat16 holds exactly
+# Names beside a quantised matrix that describe activations or KV, which are not quantised here
+_RUNTIME = (
+    *("input_scale", "input_zero_point", "activation_scale", "output_scale", "input_scale_ub"),
+    *("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point"),
+)
+# the suffix of a matrix's codes, and those of its other tensors
+_CODES = {
+    "qweight": ("scales", "qzeros", "g_idx"),
+    "weight_packed": ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
+    "weight": ("weight_scale", "weight_scale_inv", "weight_zero_point"),
+}
+_BYTE_CODES = {"F8_E4M3": "e4m3", "I8": "int8"}
+
+
+@dataclass(frozen=True)
+class GroupHeader:
+    """A quantised matrix (rows, columns) of a file, and the tensors that hold it."""
+
+    name: str
+    shape: tuple[int, int]
+    method: str  # gptq and awq have (columns, rows) in words, others (rows, columns)
+    codes: TensorHeader
+    scale: TensorHeader
+    zero: TensorHeader | None
+    g_idx: TensorHeader | None  # the group of each column
+    code_type: str  # int4, int8 or e4m3
+    group: int  # columns that share a scale
+    block_rows: int  # rows that share it
+    has_order: bool  # groups' columns may lie anywhere in a row
+    is_zero_less_one: bool
+
+    @property
+    def groups(self) -> int:
+        """The number of groups in a row."""
+        return ceil_div(self.shape[1], self.group)
+
+    @property
+    def per_word(self) -> int:
+        """The number of codes in a word, 1 for codes that are bytes of their own."""
+        if self.codes.dtype in _BYTE_CODES:
+            return 1
+        return WORD // (4 if self.code_type == "int4" else 8)
+
+    @property
+    def planes(self) -> PlaneFormat | None:
+        """The format in which the matrix is kept; None if it is read as numbers."""
+        columns = self.shape[1]
+        if columns % GROUP:
+            return None
+        return group_format(
+            self.code_type,
+            0 if self.groups == 1 else self.group,
+            _SCALE_DTYPES[self.scale.dtype],
+            self.zero is not None,
+            columns if self.has_order else 0,
+        )
+
+
+def group_headers(
+    tensors: Mapping[str, TensorHeader], quantisation: Quantisation | None
+) -> tuple[dict[str, GroupHeader], set[str]]:
+    """Return the quantised matrices by name, and the names of all tensors that they consist of.
+
+    Raises CheckpointError for tensors whose types or shapes do not belong together.
+    """
+    matrices: dict[str, GroupHeader] = {}
+    parts: set[str] = set()
+    for name, tensor in tensors.items():
+        module, _, suffix = name.rpartition(".")
+        if suffix in _RUNTIME and quantisation is not None:
+            parts.add(name)
+            continue
+        if suffix not in _CODES or (suffix == "weight" and tensor.dtype not in _BYTE_CODES):
+            continue
+        if quantisation is None:
+            raise dtype_error(tensor.path, name, tensor.dtype)
+        others = {f"{module}.{other}" for other in _CODES[suffix]} & tensors.keys()
+        parts |= {name, *others}
+        beside = {each.rpartition(".")[2]: tensors[each] for each in others}
+        reader = _Reader(f"{module}.weight", tensor, beside, quantisation)
+        matrices[f"{module}.weight"] = _READERS[suffix](reader)
+    for name, tensor in tensors.items():
+        if name not in parts and tensor.dtype not in DTYPES:
+            if quantisation is None:
+                raise dtype_error(tensor.path, name, tensor.dtype)
+            raise broken_matrix(tensor.path, name, f"is {tensor.dtype}, with no scales beside it")
+    return matrices, parts
+
+
+class _Reader:
+    """Interprets the headers of one matrix."""
+
+    def __init__(
+        self,
+        name: str,
+        codes: TensorHeader,
+        beside: Mapping[str, TensorHeader],
+        quantisation: Quantisation,
+    ):
+        self.name, self.codes, self.beside, self.quantisation = name, codes, beside, quantisation
+
+    def error(self, what: str) -> CheckpointError:
+        """Return an error about the matrix."""
+        return broken_matrix(self.codes.path, self.name, what)
+
+    def part(self, suffix: str, dtypes: tuple[str, ...] = ("I32",)) -> TensorHeader:
+        """Return a tensor of the matrix, with two dimensions. Raises CheckpointError."""
+        tensor = self.codes if suffix in ("qweight", "weight_packed") else self.beside.get(suffix)
+        if tensor is None:
+            raise self.error(f"has no {suffix}")
+        if tensor.dtype not in dtypes:
+            raise self.error(f"has {suffix} of {tensor.dtype} instead of {' or '.join(dtypes)}")
+        if len(tensor.shape) != 2:
+            raise self.error(f"has {suffix} of shape {tensor.shape}, which is not a matrix")
+        return tensor
+
+    def expect(self, suffix: str, tensor: TensorHeader, *shapes: tuple[int, ...]) -> None:
+        """Raise CheckpointError unless a tensor has one of these shapes."""
+        if tensor.shape not in shapes:
+            expected = " or ".join(str(shape) for shape in shapes)
+            raise self.error(f"has {suffix} of shape {tensor.shape} instead of {expected}")
+
+    def in_words(self) -> GroupHeader:
+        """Return a matrix of GPTQ or AWQ: codes of (columns, rows), scales (groups, rows)."""
+        method = self.quantisation.method
+        if method not in ("gptq", "awq"):
+            raise self.error(f"has a qweight, but its config says {method}")
+        codes, scale = self.part("qweight"), self.part("scales", tuple(DTYPES))
+        zero, g_idx = self.part("qzeros"), self.beside.get("g_idx") if method == "gptq" else None
+        groups, rows = scale.shape
+        # Each matrix has its own, since some files mix them.
+        bits = next((bits for bits in (4, 8) if ceil_div(rows * bits, WORD) == zero.shape[1]), 0)
+        if not bits:
+            raise self.error(f"has qzeros of shape {zero.shape} for {rows} rows in 4 or 8 bits")
+        per_word = WORD // bits
+        self.expect("qzeros", zero, (groups, ceil_div(rows, per_word)))
+        if method == "gptq":
+            columns = codes.shape[0] * per_word
+            self.expect("qweight", codes, (columns // per_word, rows))
+        else:
+            columns = codes.shape[0]
+            self.expect("qweight", codes, (columns, rows // per_word))
+        group = self.group_of(columns, groups)
+        if g_idx is not None:
+            self.expect("g_idx", g_idx, (columns,))
+            if g_idx.dtype not in ("I32", "I64"):
+                raise self.error(f"has g_idx of {g_idx.dtype}")
+        return self.header((rows, columns), scale, f"int{bits}", group, zero, g_idx)
+
+    def packed(self) -> GroupHeader:
+        """Return a matrix of compressed-tensors: words (rows, columns), scales (rows, groups)."""
+        codes = self.part("weight_packed")
+        scale = self.part("weight_scale", tuple(DTYPES))
+        rows, groups = codes.shape[0], scale.shape[1]
+        sizes = sorted(self.quantisation.bits) or [4, 8]
+        fitting = [bits for bits in sizes if self.group_size(codes.shape[1] * WORD // bits, groups)]
+        if len(fitting) != 1 or codes.dtype != "I32":
+            raise self.error(
+                f"has weight_packed of shape {codes.shape} for {groups} groups in a row"
+            )
+        bits = fitting[0]
+        columns = codes.shape[1] * WORD // bits
+        self.expect("weight_scale", scale, (rows, groups))
+        zero = self.beside.get("weight_zero_point")
+        if zero is not None:
+            words = (ceil_div(rows * bits, WORD), groups)
+            self.expect("weight_zero_point", zero, words if zero.dtype == "I32" else scale.shape)
+            if zero.dtype not in ("I32", "I8"):
+                raise self.error(f"has weight_zero_point of {zero.dtype}")
+        g_idx = self.beside.get("weight_g_idx")
+        if g_idx is not None:
+            self.expect("weight_g_idx", g_idx, (columns,))
+        group = self.group_of(columns, groups)
+        return self.header((rows, columns), scale, f"int{bits}", group, zero, g_idx)
+
+    def in_bytes(self) -> GroupHeader:
+        """Return a matrix of bytes (rows, columns), with a scale per tensor, row, group or block.
+
+        Source of the blocks: DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.3.2.
+        """
+        if len(self.codes.shape) != 2:
+            raise self.error(f"has shape {self.codes.shape}")
+        rows, columns = self.codes.shape
+        scale = self.beside.get("weight_scale_inv") or self.beside.get("weight_scale")
+        if scale is None or scale.dtype not in _SCALE_DTYPES:
+            raise self.error(f"is {self.codes.dtype}, and has no weight_scale of a known type")
+        block_rows, group = self.block_of(rows, columns, scale)
+        zero = self.beside.get("weight_zero_point")
+        if zero is not None:
+            self.expect("weight_zero_point", zero, scale.shape)
+            if zero.dtype != "I8":
+                raise self.error(f"has weight_zero_point of {zero.dtype}")
+        code_type = _BYTE_CODES[self.codes.dtype]
+        return self.header((rows, columns), scale, code_type, group, zero, None, block_rows)
+
+    def block_of(self, rows: int, columns: int, scale: TensorHeader) -> tuple[int, int]:
+        """Return the rows and columns that share a scale."""
+        shape = scale.shape
+        if shape in ((), (1,), (1, 1)):
+            return rows, columns
+        if shape in ((rows,), (rows, 1)):
+            return 1, columns
+        block = self.quantisation.block
+        if block is not None and shape == (ceil_div(rows, block[0]), ceil_div(columns, block[1])):
+            return block
+        if len(shape) == 2 and shape[0] == rows and columns % shape[1] == 0:
+            return 1, columns // shape[1]
+        raise self.error(f"of shape {(rows, columns)} has scales of shape {shape}")
+
+    def group_of(self, columns: int, groups: int) -> int:
+        """Return the columns that share a scale. Raises CheckpointError."""
+        size = self.group_size(columns, groups)
+        if size is None:
+            expected = self.quantisation.group
+            config = f", and its config says groups of {expected}" if expected else ""
+            raise self.error(f"has scales of {groups} groups in {columns} columns{config}")
+        return size
+
+    def group_size(self, columns: int, groups: int) -> int | None:
+        """Return the columns that share a scale; None if the config says something else."""
+        size = self.quantisation.group
+        if size is None:
+            return columns // groups if groups and columns % groups == 0 else None
+        size = columns if size < 0 else min(size, columns)
+        return size if size and ceil_div(columns, size) == groups else None
+
+    def header(
+        self,
+        shape: tuple[int, int],
+        scale: TensorHeader,
+        code_type: str,
+        group: int,
+        zero: TensorHeader | None,
+        g_idx: TensorHeader | None,
+        block_rows: int = 1,
+    ) -> GroupHeader:
+        has_order = self.quantisation.has_order and g_idx is not None and group < shape[1]
+        return GroupHeader(
+            self.name,
+            shape,
+            self.quantisation.method,
+            self.codes,
+            scale,
+            zero,
+            g_idx if group < shape[1] else None,
+            code_type,
+            group,
+            block_rows,
+            has_order,
+            self.quantisation.is_zero_less_one,
+        )
+
+
+_READERS: dict[str, Callable[[_Reader], GroupHeader]] = {
+    "qweight": _Reader.in_words,
+    "weight_packed": _Reader.packed,
+    "weight": _Reader.in_bytes,
+}
+
+
+def broken_matrix(path: Path, name: str, what: str) -> CheckpointError:
+    """Return the error for a matrix whose tensors do not belong together."""
+    return CheckpointError(
+        f"{path}: the quantised matrix {name} {what}. The file is broken, or its config belongs to "
+        "another: fetch both again."
+    )
