@@ -214,7 +214,7 @@ class Settings:
         choices=("auto", *DTYPES),
     )
     weights: str = option(
-        "How quantised weights of a GGUF file are stored: packed, as in the file, or 16-bit, "
+        "How quantised weights are stored: packed, as in the file, or 16-bit, "
         "unpacked once. They are the same weights. auto is packed where that is faster, or where "
         "16 bits would take more than half of the device's memory.",
         value="auto",
