@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.errors import one_line
 from offload.regular_files import read_json
@@ -15,7 +15,7 @@ from parallel.config.families import FAMILIES, Family, missing_fields
 from parallel.config.rope import with_known_rope
 from parallel.config_checks import bool_field
 from parallel.errors import CheckpointError, ConfigError
-from parallel.formats.group_headers import group_headers
+from parallel.formats.group_headers import GroupHeader, group_headers
 from parallel.formats.hub import fetch_headers
 from parallel.formats.plane_format import KeptType
 from parallel.formats.quantisation import (
@@ -25,7 +25,7 @@ from parallel.formats.quantisation import (
     quantisation_fields,
 )
 from parallel.formats.weight_headers import (
-    TensorHeader,
+    StoredTensor,
     has_own_head,
     stored_tensors,
     weight_files,
@@ -48,12 +48,63 @@ def config_file(folder: Path) -> Path:
     return path
 
 
-def read_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of a config.json, corrected by the files beside it.
+class ConfigFile(NamedTuple):
+    """A model's config.json, with what the files beside it add."""
 
-    Raises ConfigError if it does not describe a model, and CheckpointError if the weights beside it
-    are broken.
-    """
+    path: Path
+    fields: dict[str, Any]
+    has_weights: bool  # beside it, as safetensors
+    matrices: Mapping[str, GroupHeader]  # those of them that are quantised, by name
+
+    @classmethod
+    def read(cls, path: Path) -> ConfigFile:
+        """Read a config.json, corrected by the files beside it.
+
+        Raises ConfigError if it does not describe a model, and CheckpointError if the weights
+        beside it are broken.
+        """
+        fields = _read_fields(path)
+        if path.name != "config.json":
+            return cls(path, fields, False, {})
+        tensors = stored_tensors(path.parent)
+        try:
+            fields[FIELD] = quantisation_fields(fields, path.parent, tensors)
+            quantisation = Quantisation.parse(fields[FIELD]) if fields[FIELD] else None
+            matrices, _ = group_headers(tensors, quantisation)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path.parent}: the config of its quantised weights cannot be read "
+                f"({one_line(error)}): fetch it again."
+            ) from error
+        except UnsupportedQuantisation:  # named with all that is not supported
+            matrices = {}
+        if (family := FAMILIES.get(fields.get("model_type", ""))) is not None:
+            tied = bool_field(fields, "tie_word_embeddings", family.tied)
+            fields["tie_word_embeddings"] = _is_tied(path.parent, tensors, tied)
+        return cls(path, fields, bool(tensors), matrices)
+
+    def kept_types(self, hub_name: str | None = None) -> dict[str, KeptType]:
+        """Return how quantised matrices of a supported model can stay packed, by name.
+
+        `hub_name`: the repository in which the weights are, if they are not beside the config.
+        Raises CheckpointError if the weights are quantised and cannot be found.
+        """
+        matrices, config = self.matrices, self.fields.get(FIELD)
+        if config and not self.has_weights:
+            tensors = {} if hub_name is None else fetch_headers(hub_name)
+            matrices, _ = group_headers(tensors, Quantisation.parse(config))
+            if not tensors:
+                weight_files(self.path.parent)
+                raise CheckpointError(
+                    f"{self.path.parent}: the weights are quantised, and their files are "
+                    "incomplete. Was the download interrupted? Fetch them again."
+                )
+        planes = {name: matrix.planes for name, matrix in matrices.items()}
+        return {name: each for name, each in planes.items() if each is not None}
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of a config.json. Raises ConfigError if it does not describe a model."""
     try:
         fields = read_json(path)
         if not isinstance(fields, dict):
@@ -66,60 +117,7 @@ def read_fields(path: Path) -> dict[str, Any]:
         ) from error
     if missing := missing_fields(fields):
         raise ConfigError(f"{path} lacks {', '.join(missing)}: it does not say what the model is.")
-    if path.name == "config.json":
-        fields[FIELD] = _quantisation_fields(path.parent, fields)
-        if (family := FAMILIES.get(kind)) is not None:
-            tied = bool_field(fields, "tie_word_embeddings", family.tied)
-            fields["tie_word_embeddings"] = _is_tied(path.parent, tied)
     return fields
-
-
-def _quantisation_fields(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `quantization_config` of the weights in a folder, which belong to it.
-
-    Raises ConfigError and CheckpointError.
-    """
-    try:
-        config = quantisation_fields(fields, folder)
-        quantisation = Quantisation.parse(config) if config else None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{folder}: the config of its quantised weights cannot be read ({one_line(error)}): "
-            "fetch it again."
-        ) from error
-    except UnsupportedQuantisation:  # named with all that is not supported
-        return config
-    group_headers(stored_tensors(folder), quantisation)
-    return config
-
-
-def quantised_types(
-    path: Path, fields: Mapping[str, Any], hub_name: str | None = None
-) -> dict[str, KeptType]:
-    """Return how quantised matrices of a safetensors model can stay packed, by name.
-
-    Args:
-        path: of its config.json.
-        fields: those of `read_fields`, of a model that is supported.
-        hub_name: of the repository in which the weights are, if they are not beside it.
-
-    Raises CheckpointError if the weights are quantised, and are broken or cannot be found.
-    """
-    config = fields.get(FIELD)
-    if not config:
-        return {}
-    tensors: Mapping[str, TensorHeader] = stored_tensors(path.parent)
-    if not tensors and hub_name is not None:
-        tensors = fetch_headers(hub_name)
-    if not tensors:
-        weight_files(path.parent)
-        raise CheckpointError(
-            f"{path.parent}: the weights are quantised, and their files are incomplete. Was the "
-            "download interrupted? Fetch them again."
-        )
-    matrices, _ = group_headers(tensors, Quantisation.parse(config))
-    planes = {name: matrix.planes for name, matrix in matrices.items()}
-    return {name: each for name, each in planes.items() if each is not None}
 
 
 def fields_for_transformers(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -139,13 +137,12 @@ def fields_for_transformers(fields: Mapping[str, Any], family: Family) -> dict[s
     return hf_fields
 
 
-def _is_tied(folder: Path, tied: bool) -> bool:
+def _is_tied(folder: Path, tensors: Mapping[str, StoredTensor], tied: bool) -> bool:
     """Return whether the output head is tied to the embedding; `tied` is what the config says.
 
     As in transformers, it is not if the files hold a head of its own. Raises CheckpointError for
     weights that cannot be compared.
     """
-    tensors = stored_tensors(folder)
     try:
         return tied and not has_own_head(tensors)
     except OSError as error:

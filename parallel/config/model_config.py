@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.errors import one_line
 from offload.layout import KVLayout, ceil_div
-from parallel.config.config_file import (
-    config_file,
-    fields_for_transformers,
-    quantised_types,
-    read_fields,
-)
+from parallel.config.config_file import ConfigFile, config_file, fields_for_transformers
 from parallel.config.families import (
     FAMILIES,
     MoEConfig,
@@ -142,7 +137,8 @@ class ModelConfig:
         if is_gguf(folder):
             return _gguf_config(folder, read_header(folder), packed)
         path = config_file(folder)
-        fields = read_fields(path)
+        file = ConfigFile.read(path)
+        fields = file.fields
         config = _parse(path, fields)  # has clearer error messages than transformers
         from transformers import CONFIG_MAPPING
 
@@ -154,7 +150,7 @@ class ModelConfig:
             raise
         except Exception as error:  # transformers raises any type for a broken field
             raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error
-        return _with_kept_types(config, quantised_types(path, fields)) if packed else config
+        return _with_kept_types(config, file.kept_types()) if packed else config
 
     @classmethod
     def from_name(cls, name: str, packed: bool = False) -> ModelConfig:
@@ -365,9 +361,9 @@ class ModelConfig:
 
 
 def _read_config(path: Path, packed: bool, hub_name: str | None = None) -> ModelConfig:
-    fields = read_fields(path)
-    config = _parse(path, fields)
-    return _with_kept_types(config, quantised_types(path, fields, hub_name)) if packed else config
+    file = ConfigFile.read(path)
+    config = _parse(path, file.fields)
+    return _with_kept_types(config, file.kept_types(hub_name)) if packed else config
 
 
 def _gguf_config(path: Path, header: GgufHeader, packed: bool) -> ModelConfig:

@@ -86,6 +86,8 @@ class Checkpoint(ABC):
         self.path = path
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._used: set[str] = set()  # names of the tensors requested so far
+        self._target_dtype = torch.float32
+        self._keeps_blocks = False
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -149,10 +151,12 @@ class Checkpoint(ABC):
         """Return the dtype to compute in if neither the user nor the config specifies one."""
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Set the dtype of the tensors that are read, for formats that convert them."""
+        """Set the dtype of quantised tensors that are read as numbers."""
+        self._target_dtype = dtype
 
     def keep_blocks(self) -> None:
-        """Let quantised tensors be kept as they are, for formats that have them."""
+        """Let quantised tensors be kept as they are."""
+        self._keeps_blocks = True
 
     @abstractmethod
     def _open_tensor(self, name: str) -> Indexable:

@@ -146,8 +146,6 @@ class GgufCheckpoint(Checkpoint):
         family = family_of(header)
         self._head_dim = config_fields(header)["head_dim"] if family.interleaved_rope else None
         self._infos: dict[str, TensorInfo] = {}
-        self._target_dtype = torch.float32
-        self._keeps_blocks = False
         for info in header.tensors.values():
             if info.name == ROPE_FACTORS:  # part of the config
                 continue
@@ -170,14 +168,6 @@ class GgufCheckpoint(Checkpoint):
         matrices = (info for info in self._infos.values() if len(info.shape) > 1)
         kinds = Counter(GGMLQuantizationType(info.kind).name for info in matrices)
         return _FLOAT_DTYPES.get(kinds.most_common(1)[0][0] if kinds else "F32", torch.bfloat16)
-
-    def set_dtype(self, dtype: torch.dtype) -> None:
-        """Set the dtype of the tensors that are read."""
-        self._target_dtype = dtype
-
-    def keep_blocks(self) -> None:
-        """Let quantised tensors be kept as they are."""
-        self._keeps_blocks = True
 
     def _open_tensor(self, name: str) -> GgufTensor:
         is_permuted = "self_attn.q_proj" in name or "self_attn.k_proj" in name

@@ -71,7 +71,8 @@ class GroupTensor(BlockTensor):
         kind = self.header.planes if self.keeps_groups else None
         if kind is None or not is_kept(kind, columns):
             return None
-        return kind if self.header.has_order or self._is_in_order else None
+        is_whole = columns.stop - columns.start == self.header.shape[1]
+        return kind if is_whole or self._is_in_order else None
 
     def blocks(self, rows: slice, columns: slice) -> Iterator[Parts]:
         """Yield the parts of rows, few at a time. Raises CheckpointError."""
@@ -86,14 +87,17 @@ class GroupTensor(BlockTensor):
 
         Raises CheckpointError if a group has another size than the config says.
         """
-        header = self.header
-        if not header.has_order or self._g_idx is None or self._is_in_order:
+        if self._g_idx is None or self._is_in_order:
             return None
         order = self._g_idx.argsort(stable=True)
         if not torch.equal(self._g_idx[order], self._own_groups):
-            what = f"has groups of other sizes than {header.group} columns (g_idx)"
+            what = f"has groups of other sizes than {self.header.group} columns (g_idx)"
             raise broken_matrix(self.path, self.name, what)
         return order
+
+    def scale_error(self) -> CheckpointError:
+        """Return the error for a scale or a code that is not finite."""
+        return broken_matrix(self.path, self.name, "has weights that are not finite")
 
     @property
     def _own_groups(self) -> Tensor:
@@ -106,6 +110,8 @@ class GroupTensor(BlockTensor):
         if self.header.g_idx is None:
             return None
         groups = _read(self.header.g_idx)[:].long()
+        if self.header.layout == "rows" and bool((groups == -1).any()):
+            return None  # columns in order, as the library itself reads it
         if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < self.header.groups:
             what = f"has {self.header.groups} groups, but g_idx names {int(groups.min())}"
             raise broken_matrix(self.path, self.name, f"{what} to {int(groups.max())}")
@@ -154,28 +160,28 @@ class GroupTensor(BlockTensor):
         step = max(1, _CHUNK_CODES // max(1, columns.stop - columns.start))
         step = ceil_div(step, 8) * 8
         words = slice(columns.start // per_word, ceil_div(columns.stop, per_word))
-        if header.method == "gptq":
+        if header.layout == "gptq":
             whole = stored[words, rows]  # at once, since a part of its columns touches all pages
             for part in whole.split(step, dim=1):
-                yield self._unpack(part.t())
-        elif header.method == "awq":
+                yield _unpack(part.t(), header)
+        elif header.layout == "awq":
             first, last = rows.start // per_word, ceil_div(rows.stop, per_word)
             whole = stored[columns, slice(first, last)]
             row = first * per_word
             for part in whole.split(step // per_word, dim=1):
-                unpacked = self._unpack(part).t()
+                unpacked = _unpack(part, header).t()
                 yield unpacked[max(0, rows.start - row) : rows.stop - row].contiguous()
                 row += len(unpacked)
         else:
             for start in range(rows.start, rows.stop, step):
                 part = stored[slice(start, min(start + step, rows.stop)), words]
-                yield part.view(torch.int8) if per_word == 1 else self._unpack(part)
+                yield part.view(torch.int8) if per_word == 1 else _unpack(part, header)
 
     def _scale(self, rows: slice, groups: slice) -> Tensor:
         """Return the scales (R, G) of rows and groups."""
         header = self.header
         stored, shape = _read(header.scale), header.scale.shape
-        if header.method in ("gptq", "awq"):
+        if header.layout != "rows":
             return stored[groups, rows].t()
         scale = _spread(stored, shape, header.block_rows, rows, groups)
         return scale.to(torch.bfloat16) if scale.dtype == torch.float8_e8m0fnu else scale
@@ -192,22 +198,23 @@ class GroupTensor(BlockTensor):
         per_word = header.per_word
         first, last = rows.start // per_word, ceil_div(rows.stop, per_word)
         own = slice(rows.start - first * per_word, rows.stop - first * per_word)
-        if header.method == "compressed-tensors":
-            return self._unpack(stored[slice(first, last), groups].t()).t()[own]
+        if header.layout == "rows":
+            return _unpack(stored[slice(first, last), groups].t(), header).t()[own]
         words = stored[groups, slice(first, last)]
-        if header.is_zero_less_one:
+        if header.is_zero_less_one:  # with a carry, as GPTQModel reads and writes words
             words = words + _ONES[32 // per_word]
-        return self._unpack(words).t()[own]
+        return _unpack(words, header).t()[own]
 
-    def _unpack(self, words: Tensor) -> Tensor:
-        """Return the codes (R, n * per_word) in words (R, n) int32, the lowest bits first."""
-        data = words.contiguous().view(torch.uint8)
-        if self.header.code_type != "int4":
-            return (data ^ 128).view(torch.int8)  # less 128, as the zeros are
-        codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
-        if self.header.method == "awq":
-            codes = codes.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
-        return codes
+
+def _unpack(words: Tensor, header: GroupHeader) -> Tensor:
+    """Return the codes (R, n * per_word) in words (R, n) int32, the lowest bits first."""
+    data = words.contiguous().view(torch.uint8)
+    if header.code_type != "int4":
+        return (data ^ 128).view(torch.int8)  # less 128, as the zeros are
+    codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
+    if header.layout == "awq":
+        codes = codes.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
+    return codes
 
 
 def _read(header: TensorHeader) -> TensorSlice:
@@ -235,22 +242,12 @@ class GroupCheckpoint(SafetensorsCheckpoint):
     def __init__(self, folder: Path, quantisation: Quantisation):
         self._quantisation = quantisation
         self._matrices: dict[str, GroupHeader] = {}
-        self._target_dtype = torch.float32
-        self._keeps_groups = False
         super().__init__(folder)
 
     @property
     def dtype(self) -> torch.dtype:
         """bfloat16, the 16-bit dtype in which no activation overflows."""
         return torch.bfloat16
-
-    def set_dtype(self, dtype: torch.dtype) -> None:
-        """Set the dtype of the matrices that are read as numbers."""
-        self._target_dtype = dtype
-
-    def keep_blocks(self) -> None:
-        """Let quantised matrices be kept as they are."""
-        self._keeps_groups = True
 
     def check_unused(self, is_tied: bool = False) -> None:
         """Raise CheckpointError if tensors are unused.
@@ -279,7 +276,7 @@ class GroupCheckpoint(SafetensorsCheckpoint):
 
     def _open_tensor(self, name: str) -> Indexable:
         if name in self._matrices:
-            return GroupTensor(self._matrices[name], self._target_dtype, self._keeps_groups)
+            return GroupTensor(self._matrices[name], self._target_dtype, self._keeps_blocks)
         return super()._open_tensor(name)
 
     def _file_of(self, name: str) -> Path:

@@ -14,17 +14,18 @@ from offload.layout import ceil_div
 from parallel.errors import CheckpointError
 from parallel.formats.plane_format import GROUP, PlaneFormat, group_format
 from parallel.formats.quantisation import Quantisation
-from parallel.formats.weight_headers import DTYPES, TensorHeader, dtype_error
+from parallel.formats.weight_headers import DTYPES, WORDS, TensorHeader, dtype_error
 
 WORD = 32  # bits of a number in which codes are packed
 _SCALE_DTYPES = {**DTYPES, "F8_E8M0": "bfloat16"}  # an exponent, which bfloat16 holds exactly
 # Names beside a quantised matrix that describe activations or KV, which are not quantised here
 _RUNTIME = (
-    *("input_scale", "input_zero_point", "activation_scale", "output_scale", "input_scale_ub"),
+    *("input_scale", "input_zero_point", "input_scale_ub", "activation_scale"),
+    *("output_scale", "output_zero_point"),
     *("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point"),
 )
 # the suffix of a matrix's codes, and those of its other tensors
-_CODES = {
+_PARTS = {
     "qweight": ("scales", "qzeros", "g_idx"),
     "weight_packed": ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
     "weight": ("weight_scale", "weight_scale_inv", "weight_zero_point"),
@@ -38,7 +39,7 @@ class GroupHeader:
 
     name: str
     shape: tuple[int, int]
-    method: str  # gptq and awq have (columns, rows) in words, others (rows, columns)
+    layout: str  # gptq and awq are (columns, rows) in words; rows are (rows, columns)
     codes: TensorHeader
     scale: TensorHeader
     zero: TensorHeader | None
@@ -90,11 +91,11 @@ def group_headers(
         if suffix in _RUNTIME and quantisation is not None:
             parts.add(name)
             continue
-        if suffix not in _CODES or (suffix == "weight" and tensor.dtype not in _BYTE_CODES):
+        if suffix not in _PARTS or (suffix == "weight" and tensor.dtype not in _BYTE_CODES):
             continue
         if quantisation is None:
             raise dtype_error(tensor.path, name, tensor.dtype)
-        others = {f"{module}.{other}" for other in _CODES[suffix]} & tensors.keys()
+        others = {f"{module}.{other}" for other in _PARTS[suffix]} & tensors.keys()
         parts |= {name, *others}
         beside = {each.rpartition(".")[2]: tensors[each] for each in others}
         reader = _Reader(f"{module}.weight", tensor, beside, quantisation)
@@ -125,7 +126,7 @@ class _Reader:
 
     def part(self, suffix: str, dtypes: tuple[str, ...] = ("I32",)) -> TensorHeader:
         """Return a tensor of the matrix, with two dimensions. Raises CheckpointError."""
-        tensor = self.codes if suffix in ("qweight", "weight_packed") else self.beside.get(suffix)
+        tensor = self.codes if suffix in WORDS else self.beside.get(suffix)
         if tensor is None:
             raise self.error(f"has no {suffix}")
         if tensor.dtype not in dtypes:
@@ -142,63 +143,57 @@ class _Reader:
 
     def in_words(self) -> GroupHeader:
         """Return a matrix of GPTQ or AWQ: codes of (columns, rows), scales (groups, rows)."""
-        method = self.quantisation.method
-        if method not in ("gptq", "awq"):
-            raise self.error(f"has a qweight, but its config says {method}")
+        layout = self.quantisation.method
+        if layout not in ("gptq", "awq"):
+            raise self.error(f"has a qweight, but its config says {layout}")
         codes, scale = self.part("qweight"), self.part("scales", tuple(DTYPES))
-        zero, g_idx = self.part("qzeros"), self.beside.get("g_idx") if method == "gptq" else None
+        zero, g_idx = self.part("qzeros"), self.beside.get("g_idx") if layout == "gptq" else None
         groups, rows = scale.shape
-        # Each matrix has its own, since some files mix them.
-        bits = next((bits for bits in (4, 8) if ceil_div(rows * bits, WORD) == zero.shape[1]), 0)
-        if not bits:
-            raise self.error(f"has qzeros of shape {zero.shape} for {rows} rows in 4 or 8 bits")
-        per_word = WORD // bits
-        self.expect("qzeros", zero, (groups, ceil_div(rows, per_word)))
-        if method == "gptq":
-            columns = codes.shape[0] * per_word
-            self.expect("qweight", codes, (columns // per_word, rows))
+        # Each matrix has its own number of bits, since some files mix them.
+        widths = {bits: ceil_div(rows * bits, WORD) for bits, _ in sorted(self.quantisation.sizes)}
+        bits = next((bits for bits in widths if (groups, widths[bits]) == zero.shape), None)
+        if bits is None:
+            expected = " or ".join(str((groups, width)) for width in widths.values())
+            raise self.error(f"has qzeros of shape {zero.shape} instead of {expected}")
+        if layout == "gptq":
+            columns = codes.shape[0] * WORD // bits
+            self.expect("qweight", codes, (codes.shape[0], rows))
         else:
             columns = codes.shape[0]
-            self.expect("qweight", codes, (columns, rows // per_word))
-        group = self.group_of(columns, groups)
+            self.expect("qweight", codes, (columns, zero.shape[1]))
         if g_idx is not None:
             self.expect("g_idx", g_idx, (columns,))
-            if g_idx.dtype not in ("I32", "I64"):
-                raise self.error(f"has g_idx of {g_idx.dtype}")
-        return self.header((rows, columns), scale, f"int{bits}", group, zero, g_idx)
+        sizes = self.sizes(columns, groups, bits)
+        return self.header(layout, (rows, columns), scale, sizes, zero, g_idx)
 
     def packed(self) -> GroupHeader:
         """Return a matrix of compressed-tensors: words (rows, columns), scales (rows, groups)."""
-        codes = self.part("weight_packed")
-        scale = self.part("weight_scale", tuple(DTYPES))
+        if (method := self.quantisation.method) != "compressed-tensors":
+            raise self.error(f"has a weight_packed, but its config says {method}")
+        codes, scale = self.part("weight_packed"), self.part("weight_scale", tuple(DTYPES))
         rows, groups = codes.shape[0], scale.shape[1]
-        sizes = sorted(self.quantisation.bits) or [4, 8]
-        fitting = [bits for bits in sizes if self.group_size(codes.shape[1] * WORD // bits, groups)]
-        if len(fitting) != 1 or codes.dtype != "I32":
-            raise self.error(
-                f"has weight_packed of shape {codes.shape} for {groups} groups in a row"
-            )
-        bits = fitting[0]
-        columns = codes.shape[1] * WORD // bits
         self.expect("weight_scale", scale, (rows, groups))
-        zero = self.beside.get("weight_zero_point")
+        sizes = {
+            (bits, size)
+            for bits in {bits for bits, _ in self.quantisation.sizes}
+            for _, size in self.sizes(codes.shape[1] * WORD // bits, groups, bits)
+        }
+        bits = min((bits for bits, _ in sizes), default=4)
+        columns = codes.shape[1] * WORD // bits
+        zero, g_idx = self.beside.get("weight_zero_point"), self.beside.get("weight_g_idx")
         if zero is not None:
             words = (ceil_div(rows * bits, WORD), groups)
             self.expect("weight_zero_point", zero, words if zero.dtype == "I32" else scale.shape)
-            if zero.dtype not in ("I32", "I8"):
-                raise self.error(f"has weight_zero_point of {zero.dtype}")
-        g_idx = self.beside.get("weight_g_idx")
         if g_idx is not None:
             self.expect("weight_g_idx", g_idx, (columns,))
-        group = self.group_of(columns, groups)
-        return self.header((rows, columns), scale, f"int{bits}", group, zero, g_idx)
+        return self.header("rows", (rows, columns), scale, sizes, zero, g_idx)
 
     def in_bytes(self) -> GroupHeader:
         """Return a matrix of bytes (rows, columns), with a scale per tensor, row, group or block.
 
         Source of the blocks: DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.3.2.
         """
-        if len(self.codes.shape) != 2:
+        if len(self.codes.shape) != 2 or not all(self.codes.shape):
             raise self.error(f"has shape {self.codes.shape}")
         rows, columns = self.codes.shape
         scale = self.beside.get("weight_scale_inv") or self.beside.get("weight_scale")
@@ -208,10 +203,8 @@ class _Reader:
         zero = self.beside.get("weight_zero_point")
         if zero is not None:
             self.expect("weight_zero_point", zero, scale.shape)
-            if zero.dtype != "I8":
-                raise self.error(f"has weight_zero_point of {zero.dtype}")
-        code_type = _BYTE_CODES[self.codes.dtype]
-        return self.header((rows, columns), scale, code_type, group, zero, None, block_rows)
+        sizes = {(8, group)}
+        return self.header("rows", (rows, columns), scale, sizes, zero, None, block_rows)
 
     def block_of(self, rows: int, columns: int, scale: TensorHeader) -> tuple[int, int]:
         """Return the rows and columns that share a scale."""
@@ -223,50 +216,57 @@ class _Reader:
         block = self.quantisation.block
         if block is not None and shape == (ceil_div(rows, block[0]), ceil_div(columns, block[1])):
             return block
-        if len(shape) == 2 and shape[0] == rows and columns % shape[1] == 0:
+        if len(shape) == 2 and shape[0] == rows and shape[1] and columns % shape[1] == 0:
             return 1, columns // shape[1]
         raise self.error(f"of shape {(rows, columns)} has scales of shape {shape}")
 
-    def group_of(self, columns: int, groups: int) -> int:
-        """Return the columns that share a scale. Raises CheckpointError."""
-        size = self.group_size(columns, groups)
-        if size is None:
-            expected = self.quantisation.group
-            config = f", and its config says groups of {expected}" if expected else ""
-            raise self.error(f"has scales of {groups} groups in {columns} columns{config}")
-        return size
-
-    def group_size(self, columns: int, groups: int) -> int | None:
-        """Return the columns that share a scale; None if the config says something else."""
-        size = self.quantisation.group
-        if size is None:
-            return columns // groups if groups and columns % groups == 0 else None
-        size = columns if size < 0 else min(size, columns)
-        return size if size and ceil_div(columns, size) == groups else None
+    def sizes(self, columns: int, groups: int, bits: int) -> set[tuple[int, int]]:
+        """Return the bits, and the columns that share a scale, that the config allows."""
+        sizes = {size for known, size in self.quantisation.sizes if known == bits}
+        sizes = {columns if size < 0 else min(size, columns) for size in sizes}
+        return {(bits, size) for size in sizes if size and ceil_div(columns, size) == groups}
 
     def header(
         self,
+        layout: str,
         shape: tuple[int, int],
         scale: TensorHeader,
-        code_type: str,
-        group: int,
+        sizes: set[tuple[int, int]],
         zero: TensorHeader | None,
         g_idx: TensorHeader | None,
         block_rows: int = 1,
     ) -> GroupHeader:
-        has_order = self.quantisation.has_order and g_idx is not None and group < shape[1]
+        """Return a header with the only one of these sizes. Raises CheckpointError."""
+        if not all(shape):
+            raise self.error(f"has shape {shape}")
+        if len(sizes) != 1:
+            known = " or ".join(
+                f"{bits} bits in {'rows' if size < 0 else f'groups of {size}'}"
+                for bits, size in sorted(self.quantisation.sizes)
+            )
+            raise self.error(
+                f"has scales of shape {scale.shape} for codes of shape {self.codes.shape}, and "
+                f"its config says {known or 'nothing of its kind'}"
+            )
+        zero_types = ("I8",) if self.codes.dtype in _BYTE_CODES else ("I32", "I8")
+        if zero is not None and zero.dtype not in zero_types:
+            raise self.error(f"has zero points of {zero.dtype}")
+        if g_idx is not None and g_idx.dtype not in ("I32", "I64"):
+            raise self.error(f"has {g_idx.name.rpartition('.')[2]} of {g_idx.dtype}")
+        ((bits, group),) = sizes
+        has_groups = group < shape[1]
         return GroupHeader(
             self.name,
             shape,
-            self.quantisation.method,
+            layout,
             self.codes,
             scale,
             zero,
-            g_idx if group < shape[1] else None,
-            code_type,
+            g_idx if has_groups else None,
+            _BYTE_CODES.get(self.codes.dtype) or f"int{bits}",
             group,
             block_rows,
-            has_order,
+            self.quantisation.has_order and g_idx is not None and has_groups,
             self.quantisation.is_zero_less_one,
         )
 

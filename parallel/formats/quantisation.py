@@ -5,17 +5,17 @@ Does not import torch, since a plan has to be fast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offload.regular_files import read_json
-from parallel.formats.weight_headers import has_only_floats
+from parallel.formats.weight_headers import DTYPES, TensorHeader, stored_tensors
 
 FIELD = "quantization_config"  # in config.json
-# Fields of config.json and files beside it that say how weights are quantised if FIELD does not:
-# those of MLX, of older versions of the libraries, and NVIDIA's (FP8, NVFP4).
+# Files beside it that say how weights are quantised: NVIDIA's (FP8, NVFP4), and those of GPTQ and
+# AWQ before transformers supported them.
 FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 READABLE = "a GGUF file, or an AWQ, GPTQ, compressed-tensors, FP8 or 16-bit checkpoint"
 _NAMES = {  # display names of methods that are not supported
@@ -27,7 +27,6 @@ _NAMES = {  # display names of methods that are not supported
     "exl3": "EXL3",
     "hqq": "HQQ",
     "mlx": "MLX",
-    "modelopt": "ModelOpt",
     "mxfp4": "MXFP4",
     "quanto": "Quanto",
     "quark": "Quark",
@@ -39,9 +38,11 @@ _NAMES = {  # display names of methods that are not supported
 _AUTO_ROUND = {  # packing formats of AutoRound, and the methods whose files they make
     "auto_round:auto_awq": "awq",
     "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
     "auto_round:gptqmodel": "gptq_v2",
     "auto_round": "gptq_v2",
 }
+_ROTATIONS = ("rotation", "rotation_config", "spinquant_config")
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _PER_GROUP = ("mixed-precision", "dense")  # the formats are those of the groups of layers
 
@@ -55,46 +56,56 @@ class Quantisation:
     """How a checkpoint's weights are quantised, for whatever its tensors do not tell."""
 
     method: str  # awq, gptq, compressed-tensors or fp8
-    group: int | None = None  # columns that share a scale, if all matrices have the same
-    block: tuple[int, int] | None = None  # rows and columns that share a scale
-    bits: tuple[int, ...] = ()  # sizes of codes in words of 32 bits
+    # bits, and columns that share a scale (-1: all of a row), of matrices in words of 32 bits
+    sizes: frozenset[tuple[int, int]] = frozenset()
+    block: tuple[int, int] | None = None  # rows and columns that share a scale, of those in bytes
     has_order: bool = False  # columns of a group may lie anywhere in a row (act-order)
     is_zero_less_one: bool = False  # zero points are stored less 1
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> Quantisation:
         """Return what a `quantization_config` says. Raises UnsupportedQuantisation."""
-        method = str(config.get("quant_method") or "an unknown method").lower()
+        method = " ".join(str(config.get("quant_method") or "an unknown method").lower().split())
         parse = _PARSERS.get(method)
         if parse is None:
             raise UnsupportedQuantisation(_NAMES.get(method, method[:40]))
+        if any(config.get(field) for field in _ROTATIONS):
+            raise UnsupportedQuantisation(f"{method} with rotations")
         try:
             return parse(config)
         except (AttributeError, TypeError, ValueError) as error:
             raise UnsupportedQuantisation(f"{method} with an unreadable config") from error
 
 
-def quantisation_fields(fields: Mapping[str, Any], folder: Path | None = None) -> dict[str, Any]:
+def quantisation_fields(
+    fields: Mapping[str, Any],
+    folder: Path | None = None,
+    tensors: Mapping[str, TensorHeader] | None = None,
+) -> dict[str, Any]:
     """Return a model's `quantization_config`; empty if its weights are not quantised.
 
     Args:
         fields: those of its config.json.
         folder: in which other files may say it, if any. They do not count if all weights there
             are floats.
+        tensors: those in the folder, if the caller has already read their headers.
 
     Raises OSError and ValueError if such a file cannot be read.
     """
     config = fields.get(FIELD)
-    if fields.get("quantization") is not None and not _is_named(config):
+    is_named = isinstance(config, Mapping) and bool(config.get("quant_method"))
+    if isinstance(fields.get("quantization"), Mapping) and not is_named:
         return {"quant_method": "mlx"}
     if config:
         return dict(config) if isinstance(config, Mapping) else {"quant_method": config}
     if isinstance(config := fields.get("compression_config"), Mapping) and config:
         return {"quant_method": "compressed-tensors", **config}
-    if folder is None:
+    files = [] if folder is None else [folder / name for name in FILES]
+    path = next((path for path in files if path.is_file()), None)
+    if path is None:
         return {}
-    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
-    if path is None or has_only_floats(folder):
+    tensors = stored_tensors(path.parent) if tensors is None else tensors
+    if tensors and all(tensor.dtype in DTYPES for tensor in tensors.values()):
         return {}
     beside = read_json(path)
     if not isinstance(beside, Mapping):
@@ -113,10 +124,6 @@ def find_quantisation(folder: Path) -> Quantisation | None:
     return Quantisation.parse(config) if config else None
 
 
-def _is_named(config: Any) -> bool:
-    return isinstance(config, Mapping) and bool(config.get("quant_method"))
-
-
 def _named(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents of a file of FILES with the name of its method."""
     if isinstance(inner := config.get("quantization"), Mapping):
@@ -132,26 +139,6 @@ def _gptq(config: Mapping[str, Any]) -> Quantisation:
     return _words("GPTQ", "gptq", config, version == "gptq")
 
 
-def _words(
-    name: str, method: str, config: Mapping[str, Any], is_zero_less_one: bool
-) -> Quantisation:
-    """Return the quantisation of a method with codes in words of 32 bits."""
-    bits = int(config.get("bits") or config.get("w_bit") or 4)
-    if bits not in ((4,) if method == "awq" else (4, 8)):
-        raise UnsupportedQuantisation(f"{name} with {bits} bits")
-    if str(config.get("pack_dtype") or "int32") != "int32":
-        raise UnsupportedQuantisation(f"{name} packed in {config['pack_dtype']:.20}")
-    group = int(config.get("group_size") or config.get("q_group_size") or 128)
-    has_exceptions = config.get("dynamic") or config.get("extra_config")
-    return Quantisation(
-        method,
-        group=None if has_exceptions else group,
-        bits=(bits,),
-        has_order=config.get("desc_act") is True,
-        is_zero_less_one=is_zero_less_one,
-    )
-
-
 def _awq(config: Mapping[str, Any]) -> Quantisation:
     version = config.get("version") or config.get("checkpoint_format") or config.get("format")
     version = str(version or "gemm").lower()
@@ -163,58 +150,111 @@ def _awq(config: Mapping[str, Any]) -> Quantisation:
 def _auto_round(config: Mapping[str, Any]) -> Quantisation:
     packing = str(config.get("packing_format") or config.get("backend") or "none").lower()
     method = _AUTO_ROUND.get(packing)
-    if method is None or config.get("rotation_config"):
-        how = "with rotations" if method else f"in the packing format {packing:.40}"
-        raise UnsupportedQuantisation(f"AutoRound {how}")
+    if method is None:
+        raise UnsupportedQuantisation(f"AutoRound in the packing format {packing:.40}")
     return _words("AutoRound", method.removesuffix("_v2"), config, method == "gptq")
+
+
+def _words(
+    name: str, method: str, config: Mapping[str, Any], is_zero_less_one: bool
+) -> Quantisation:
+    """Return the quantisation of a method with codes in words of 32 bits."""
+    if str(config.get("pack_dtype") or "int32") != "int32":
+        raise UnsupportedQuantisation(f"{name} packed in {config['pack_dtype']!s:.20}")
+    default = _number(_first(config, 4, "bits", "w_bit")), _group(config, 128)
+    exceptions = [{}, *_exceptions(config)]
+    sizes = {
+        (_number(each.get("bits", default[0])), _group(each, default[1])) for each in exceptions
+    }
+    for bits, _ in sorted(sizes):
+        if bits < 16 and bits not in ((4,) if method == "awq" else (4, 8)):
+            raise UnsupportedQuantisation(f"{name} with {bits} bits")
+    return Quantisation(
+        method,
+        frozenset(sizes),
+        has_order=any(each.get("desc_act") is True for each in (config, *exceptions)),
+        is_zero_less_one=is_zero_less_one,
+    )
+
+
+def _exceptions(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield what GPTQModel (`dynamic`) and AutoRound (`extra_config`) say of single matrices."""
+    for field in ("dynamic", "extra_config"):
+        for each in (config.get(field) or {}).values():
+            yield each or {}
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
     if config.get("transform_config"):
         raise UnsupportedQuantisation("compressed-tensors with transforms")
-    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = str((config.get("sparsity_config") or {}).get("format", "dense"))
     if sparsity != "dense":
         raise UnsupportedQuantisation(f"compressed-tensors in the format {sparsity:.40}")
     shared = str(config.get("format") or "dense")
     schemes = list((config.get("config_groups") or {}).values())
-    weights = [scheme["weights"] for scheme in schemes if scheme.get("weights")]
     formats = {str(scheme.get("format") or shared) for scheme in schemes} | {shared}
     for unknown in sorted(formats - {*_COMPRESSED, *_PER_GROUP}):
         raise UnsupportedQuantisation(f"compressed-tensors in the format {unknown:.40}")
-    for each in weights:
-        kind, bits = str(each.get("type", "int")), int(each.get("num_bits", 8))
+    sizes, blocks, orders = set(), [], set()
+    for scheme in schemes:
+        weights = scheme.get("weights")
+        if not weights:
+            continue
+        kind, bits = str(weights.get("type", "int")), _number(weights.get("num_bits", 8))
         if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
             raise UnsupportedQuantisation(f"compressed-tensors with weights {kind:.10}{bits}")
-    groups = {each.get("group_size") for each in weights}
+        if kind == "int" and str(scheme.get("format") or shared) not in _COMPRESSED[1:]:
+            sizes.add((bits, _group(weights, -1)))
+        blocks.append(weights.get("block_structure"))
+        orders.add(str(weights.get("actorder")).lower())
     return Quantisation(
         "compressed-tensors",
-        group=int(groups.pop() or -1) if len(groups) == 1 else None,
-        block=next(_blocks(each.get("block_structure") for each in weights), None),
-        bits=tuple({int(each.get("num_bits", 8)) for each in weights}),
-        has_order=any(each.get("actorder") in ("group", "dynamic") for each in weights),
+        frozenset(sizes),
+        block=next(_blocks(blocks), None),
+        has_order=not orders.isdisjoint({"group", "dynamic", "true"}),
     )
 
 
 def _fp8(config: Mapping[str, Any]) -> Quantisation:
     if (kind := str(config.get("fmt") or "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise UnsupportedQuantisation(f"FP8 as {kind:.40}")
-    block = next(_blocks([config.get("weight_block_size")]), None)
-    return Quantisation("fp8", block=block)
+    if config.get("weight_scale_semantics") == "inverse":  # GPTQModel's: weights are q / s
+        raise UnsupportedQuantisation("FP8 with inverse scales")
+    return Quantisation("fp8", block=next(_blocks([config.get("weight_block_size")]), None))
 
 
 def _modelopt(config: Mapping[str, Any]) -> Quantisation:
     inner = config.get("quantization") or config
-    if (kind := str(inner.get("quant_algo"))) != "FP8":
+    if (kind := str(inner.get("quant_algo"))) not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         raise UnsupportedQuantisation(f"ModelOpt as {kind:.40}")
     return Quantisation("fp8")
 
 
-def _blocks(sizes: Any) -> Iterator[tuple[int, int]]:
+def _blocks(sizes: Iterable[Any]) -> Iterator[tuple[int, int]]:
     """Yield the sizes that are not None: pairs of numbers, or such as "128x128"."""
     for size in sizes:
         if size is not None:
-            rows, columns = size.split("x") if isinstance(size, str) else size
-            yield int(rows), int(columns)
+            rows, columns = map(_number, size.split("x") if isinstance(size, str) else size)
+            yield rows, columns
+
+
+def _group(config: Mapping[str, Any], default: int) -> int:
+    """Return the columns that share a scale, -1 for all of a row."""
+    size = _first(config, default, "group_size", "q_group_size")
+    return -1 if str(size) == "-1" else _number(size)
+
+
+def _first(config: Mapping[str, Any], default: int, *names: str) -> Any:
+    """Return the first of these fields that is not null."""
+    return next((value for name in names if (value := config.get(name)) is not None), default)
+
+
+def _number(value: Any) -> int:
+    """Return a number above 0. Raises ValueError for anything else."""
+    number = int(value) if isinstance(value, str) else value
+    if type(number) is not int or not 0 < number < 1 << 31:
+        raise ValueError(f"{value!r:.40} is not a number above 0")
+    return number
 
 
 _PARSERS = {

@@ -15,7 +15,7 @@ from parallel.errors import CheckpointError
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _MAX_HEADER = 32 * MIB  # maximum bytes of a header; real ones have a few MB
 _COMPARE_BYTES = 16 * MIB  # bytes per step of a comparison of two tensors
-_CODES = ("qweight", "weight_packed")  # in place of `weight`, of quantised matrices
+WORDS = ("qweight", "weight_packed")  # in place of `weight`, if codes are packed in words
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -56,19 +56,13 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def has_only_floats(folder: Path) -> bool:
-    """Return whether a folder has weights, none of which are quantised."""
-    tensors = stored_tensors(folder)
-    return bool(tensors) and all(tensor.dtype in DTYPES for tensor in tensors.values())
-
-
 def has_own_head(tensors: Mapping[str, StoredTensor]) -> bool:
     """Return whether the files hold an output head that is not a copy of the embedding.
 
     Raises OSError if they cannot be read.
     """
     if HEAD not in tensors:  # unless it is quantised
-        return bool({f"{HEAD.removesuffix('weight')}{codes}" for codes in _CODES} & tensors.keys())
+        return bool({f"{HEAD.removesuffix('weight')}{codes}" for codes in WORDS} & tensors.keys())
     head, embedding = tensors[HEAD], tensors.get(EMBEDDING)
     return embedding is None or not _equal(head, embedding)
 
@@ -139,11 +133,14 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 first, last = (index(offset) for offset in entry["data_offsets"])
+                shape = tuple(index(size) for size in entry["shape"])
+                if not isinstance(entry["dtype"], str) or min(shape, default=0) < 0:
+                    raise _Incomplete
                 tensor = StoredTensor(
                     path,
                     name,
                     entry["dtype"],
-                    tuple(index(size) for size in entry["shape"]),
+                    shape,
                     8 + length + first,
                     last - first,
                 )

@@ -196,9 +196,9 @@ class PackedRows(Module):
 def _run_key(numbered: tuple[int, Slice]) -> tuple[KeptType | None, int | None]:
     """Return a key that is equal for slices that one part holds."""
     index, each = numbered
-    kind = each.kept_type
-    has_own_order = isinstance(kind, PlaneFormat) and kind.order
-    return kind, index if has_own_order else None
+    tensor = each.tensor
+    has_own_order = isinstance(tensor, BlockTensor) and tensor.order() is not None
+    return each.kept_type, index if has_own_order else None
 
 
 def _empty_part(kind: KeptType, first: Slice, rows: int, device: torch.device) -> KeptPart:

@@ -81,7 +81,7 @@ def random_planes(
             values = torch.randint(info.min, info.max + 1, plane.shape, generator=generator)
             if part == "low" and fmt.is_float:
                 values[values & 127 == 127] = 0  # NaN
-            if part == "zero" and fmt.bits == 4:
+            if part == "minimum" and fmt.has_zero and fmt.bits == 4:
                 values &= 15
         plane.copy_(values)
     return planes

@@ -121,6 +121,28 @@ def gptq(
     return convert
 
 
+def ordered_words(group: int = 64, is_set: bool = True) -> Callable[[Tensor], Expected]:
+    """Return a conversion to compressed-tensors' former act-order, `group`; perhaps not set."""
+
+    def convert(weight: Tensor) -> Expected:
+        rows, columns = weight.shape
+        g_idx = torch.arange(columns) // group
+        if is_set:
+            generator = torch.Generator().manual_seed(rows + columns)
+            g_idx = g_idx[torch.randperm(columns, generator=generator)]
+        codes, scale, zero = asymmetric(weight, 4, group, g_idx)
+        parts = {
+            "weight_packed": pack(codes, 4),
+            "weight_scale": scale,
+            "weight_zero_point": (zero - 8).to(torch.int8),
+            "weight_shape": torch.tensor([rows, columns]),
+            "weight_g_idx": (g_idx if is_set else torch.full((columns,), -1)).to(torch.int32),
+        }
+        return parts, (codes - zero[:, g_idx]) * scale.float()[:, g_idx]
+
+    return convert
+
+
 def awq(group: int = 64) -> Callable[[Tensor], Expected]:
     """Return a conversion to AWQ's GEMM format."""
 

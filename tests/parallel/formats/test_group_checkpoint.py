@@ -18,7 +18,10 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 
 from parallel.config.model_config import ModelConfig
 from parallel.config.weight_sizes import weight_sizes
+from parallel.errors import CheckpointError
+from parallel.formats.group_checkpoint import GroupCheckpoint
 from parallel.formats.plane_format import is_kept
+from parallel.formats.quantisation import Quantisation
 from parallel.model.loading import load_model, open_checkpoint, parameter_bytes
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
@@ -26,7 +29,17 @@ from parallel.weights.matrix import Matrix
 from parallel.weights.packed import Slice
 from support.loading import all_logits
 from support.models import random_tokens
-from support.quantised import PROJECTIONS, Expected, awq, compressed, fp8, gptq, quantise
+from support.quantised import (
+    PROJECTIONS,
+    Expected,
+    awq,
+    compressed,
+    fp8,
+    gptq,
+    ordered_words,
+    pack,
+    quantise,
+)
 from support.ranks import run_ranks
 
 Checkpoints = Callable[..., Path]
@@ -45,6 +58,7 @@ class Case:
     convert: Callable[[], Callable[[Tensor], Expected]]
     kept: bool = True  # False: groups are no multiples of 32 columns
     ordered: bool = False  # a rank's columns cannot be kept
+    hides_order: bool = False  # likewise, which only the weights tell
 
 
 def words(method: str, **fields: Any) -> dict[str, Any]:
@@ -73,7 +87,7 @@ CASES = {
         words("gptq", desc_act=True), lambda: gptq(permuted=True), ordered=True
     ),
     "gptq that does not say its order": Case(
-        words("gptq"), lambda: gptq(permuted=True), kept=False
+        words("gptq"), lambda: gptq(permuted=True), hides_order=True
     ),
     "gptq with static groups": Case(words("gptq", desc_act=True), gptq, ordered=True),
     "auto-round as gptq": Case(words("auto-round", packing_format="auto_round:auto_gptq"), gptq),
@@ -101,6 +115,16 @@ CASES = {
         num_bits=8,
         strategy="block",
         block_structure=[128, 128],
+    ),
+    "compressed int4 in order of activations": Case(
+        compressed_case("pack-quantized", actorder="group", **GROUPS).config,
+        ordered_words,
+        ordered=True,
+    ),
+    "compressed int4 whose order is not set": Case(
+        compressed_case("pack-quantized", actorder="group", **GROUPS).config,
+        lambda: ordered_words(is_set=False),
+        ordered=True,
     ),
     "fp8 in blocks": Case(
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -176,13 +200,10 @@ def test_weights_are_those_of_the_formula(
             matrix = Matrix(rows.stop - rows.start + 3, columns.stop - columns.start)
             matrix.prepare(dtype, torch.device("cpu"))
             matrix.load([Slice(weights.tensor(full, tuple(whole.shape)), rows, columns)])
-            kept = case.kept and is_kept(kinds[full], columns)
-            assert kept == (
-                case.kept
-                and columns.start % 32 == 0
-                and columns.stop % 32 == 0
-                and (not case.ordered or columns.stop - columns.start == whole.shape[1])
-            )
+            is_whole = columns.stop - columns.start == whole.shape[1]
+            kept = columns.start % 32 == 0 and columns.stop % 32 == 0
+            kept = kept and case.kept and (is_whole or not (case.ordered or case.hides_order))
+            assert kept == (case.kept and is_kept(kinds[full], columns)) or case.hides_order
             assert (matrix.packed is not None) == kept
             unpacked = matrix.values if matrix.packed is None else matrix.packed[:]
             assert unpacked is not None
@@ -226,10 +247,13 @@ def test_bytes_are_those_that_a_plan_counts(
         model = packed_model(path, "bfloat16", TensorParallelGroup(rank, ranks))
         sizes = weight_sizes(model.config, ranks, 2, rank)
         assert sizes.cut == (2 if case.ordered and ranks > 1 else 0)
-        if name == "gptq with static groups":  # their columns are in order, which no config says
+        if name in ("gptq with static groups", "compressed int4 whose order is not set"):
+            # their columns are in order, which no config says
             assert 0 <= sizes.nbytes + sizes.scratch - parameter_bytes(model) <= 8 * 8 * 1792
-        elif name != "gptq that does not say its order":
+        elif not case.hides_order:
             assert parameter_bytes(model) == sizes.nbytes + sizes.scratch
+        elif ranks == 1:
+            assert parameter_bytes(model) == sizes.nbytes + sizes.scratch + 8 * (6 * 256 + 1792)
     assert ModelConfig.from_name(str(path), packed=True) == ModelConfig.from_pretrained(
         path, packed=True
     )
@@ -320,3 +344,107 @@ def test_transformers_computes_the_same_compressed_weights(
     down = model.layers[0].mlp.down.weight.values
     assert down is not None
     assert torch.equal(down, weights["model.layers.0.mlp.down_proj.weight"])
+
+
+def write(folder: Path, modules: dict[str, Expected]) -> dict[str, Tensor]:
+    """Write only these modules, and return their weights."""
+    tensors = {
+        f"{module}.{suffix}": part.contiguous()
+        for module, (parts, _) in modules.items()
+        for suffix, part in parts.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return {f"{module}.weight": weight for module, (_, weight) in modules.items()}
+
+
+def check(folder: Path, config: dict[str, Any], expected: dict[str, Tensor]) -> None:
+    checkpoint = GroupCheckpoint(folder, Quantisation.parse(config))
+    for name, weight in expected.items():
+        assert torch.equal(checkpoint.tensor(name, tuple(weight.shape))[:], weight)
+        assert torch.equal(checkpoint.tensor(name, tuple(weight.shape))[3:6], weight[3:6])
+
+
+def random_weight(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * 0.1
+
+
+@pytest.mark.skipif(not HAS_LIBRARY, reason="needs Python 3.11")
+def test_compressed_tensors_of_mixed_precision(tmp_path: Path) -> None:
+    """Each matrix has the bits and the group that fit it, of those in the config."""
+    weights = {
+        "int4": {"type": "int", "num_bits": 4, "symmetric": True, **GROUPS},
+        "large": {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group"}
+        | {"group_size": 128},
+        "int8": {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "channel"},
+        "fp8": {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "channel"},
+    }
+    layouts = {"fp8": "float-quantized", "int8": "int-quantized"}
+    schemes = {
+        name: {"format": layouts.get(name, "pack-quantized"), "weights": each}
+        for name, each in weights.items()
+    }
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    expected = write(
+        tmp_path,
+        {name: compressed(scheme)(random_weight(64, 384)) for name, scheme in schemes.items()},
+    )
+    groups = {name: {"targets": ["Linear"], **scheme} for name, scheme in schemes.items()}
+    check(tmp_path, {**config, "config_groups": groups}, expected)
+
+
+def test_exceptions_of_a_config(tmp_path: Path) -> None:
+    """Of GPTQModel and AutoRound; groups need not divide the columns."""
+    modules = {
+        "usual": gptq(4, 128)(random_weight(64, 160)),
+        "other": gptq(8, 32, permuted=True)(random_weight(64, 160)),
+    }
+    expected = write(tmp_path, modules)
+    config = {"bits": 4, "group_size": 128}
+    other = {"bits": 8, "group_size": 32}
+    for fields in (
+        {"quant_method": "gptq", "dynamic": {"+:.*other.*": other, "-:.*head.*": {}}},
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:gptq",
+            "extra_config": {"other": other, "head": {"bits": 16}},
+        },
+    ):
+        check(tmp_path, {**config, **fields}, expected)
+    with pytest.raises(CheckpointError, match=r"qzeros of shape \(5, 16\) instead of \(5, 8\)"):
+        check(tmp_path, {"quant_method": "gptq", **config}, expected)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_bytes_beside_words(tmp_path: Path, method: str) -> None:
+    """FP8 matrices in a file whose config describes others."""
+    scales = fp8((-1, -1), torch.float32, "weight_scale", "tensor")
+    rows = fp8((1, -1), torch.float32, "weight_scale", "row")
+    expected = write(
+        tmp_path, {"a": scales(random_weight(64, 64)), "b": rows(random_weight(64, 32))}
+    )
+    check(tmp_path, words(method), expected)
+
+
+def test_rows_that_do_not_fill_words(tmp_path: Path) -> None:
+    codes = torch.randint(0, 16, (64, 16), generator=torch.Generator().manual_seed(0))
+    scale, zero = torch.rand(1, 12).half(), torch.randint(0, 16, (1, 16))
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    parts = {"qweight": pack(codes, 4, order), "qzeros": pack(zero, 4, order), "scales": scale}
+    weight = ((codes - zero)[:, :12] * scale.float()).t()
+    expected = write(tmp_path, {"a": (parts, weight)})
+    check(tmp_path, words("awq"), expected)
+    parts = {**parts, "qweight": parts["qweight"][:, :1]}
+    write(tmp_path, {"a": (parts, weight)})
+    with pytest.raises(CheckpointError, match=r"qweight of shape \(64, 1\) instead of \(64, 2\)"):
+        check(tmp_path, words("awq"), expected)
+
+
+def test_zero_points_that_carry(tmp_path: Path) -> None:
+    """GPTQModel subtracts ones from whole words: a zero point of 0 borrows from its neighbour."""
+    parts, _ = gptq(group=64)(random_weight(16, 64))
+    zero = torch.tensor([[0, 5, 0, 15, 1, 0, 0, 8, 0, 0, 3, 4, 5, 6, 7, 0]])
+    parts["qzeros"] = pack(zero, 4) - 0x11111111
+    codes = torch.randint(0, 16, (16, 64), generator=torch.Generator().manual_seed(1))
+    parts["qweight"] = pack(codes, 4).t()
+    weight = (codes - zero.t()) * parts["scales"].t().float()
+    check(tmp_path, words("gptq"), write(tmp_path, {"a": (parts, weight)}))

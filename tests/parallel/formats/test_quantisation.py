@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from parallel.config.model_config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError
-from parallel.formats.quantisation import Quantisation
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import TensorParallelGroup
 from support.quantised import awq, fp8, gptq, quantise
@@ -67,6 +66,15 @@ def scheme(layout: str, weights: dict[str, Any], **fields: Any) -> dict[str, Any
             "AutoRound in the packing format auto_round:llm_compressor",
         ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8 as e5m2"),
+        (
+            {"quant_method": "fp8", "weight_scale_semantics": "inverse"},
+            "FP8 with inverse scales",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "gptq with rotations"),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up.*": {"bits": 3}}},
+            "GPTQ with 3 bits",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt as NVFP4"),
         (
             scheme("nvfp4-pack-quantized", {**INT4, "type": "float"}),
@@ -136,6 +144,63 @@ def test_files_beside_the_config(
     assert torch.equal(down, expected["model.layers.0.mlp.down_proj.weight"])
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "gptq", "bits": 1e999},
+        {"quant_method": "gptq", "bits": 4.5},
+        {"quant_method": "gptq", "bits": [4]},
+        {"quant_method": "gptq", "bits": True},
+        {"quant_method": "gptq", "bits": 4, "group_size": 0},
+        {"quant_method": "gptq", "bits": 4, "group_size": -2},
+        {"quant_method": "gptq", "bits": 4, "group_size": "many"},
+        {"quant_method": "gptq", "bits": 4, "dynamic": ["a"]},
+        {"quant_method": "fp8", "weight_block_size": [0, 0]},
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "fp8", "weight_block_size": 128},
+        {"quant_method": "fp8", "weight_block_size": [128, 1e999]},
+        {"quant_method": "compressed-tensors", "config_groups": [1]},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": 1}},
+        {"quant_method": "compressed-tensors", "sparsity_config": "dense"},
+        scheme("pack-quantized", {**INT4, "group_size": 1e999}),
+        {"quant_method": "modelopt", "quantization": 1},
+    ],
+    ids=str,
+)
+def test_configs_of_wrong_types(tmp_path: Path, checkpoint: Checkpoints, config: Any) -> None:
+    fields = json.loads((checkpoint() / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**fields, "quantization_config": config}))
+    message = rf"weights quantised by {config['quant_method']} with an unreadable config \(use a GG"
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_name(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("weight", torch.zeros(0, 32), r"has shape \(0, 32\)"),
+        ("weight", torch.zeros(96, 0), r"has shape \(96, 0\)"),
+        ("weight", torch.zeros(2, 96, 32), r"has shape \(2, 96, 32\)"),
+        ("weight_scale_inv", torch.zeros(96, 0), r"has scales of shape \(96, 0\)"),
+        ("weight_scale_inv", torch.zeros(1, 1, 1), r"has scales of shape \(1, 1, 1\)"),
+        ("qweight", torch.zeros(12, 96), "has a qweight, but its config says fp8"),
+    ],
+    ids=str,
+)
+def test_shapes_of_no_matrix(
+    checkpoint: Checkpoints, tmp_path: Path, name: str, tensor: torch.Tensor, message: str
+) -> None:
+    folder = tmp_path / "model"
+    config, convert = METHODS["fp8"]
+    quantise(checkpoint(hidden_size=96, intermediate_size=96, head_dim=8), folder, config, convert)
+    dtype = {"weight": torch.float8_e4m3fn, "qweight": torch.int32}.get(name, torch.bfloat16)
+    edit(folder, lambda tensors: tensors.update({f"{UP}.{name}": tensor.to(dtype)}))
+    for read in READ:
+        with pytest.raises(CheckpointError, match=message):
+            read(folder)
+
+
 def test_mlx_is_refused_though_it_has_another_field(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
@@ -172,21 +237,6 @@ def test_compressed_tensors_under_its_former_name(checkpoint: Checkpoints, tmp_p
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match="compressed-tensors in the format nvfp4-pack-quantized"):
         ModelConfig.from_name(str(tmp_path))
-
-
-def test_groups_of_several_sizes() -> None:
-    """A config with several groups of layers leaves sizes to each matrix."""
-    weights = [INT4, {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}]
-    groups = {
-        f"group_{index}": {"targets": ["Linear"], "weights": each, "format": layout}
-        for index, (each, layout) in enumerate(
-            zip(weights, ("pack-quantized", "float-quantized"), strict=True)
-        )
-    }
-    config = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
-    parsed = Quantisation.parse({**config, "config_groups": groups})
-    assert parsed.group is None
-    assert sorted(parsed.bits) == [4, 8]
 
 
 def test_a_head_that_is_quantised_is_not_tied(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -226,6 +276,7 @@ def spoil(tensor: torch.Tensor, value: float) -> torch.Tensor:
     return tensor
 
 
+NOT_FINITE = "up_proj.weight has weights that are not finite"
 BROKEN = {
     "zeros of another shape": ("gptq", put("qzeros", lambda x: x[:-1]), "qzeros of shape (2, 12)"),
     "zeros too narrow": ("gptq", put("qzeros", lambda x: x[:, :-1]), "qzeros of shape (3, 11)"),
@@ -235,12 +286,12 @@ BROKEN = {
     "a group for all columns": (
         "awq",
         lambda x: [put(each, lambda y: y[:1])(x) for each in ("scales", "qzeros")],
-        "has scales of 1 groups in 96 columns, and its config says groups of 32",
+        "has scales of shape (1, 96) for codes of shape (96, 12), and its config says 4 bits in gr",
     ),
     "groups that do not divide": (
         "gptq",
         lambda x: [put(each, lambda y: y[:2])(x) for each in ("scales", "qzeros")],
-        "has scales of 2 groups in 96 columns, and its config says groups of 32",
+        "has scales of shape (2, 96) for codes of shape (12, 96), and its config says 4 bits in gr",
     ),
     "columns cut short": ("gptq", put("qweight", lambda x: x[:-1]), "g_idx of shape (96,) instead"),
     "rows cut short": ("awq", put("qweight", lambda x: x[:, :-1]), "qweight of shape (96, 11)"),
@@ -255,16 +306,16 @@ BROKEN = {
         put("g_idx", lambda x: x.clamp(max=1)),
         "has groups of other sizes than 32 columns (g_idx)",
     ),
-    "infinite scale": ("awq", put("scales", lambda x: spoil(x, float("inf"))), "not finite"),
+    "infinite scale": ("awq", put("scales", lambda x: spoil(x, float("inf"))), NOT_FINITE),
     "scale that is no number": (
         "fp8",
         put("weight_scale_inv", lambda x: spoil(x, float("nan"))),
-        "not finite",
+        NOT_FINITE,
     ),
     "weight that is no number": (
         "fp8",
         put("weight", lambda x: spoil(x.view(torch.uint8), 255).view(torch.float8_e4m3fn)),
-        "not finite",
+        NOT_FINITE,
     ),
     "blocks of another size": (
         "fp8",
@@ -289,7 +340,7 @@ BROKEN = {
     "another method": (
         "awq",
         lambda x: x.update({f"{UP}.weight_packed": x.pop(f"{UP}.qweight")}),
-        "has no weight_scale",
+        "has a weight_packed, but its config says awq",
     ),
     "a type of another method": (
         "awq",
@@ -323,7 +374,8 @@ def test_broken_files(checkpoint: Checkpoints, tmp_path: Path, name: str, packed
     quantise(checkpoint(hidden_size=96, intermediate_size=96, head_dim=8), folder, config, convert)
     edit(folder, change)
     if name == "groups of other sizes" and not packed:
-        return  # each column names its group, which is all that numbers need
+        load(folder, packed)  # each column names its group, which is all that numbers need
+        return
     with pytest.raises(CheckpointError) as caught:
         load(folder, packed)
     assert message in str(caught.value)
