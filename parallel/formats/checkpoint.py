@@ -33,7 +33,7 @@ class Indexable(Protocol):
     def __getitem__(self, index: Any) -> Tensor: ...
 
 
-Parts = dict[str, Tensor]  # codes, scale and zero by name
+Parts = dict[str, Tensor]  # codes, scales and zeros or minima of rows, by name
 
 
 class BlockTensor(ABC):

@@ -110,7 +110,7 @@ def quantisation_fields(
     beside = read_json(path)
     if not isinstance(beside, Mapping):
         raise ValueError(f"{path.name} is not a JSON object")
-    return _named(beside)
+    return _named(path.name, beside)
 
 
 def find_quantisation(folder: Path) -> Quantisation | None:
@@ -124,10 +124,10 @@ def find_quantisation(folder: Path) -> Quantisation | None:
     return Quantisation.parse(config) if config else None
 
 
-def _named(config: Mapping[str, Any]) -> dict[str, Any]:
+def _named(file: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents of a file of FILES with the name of its method."""
-    if isinstance(inner := config.get("quantization"), Mapping):
-        return {"quant_method": "modelopt", **inner}
+    if file == FILES[0]:
+        return {"quant_method": "modelopt", **config}
     is_awq = "w_bit" in config or "q_group_size" in config
     return {"quant_method": "awq" if is_awq else "gptq", **config}
 
