@@ -11,6 +11,7 @@ from parallel.formats.plane_format import PLANE_FORMATS, group_format
 from parallel.weights.planes import Planes
 from parallel.weights.selection import _test_planes, plane_kernels, random_planes
 from support.interpreter import import_interpreted
+from support.slow import slow_except
 
 GROUPS = [
     group_format("int4", 128, "float16", has_zero=True),
@@ -22,6 +23,8 @@ GROUPS = [
 ]
 FORMATS = {fmt.name: fmt for fmt in [*PLANE_FORMATS.values(), *GROUPS] if fmt is not None}
 EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
+# with and without a minimum, group scales and values; with zeros; e4m3
+FAST = [list(FORMATS).index(name) for name in ("Q4_K", "Q6_K", "IQ4_XS")] + [-6, -2]
 CPU = torch.device("cpu")
 
 
@@ -31,7 +34,7 @@ def kernels() -> Any:
 
 
 # The interpreter truncates float32 to bfloat16 instead of rounding: it is tested on a GPU.
-@EVERY_FORMAT
+@pytest.mark.parametrize("name", slow_except(FORMATS, *FAST))
 def test_self_test_succeeds(kernels: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_SPLIT_GROUPS", 8)
     monkeypatch.setattr(kernels, "MAX_ROWS", 16)  # numpy multiplies larger tiles in another order
