@@ -11,6 +11,7 @@ import torch
 from bench.peers.base import Job, Peer, Result, Unavailable, generate_with_engine
 from decoding import Engine, Settings
 from offload.errors import TierForceError
+from parallel.config.model_config import ModelConfig
 
 
 class Ours(Peer):
@@ -31,6 +32,9 @@ class Ours(Peer):
             settings.resolved_mode(job.draft is not None)
         except TierForceError as error:
             raise Unavailable("it needs a draft model: give --draft") from error
+        config = ModelConfig.from_pretrained(job.target, packed=True)
+        if settings.weights == "packed" and not config.kept_types:
+            raise Unavailable("the target's weights are not quantised")
         self.engine = Engine.from_pretrained(job.target, job.draft, settings)
         self.engine.scheduler.stop_tokens = frozenset()
 

@@ -161,6 +161,16 @@ def test_llamacpp_loads_the_file_itself_and_its_dequantised_copy(
         PEERS["llama.cpp"](job())
 
 
+def test_packed_weights_give_the_same_output(tmp_path: Path) -> None:
+    file = convert(DEMO / "target", tmp_path / "t.gguf", Kind.Q4_1)
+    names = ["ours: plain", "ours: plain packed", "ours: retrieval packed offloaded"]
+    outcomes = [run(name, job(target=file), 1, 60)[0] for name in names]
+    assert all(isinstance(each, Result) for each in outcomes), outcomes
+    assert len({tuple(each.tokens) for each in outcomes if isinstance(each, Result)}) == 1
+    outcome, _ = run("ours: plain packed", job(), 1, 60)
+    assert outcome == "skipped: the target's weights are not quantised"
+
+
 def test_a_peer_uses_the_given_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = list[int]()
     monkeypatch.setattr("bench.peers.compare.prepare", threads.append)
