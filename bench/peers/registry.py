@@ -10,7 +10,7 @@ from bench.peers.zero import ZeroInference
 
 PEERS: dict[str, type[Peer]] = {
     "ours: plain": ours(mode="plain"),
-    "ours: plain packed": ours(mode="plain", weights="packed"),
+    "ours: packed, plain": ours(mode="plain", weights="packed"),
     "ours: speculative": ours(mode="speculative"),
     "ours: retrieval": ours(mode="retrieval"),
     "ours: hierarchical": ours(mode="hierarchical"),
@@ -18,7 +18,7 @@ PEERS: dict[str, type[Peer]] = {
     "ours: plain offloaded": ours(mode="plain", gpu_kv_layers=0),
     "ours: retrieval offloaded": ours(mode="retrieval", gpu_kv_layers=0),
     "ours: hierarchical offloaded": ours(mode="hierarchical", gpu_kv_layers=0),
-    "ours: retrieval packed offloaded": ours(mode="retrieval", weights="packed", gpu_kv_layers=0),
+    "ours: packed, retrieval offloaded": ours(mode="retrieval", weights="packed", gpu_kv_layers=0),
     "transformers: dynamic cache": transformers(lambda peer: {}),
     "transformers: static cache": transformers(
         lambda peer: {"cache_implementation": "static", "prefill_chunk_size": 2048}

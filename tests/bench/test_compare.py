@@ -163,11 +163,11 @@ def test_llamacpp_loads_the_file_itself_and_its_dequantised_copy(
 
 def test_packed_weights_give_the_same_output(tmp_path: Path) -> None:
     file = convert(DEMO / "target", tmp_path / "t.gguf", Kind.Q4_1)
-    names = ["ours: plain", "ours: plain packed", "ours: retrieval packed offloaded"]
+    names = ["ours: plain", "ours: packed, plain", "ours: packed, retrieval offloaded"]
     outcomes = [run(name, job(target=file), 1, 60)[0] for name in names]
     assert all(isinstance(each, Result) for each in outcomes), outcomes
     assert len({tuple(each.tokens) for each in outcomes if isinstance(each, Result)}) == 1
-    outcome, _ = run("ours: plain packed", job(), 1, 60)
+    outcome, _ = run("ours: packed, plain", job(), 1, 60)
     assert outcome == "skipped: the target's weights are not quantised"
 
 
