@@ -32,9 +32,10 @@ class Ours(Peer):
             settings.resolved_mode(job.draft is not None)
         except TierForceError as error:
             raise Unavailable("it needs a draft model: give --draft") from error
-        config = ModelConfig.from_pretrained(job.target, packed=True)
-        if settings.weights == "packed" and not config.kept_types:
-            raise Unavailable("the target's weights are not quantised")
+        if settings.weights == "packed":
+            config = ModelConfig.from_pretrained(job.target, packed=True)
+            if not config.kept_types:
+                raise Unavailable("the target's weights are not quantised")
         self.engine = Engine.from_pretrained(job.target, job.draft, settings)
         self.engine.scheduler.stop_tokens = frozenset()
 

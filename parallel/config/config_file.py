@@ -26,6 +26,7 @@ from parallel.formats.quantisation import (
 )
 from parallel.formats.weight_headers import (
     StoredTensor,
+    check_floats,
     has_own_head,
     stored_tensors,
     weight_files,
@@ -67,17 +68,20 @@ class ConfigFile(NamedTuple):
         if path.name != "config.json":
             return cls(path, fields, False, {})
         tensors = stored_tensors(path.parent)
+        matrices: Mapping[str, GroupHeader] = {}
         try:
             fields[FIELD] = quantisation_fields(fields, path.parent, tensors)
-            quantisation = Quantisation.parse(fields[FIELD]) if fields[FIELD] else None
-            matrices, _ = group_headers(tensors, quantisation)
+            if fields[FIELD]:
+                matrices, _ = group_headers(tensors, Quantisation.parse(fields[FIELD]))
+            else:
+                check_floats(tensors.values())
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path.parent}: the config of its quantised weights cannot be read "
                 f"({one_line(error)}): fetch it again."
             ) from error
-        except UnsupportedQuantisation:  # named with all that is not supported
-            matrices = {}
+        except UnsupportedQuantisation:
+            pass  # named with all that is not supported
         if (family := FAMILIES.get(fields.get("model_type", ""))) is not None:
             tied = bool_field(fields, "tie_word_embeddings", family.tied)
             fields["tie_word_embeddings"] = _is_tied(path.parent, tensors, tied)

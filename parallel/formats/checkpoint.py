@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -20,7 +21,7 @@ from parallel.formats.weight_headers import (
     DTYPES,
     HEAD,
     TensorHeader,
-    dtype_error,
+    check_floats,
     weight_files,
 )
 
@@ -41,11 +42,41 @@ class BlockTensor(ABC):
 
     path: Path
     name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # the numbers' own
     block: int  # columns in a block
 
+    @property
+    def unit(self) -> int:
+        """The number of columns that are read together."""
+        return self.block
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        """Return rows, or rows and columns, of a matrix as numbers."""
+        parts = index if isinstance(index, tuple) else (index,)
+        rows, columns = (
+            slice(*part.indices(size)[:2])
+            for part, size in zip((*parts, slice(None))[:2], self.shape, strict=True)
+        )
+        return self.read(rows, columns)
+
+    def read(self, rows: slice, columns: slice) -> Tensor:
+        """Return rows and columns as numbers; they may cut blocks. Raises CheckpointError."""
+        width, skipped = columns.stop - columns.start, columns.start % self.unit
+        out = torch.empty(rows.stop - rows.start, width, dtype=self.dtype)
+        start = 0
+        for values in self.numbers(rows, columns):
+            # numpy's function needs a byte per number, torch's seven
+            if self.block > 1 and not np.isfinite(values.numpy()).all():
+                raise self.scale_error()
+            out[start : start + len(values)].copy_(values[:, skipped : skipped + width])
+            start += len(values)
+            del values  # before the next are made
+        return out
+
     @abstractmethod
-    def __getitem__(self, index: Any) -> Tensor:
-        """Return a slice as numbers."""
+    def numbers(self, rows: slice, columns: slice) -> Iterator[Tensor]:
+        """Yield rows few at a time, of all whole units that overlap the columns."""
 
     def scale_error(self) -> CheckpointError:
         """Return the error for a block whose scale is not finite."""
@@ -203,10 +234,8 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _index(self) -> None:
         """Set the shapes of the model's tensors. Raises CheckpointError for their types."""
-        for header in self._headers.values():
-            if header.dtype not in DTYPES:
-                raise dtype_error(header.path, header.name, header.dtype)
-            self._shapes[header.name] = header.shape
+        check_floats(self._headers.values())
+        self._shapes = {name: header.shape for name, header in self._headers.items()}
 
     def _open_tensor(self, name: str) -> Indexable:
         header = self._headers[name]

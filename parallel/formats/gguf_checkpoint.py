@@ -45,20 +45,17 @@ class GgufTensor(BlockTensor):
         keeps_blocks: bool = False,
     ):
         self.path, self.info, self.dtype, self.head_dim = path, info, dtype, head_dim
-        self.name, self.keeps_blocks = info.name, keeps_blocks
+        self.name, self.shape, self.keeps_blocks = info.name, info.shape, keeps_blocks
         self.kind = GGMLQuantizationType(info.kind)
         self.block, self.block_bytes = GGML_QUANT_SIZES[self.kind]  # elements per block, and bytes
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         """Return rows, or rows and columns, of a matrix, or a slice of a vector."""
-        parts = index if isinstance(index, tuple) else (index,)
-        shape = self.info.shape
-        if len(shape) == 1:
-            values = self._read(slice(0, 1), slice(0, shape[0])).view(-1)
-            return self._unpermute(values)[parts[0]]
-        rows, columns, *_ = (*parts, slice(None))
-        row_slice = slice(*rows.indices(shape[0])[:2])
-        return self._read(row_slice, slice(*columns.indices(shape[1])[:2]))
+        if len(self.shape) > 1:
+            return super().__getitem__(index)
+        (part,) = index if isinstance(index, tuple) else (index,)
+        values = self.read(slice(0, 1), slice(0, self.shape[0])).view(-1)
+        return self._unpermute(values)[part]
 
     def kept_type(self, columns: slice) -> KeptType | None:
         """Return how these columns are kept, if blocks are and they are whole ones."""
@@ -95,20 +92,10 @@ class GgufTensor(BlockTensor):
         first = columns.start // self.block
         return slice(first, max(first, ceil_div(columns.stop, self.block)))
 
-    def _read(self, rows: slice, columns: slice) -> Tensor:
-        """Return rows and columns as numbers; it may cut heads and blocks."""
-        count, width = rows.stop - rows.start, columns.stop - columns.start
-        out = torch.empty(count, width, dtype=self.dtype)
-        skipped = columns.start - self._block_slice(columns).start * self.block
-        start = 0
+    def numbers(self, rows: slice, columns: slice) -> Iterator[Tensor]:
+        """Yield rows few at a time, of whole blocks."""
         for raw in self.blocks(rows, columns):
-            values = self._dequantize(raw.flatten(1).numpy())
-            if self.block > 1 and not np.isfinite(values).all():
-                raise self.scale_error()
-            part = out[start : start + len(values)]
-            part.copy_(torch.from_numpy(values[:, skipped : skipped + width]))
-            start += len(values)
-        return out
+            yield torch.from_numpy(self._dequantize(raw.flatten(1).numpy()))
 
     def _unpermute(self, rows: Tensor) -> Tensor:
         """Return rows (heads * D, ...) in Hugging Face's order: a head's first half first.

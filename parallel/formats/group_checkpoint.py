@@ -40,31 +40,25 @@ class GroupTensor(BlockTensor):
 
     def __init__(self, header: GroupHeader, dtype: torch.dtype, keeps_groups: bool = False):
         self.header, self.dtype, self.keeps_groups = header, dtype, keeps_groups
-        self.path, self.name = header.codes.path, header.name
+        self.path, self.name, self.shape = header.codes.path, header.name, header.shape
         self.block = header.group
 
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        parts = index if isinstance(index, tuple) else (index,)
-        (first, last, _), (left, right, _) = (
-            part.indices(size)
-            for part, size in zip((*parts, slice(None))[:2], self.header.shape, strict=True)
-        )
-        per_word = self.header.per_word
-        read = slice(left // per_word * per_word, ceil_div(right, per_word) * per_word)
-        groups = self._groups(read) if self._g_idx is None else slice(0, self.header.groups)
+    @property
+    def unit(self) -> int:
+        """The number of columns that are read together: those of a word."""
+        return self.header.per_word
+
+    def numbers(self, rows: slice, columns: slice) -> Iterator[Tensor]:
+        """Yield rows few at a time in float32, of whole words."""
+        unit = self.unit
+        read = slice(columns.start // unit * unit, ceil_div(columns.stop, unit) * unit)
         if self._g_idx is None:
+            groups = self.header.overlapping_groups(read)
             group = torch.arange(read.start, read.stop) // self.header.group - groups.start
         else:
-            group = self._g_idx[read]
-        out = torch.empty(last - first, right - left, dtype=self.dtype)
-        start = 0
-        for parts_of_rows in self._parts(slice(first, last), read, groups):
-            values = self._numbers(parts_of_rows, group)
-            if not values.isfinite().all():
-                raise self.scale_error()
-            out[start : start + len(values)] = values[:, left - read.start : right - read.start]
-            start += len(values)
-        return out
+            groups, group = slice(0, self.header.groups), self._g_idx[read]
+        for parts in self._parts(rows, read, groups):
+            yield self._numbers(parts, group)
 
     def kept_type(self, columns: slice) -> KeptType | None:
         """Return how these columns are kept, if groups are and their columns are in order."""
@@ -77,7 +71,7 @@ class GroupTensor(BlockTensor):
     def blocks(self, rows: slice, columns: slice) -> Iterator[Parts]:
         """Yield the parts of rows, few at a time. Raises CheckpointError."""
         order = self.order()
-        for parts in self._parts(rows, columns, self._groups(columns)):
+        for parts in self._parts(rows, columns, self.header.overlapping_groups(columns)):
             if order is not None:
                 parts["codes"] = parts["codes"].index_select(1, order)
             yield parts
@@ -120,11 +114,6 @@ class GroupTensor(BlockTensor):
     @cached_property
     def _is_in_order(self) -> bool:
         return self._g_idx is None or torch.equal(self._g_idx, self._own_groups)
-
-    def _groups(self, columns: slice) -> slice:
-        """Return the groups that overlap the columns, if these are in order."""
-        group = self.header.group
-        return slice(columns.start // group, max(1, ceil_div(columns.stop, group)))
 
     def _numbers(self, parts: Parts, group: Tensor) -> Tensor:
         """Return weights (R, C) float32; `group` (C,) is the index of each column's scale."""

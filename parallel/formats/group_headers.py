@@ -14,7 +14,7 @@ from offload.layout import ceil_div
 from parallel.errors import CheckpointError
 from parallel.formats.plane_format import GROUP, PlaneFormat, group_format
 from parallel.formats.quantisation import Quantisation
-from parallel.formats.weight_headers import DTYPES, WORDS, TensorHeader, dtype_error
+from parallel.formats.weight_headers import DTYPES, WORDS, TensorHeader
 
 WORD = 32  # bits of a number in which codes are packed
 _SCALE_DTYPES = {**DTYPES, "F8_E8M0": "bfloat16"}  # an exponent, which bfloat16 holds exactly
@@ -55,6 +55,10 @@ class GroupHeader:
         """The number of groups in a row."""
         return ceil_div(self.shape[1], self.group)
 
+    def overlapping_groups(self, columns: slice) -> slice:
+        """Return the groups that overlap the columns, if these are in order."""
+        return slice(columns.start // self.group, max(1, ceil_div(columns.stop, self.group)))
+
     @property
     def per_word(self) -> int:
         """The number of codes in a word, 1 for codes that are bytes of their own."""
@@ -78,7 +82,7 @@ class GroupHeader:
 
 
 def group_headers(
-    tensors: Mapping[str, TensorHeader], quantisation: Quantisation | None
+    tensors: Mapping[str, TensorHeader], quantisation: Quantisation
 ) -> tuple[dict[str, GroupHeader], set[str]]:
     """Return the quantised matrices by name, and the names of all tensors that they consist of.
 
@@ -88,13 +92,11 @@ def group_headers(
     parts: set[str] = set()
     for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")
-        if suffix in _RUNTIME and quantisation is not None:
+        if suffix in _RUNTIME:
             parts.add(name)
             continue
         if suffix not in _PARTS or (suffix == "weight" and tensor.dtype not in _BYTE_CODES):
             continue
-        if quantisation is None:
-            raise dtype_error(tensor.path, name, tensor.dtype)
         others = {f"{module}.{other}" for other in _PARTS[suffix]} & tensors.keys()
         parts |= {name, *others}
         beside = {each.rpartition(".")[2]: tensors[each] for each in others}
@@ -102,8 +104,6 @@ def group_headers(
         matrices[f"{module}.weight"] = _READERS[suffix](reader)
     for name, tensor in tensors.items():
         if name not in parts and tensor.dtype not in DTYPES:
-            if quantisation is None:
-                raise dtype_error(tensor.path, name, tensor.dtype)
             raise broken_matrix(tensor.path, name, f"is {tensor.dtype}, with no scales beside it")
     return matrices, parts
 
@@ -135,11 +135,10 @@ class _Reader:
             raise self.error(f"has {suffix} of shape {tensor.shape}, which is not a matrix")
         return tensor
 
-    def expect(self, suffix: str, tensor: TensorHeader, *shapes: tuple[int, ...]) -> None:
-        """Raise CheckpointError unless a tensor has one of these shapes."""
-        if tensor.shape not in shapes:
-            expected = " or ".join(str(shape) for shape in shapes)
-            raise self.error(f"has {suffix} of shape {tensor.shape} instead of {expected}")
+    def expect(self, suffix: str, tensor: TensorHeader, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError unless a tensor has this shape."""
+        if tensor.shape != shape:
+            raise self.error(f"has {suffix} of shape {tensor.shape} instead of {shape}")
 
     def in_words(self) -> GroupHeader:
         """Return a matrix of GPTQ or AWQ: codes of (columns, rows), scales (groups, rows)."""

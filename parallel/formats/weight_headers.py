@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -169,10 +169,12 @@ def _equal(first: StoredTensor, second: StoredTensor) -> bool:
     return True
 
 
-def dtype_error(path: Path, name: str, dtype: str) -> CheckpointError:
-    """Return the error for a safetensors tensor with an unsupported dtype."""
-    return CheckpointError(
-        f"{path}: tensor {name} is {dtype}; only {', '.join(DTYPES)} weights are supported, and no "
-        "file beside it says how they are quantised. Fetch the model with all of its .json files, "
-        "or use its 16-bit checkpoint."
-    )
+def check_floats(tensors: Iterable[TensorHeader]) -> None:
+    """Raise CheckpointError if a tensor of weights that are not quantised is of another type."""
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; only {', '.join(DTYPES)} "
+                "weights are supported, and no file beside it says how they are quantised. Fetch "
+                "the model with all of its .json files, or use its 16-bit checkpoint."
+            )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -71,6 +73,16 @@ def tiny_config(family: str = "llama", **overrides: Any) -> Any:
     return AutoConfig.for_model(family, **{**TINY, **FAMILY_FIELDS.get(family, {}), **overrides})
 
 
+# Arguments of `build_checkpoint` for matrices to quantise: rows are whole blocks of 256, and two
+# ranks split the columns of `down` inside of such a block.
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "scale": 0.05,
+}
+
+
 def build_checkpoint(
     folder: Path,
     family: str = "llama",
@@ -94,6 +106,17 @@ def build_checkpoint(
             noise = torch.randn(parameter.shape, generator=generator) * scale
             parameter.copy_(1 + noise if "norm" in name else noise)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> Path:
+    """Change the tensors of a checkpoint of one file, and return its folder."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    path.unlink()
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path, metadata={"format": "pt"})
     return folder
 
 

@@ -17,7 +17,7 @@ from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.checkpoint import SafetensorsCheckpoint
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import TensorParallelGroup
-from support.models import long_rope
+from support.models import edit_weights, long_rope
 
 Copy = Callable[..., Path]
 
@@ -35,15 +35,6 @@ def copy(checkpoint: Callable[..., Path], tmp_path: Path) -> Copy:
 def edit_config(folder: Path, **fields: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-    return folder
-
-
-def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    edit(tensors)
-    path.unlink()
-    save_file(tensors, path, metadata={"format": "pt"})
     return folder
 
 

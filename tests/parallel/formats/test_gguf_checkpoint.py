@@ -26,17 +26,10 @@ from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 from support.gguf import convert
 from support.loading import all_logits, load_and_watch
-from support.models import random_tokens, rope
+from support.models import WIDE, random_tokens, rope
 from support.ranks import run_ranks
 
 Checkpoints = Callable[..., Path]
-# rows are whole blocks of 256; two ranks split the columns in the middle of a block
-WIDE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 2,
-    "scale": 0.05,
-}
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 SLICES: tuple[Any, ...] = (
     slice(None),

@@ -28,7 +28,7 @@ from parallel.ranks.process_group import TensorParallelGroup
 from parallel.weights.matrix import Matrix
 from parallel.weights.packed import Slice
 from support.loading import all_logits
-from support.models import random_tokens
+from support.models import WIDE, random_tokens
 from support.quantised import (
     PROJECTIONS,
     Expected,
@@ -43,12 +43,7 @@ from support.quantised import (
 from support.ranks import run_ranks
 
 Checkpoints = Callable[..., Path]
-WIDE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 1,
-    "scale": 0.05,
-}
+ONE_LAYER = {**WIDE, "num_hidden_layers": 1}
 E8M0 = torch.float8_e8m0fnu
 
 
@@ -163,7 +158,7 @@ EVERY_CASE = pytest.mark.parametrize(
 
 def converted(checkpoint: Checkpoints, out: Path, name: str, **sizes: Any) -> tuple[Path, Any]:
     case = CASES[name]
-    folder = checkpoint(**{**WIDE, **sizes})
+    folder = checkpoint(**{**ONE_LAYER, **sizes})
     return out / "model", quantise(folder, out / "model", case.config, case.convert())
 
 
@@ -227,7 +222,7 @@ def test_logits_are_those_of_whole_matrices(
     )
     assert torch.equal(all_logits(packed, tokens), all_logits(whole, tokens))
     # transformers, with the weights of the formula
-    reference = AutoModelForCausalLM.from_pretrained(checkpoint(**WIDE), dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint(**ONE_LAYER), dtype=torch.float32)
     missing = reference.load_state_dict(expected, strict=False).unexpected_keys
     assert not missing
     with torch.inference_mode():

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from parallel.config.model_config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import TensorParallelGroup
+from support.models import edit_weights
 from support.quantised import awq, fp8, gptq, quantise
 
 Checkpoints = Callable[..., Path]
@@ -195,7 +195,7 @@ def test_shapes_of_no_matrix(
     config, convert = METHODS["fp8"]
     quantise(checkpoint(hidden_size=96, intermediate_size=96, head_dim=8), folder, config, convert)
     dtype = {"weight": torch.float8_e4m3fn, "qweight": torch.int32}.get(name, torch.bfloat16)
-    edit(folder, lambda tensors: tensors.update({f"{UP}.{name}": tensor.to(dtype)}))
+    edit_weights(folder, lambda tensors: tensors.update({f"{UP}.{name}": tensor.to(dtype)}))
     for read in READ:
         with pytest.raises(CheckpointError, match=message):
             read(folder)
@@ -252,13 +252,6 @@ def test_a_head_that_is_quantised_is_not_tied(checkpoint: Checkpoints, tmp_path:
         model = load_model(folder, TensorParallelGroup(), "float32", model_config)
         rows = model.head.weight.select(torch.arange(320))
         assert torch.equal(rows, expected["lm_head.weight"])
-
-
-def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 UP = "model.layers.0.mlp.up_proj"
@@ -372,7 +365,7 @@ def test_broken_files(checkpoint: Checkpoints, tmp_path: Path, name: str, packed
     folder = tmp_path / "model"
     config, convert = METHODS[method]
     quantise(checkpoint(hidden_size=96, intermediate_size=96, head_dim=8), folder, config, convert)
-    edit(folder, change)
+    edit_weights(folder, change)
     if name == "groups of other sizes" and not packed:
         load(folder, packed)  # each column names its group, which is all that numbers need
         return

@@ -39,19 +39,12 @@ from parallel.weights.selection import random_planes
 from support.gguf import RANDOM, convert
 from support.interpreter import import_interpreted
 from support.loading import all_logits
-from support.models import random_tokens
+from support.models import WIDE, random_tokens
 from support.ranks import run_ranks
 
 Checkpoints = Callable[..., Path]
 KEPT = [*PLANE_FORMATS, *CODEBOOK_TYPES]
 EVERY_TYPE = pytest.mark.parametrize("name", KEPT)
-# rows are whole blocks of 256; two ranks split the columns of `down` inside of a block of 256
-WIDE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 2,
-    "scale": 0.05,
-}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
