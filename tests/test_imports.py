@@ -27,7 +27,7 @@ IMPORT_ORDER = (
     ("offload.tiered",),
     ("parallel",),
     ("parallel.ranks",),
-    ("parallel.formats",),
+    ("parallel.formats", "parallel.formats.gguf"),
     ("parallel.config",),
     ("parallel.weights",),
     ("parallel.model",),

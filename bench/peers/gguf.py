@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from parallel.formats.gguf_header import read_header
+from parallel.formats.gguf.header import read_header
 from parallel.formats.locate import is_gguf
 
 KINDS = {"bfloat16": "BF16", "float32": "F32"}  # GGUF's names of our dtypes

@@ -16,7 +16,7 @@ from decoding.prefix_cache.files import write_atomic
 from offload.errors import TierForceError
 from offload.regular_files import read_json
 from parallel.config.model_config import ModelConfig
-from parallel.formats.gguf_header import part_files
+from parallel.formats.gguf.header import part_files
 from parallel.formats.locate import is_gguf
 from parallel.formats.quantisation import find_quantisation
 from parallel.formats.weight_headers import weight_files

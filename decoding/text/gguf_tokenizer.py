@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from decoding.text.gguf_vocabulary import MAX_MERGES, check_vocabulary
 from offload.errors import TierForceError, one_line
 from parallel.config_checks import quote
-from parallel.formats.gguf_header import read_header
+from parallel.formats.gguf.header import read_header
 
 _GPT2 = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from offload.errors import TierForceError
 from offload.regular_files import MIB, read_json
-from parallel.formats.gguf_header import read_header
-from parallel.formats.gguf_names import TOKENS
+from parallel.formats.gguf.header import read_header
+from parallel.formats.gguf.metadata import TOKENS
 from parallel.formats.locate import is_gguf
 
 Names = Mapping[str, int]  # token ids by token string

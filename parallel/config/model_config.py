@@ -36,8 +36,8 @@ from parallel.config.positions import (
 from parallel.config.rope import MAX_ROPE_FACTOR, inverse_frequencies, read_rope, rope_factor
 from parallel.config_checks import COUNT, LAYERS, NORM_EPS, bool_field, check_number, is_positive
 from parallel.errors import ConfigError
-from parallel.formats.gguf_header import GgufHeader, read_header
-from parallel.formats.gguf_names import config_fields, kept_types
+from parallel.formats.gguf.header import GgufHeader, read_header
+from parallel.formats.gguf.metadata import config_fields, kept_types
 from parallel.formats.hub import GgufName, NotFound, fetch_config
 from parallel.formats.locate import find_local, is_gguf
 from parallel.formats.plane_format import KeptType

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallel.errors import CheckpointError
-from parallel.formats.gguf_header import LFS, check_lfs_pointer
+from parallel.formats.gguf.header import LFS, check_lfs_pointer
 from parallel.formats.plane_format import KeptType
 from parallel.formats.weight_headers import (
     DTYPES,

@@ -15,14 +15,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 from offload.errors import one_line
 from parallel.errors import CheckpointError
-from parallel.formats.gguf_header import (
+from parallel.formats.gguf.header import (
     MAX_HEADER,
     GgufHeader,
     part_paths,
     read_header,
     read_part,
 )
-from parallel.formats.gguf_names import ROPE_FACTORS
+from parallel.formats.gguf.metadata import ROPE_FACTORS
 from parallel.formats.quantisation import FILES
 from parallel.formats.weight_headers import TensorHeader
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from parallel.errors import CheckpointError
-from parallel.formats.gguf_header import MAGIC, part_files, part_paths
+from parallel.formats.gguf.header import MAGIC, part_files, part_paths
 
 _PATH_PREFIXES = ("/", "./", "../", "~")  # prefixes that no name on the hub has
 # name: the module that holds one GGUF file, and the command that installs it. Its dependencies

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.layout import ceil_div
-from parallel.formats.gguf_tensors import CODEBOOK_TYPES, TensorType
+from parallel.formats.gguf.tensors import CODEBOOK_TYPES, TensorType
 
 GROUP = 32  # weights of a row that are stored together; a matrix may be cut between groups
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -65,7 +65,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open the weights of a folder or a GGUF file. Raises ConfigError, CheckpointError."""
     if is_gguf(path):
         # Importing gguf takes half a second.
-        from parallel.formats.gguf_checkpoint import GgufCheckpoint
+        from parallel.formats.gguf.checkpoint import GgufCheckpoint
 
         return GgufCheckpoint(path)
     try:

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 
 from bench.peers.gguf import dequantised_file, hugging_face_folder, kernels
 from parallel.config.model_config import ModelConfig
-from parallel.formats.gguf_header import read_header
+from parallel.formats.gguf.header import read_header
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import TensorParallelGroup
 from support.gguf import convert

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel.formats.gguf_header import read_header
+from parallel.formats.gguf.header import read_header
 
 ABSENT = type("ABSENT", (), {})  # value of a metadata key to leave out
 

@@ -15,7 +15,7 @@ from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 from offload.regular_files import read_regular
 from parallel.errors import CheckpointError
-from parallel.formats.gguf_header import part_files, read_part
+from parallel.formats.gguf.header import part_files, read_part
 from parallel.formats.locate import find_local, is_gguf
 
 # bytes read at each end of a weight file to identify it: reading all of a 13B model takes minutes

@@ -54,7 +54,7 @@ def test_a_plan_imports_neither_torch_nor_transformers(more: tuple[str, ...]) ->
 def test_plan_of_gguf_file_imports_nothing_heavy(tmp_path: Path) -> None:
     path = convert(TARGET, tmp_path / "target.gguf")
     modules = imported_modules("plan", "--model", str(path), "--hardware", "1x4090")
-    assert "parallel.formats.gguf_header" in modules
+    assert "parallel.formats.gguf.header" in modules
     assert not modules & {*HEAVY, "gguf"}
 
 

@@ -20,7 +20,7 @@ from decoding.models.loading import load_tokenizer
 from offload.errors import TierForceError
 from parallel.config.model_config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError
-from parallel.formats.gguf_header import read_header
+from parallel.formats.gguf.header import read_header
 from parallel.model.loading import load_model, resolve
 from parallel.ranks.process_group import TensorParallelGroup
 from support.commands import TARGET

@@ -18,9 +18,9 @@ from gguf.quants import dequantize
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import parallel.formats.gguf_checkpoint
+import parallel.formats.gguf.checkpoint
 from parallel.config.model_config import ModelConfig
-from parallel.formats.gguf_checkpoint import KINDS, GgufCheckpoint
+from parallel.formats.gguf.checkpoint import KINDS, GgufCheckpoint
 from parallel.model.loading import load_model, open_checkpoint, resolve
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
@@ -55,7 +55,7 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
 def test_slices_equal_those_of_the_whole_tensor(
     checkpoint: Checkpoints, tmp_path: Path, kind: Kind, chunk_elements: int, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(parallel.formats.gguf_checkpoint, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(parallel.formats.gguf.checkpoint, "_CHUNK_ELEMENTS", chunk_elements)
     path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", kind)
     stored_tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     weights = GgufCheckpoint(path)

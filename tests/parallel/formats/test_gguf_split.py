@@ -15,7 +15,7 @@ from decoding.app.batch.job import model_digest
 from decoding.prefix_cache.fingerprint import WeightDigests
 from parallel.config.model_config import ModelConfig
 from parallel.errors import CheckpointError
-from parallel.formats.gguf_header import part_files, read_header
+from parallel.formats.gguf.header import part_files, read_header
 from parallel.model.loading import load_model, resolve
 from parallel.ranks.process_group import TensorParallelGroup
 from support.gguf import convert

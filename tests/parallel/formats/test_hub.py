@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 import parallel.formats.hub
 from parallel.config.model_config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError
-from parallel.formats.gguf_header import part_files, read_header
+from parallel.formats.gguf.header import part_files, read_header
 from parallel.formats.hub import GgufName
 from parallel.formats.weight_headers import stored_tensors
 from parallel.model.loading import resolve

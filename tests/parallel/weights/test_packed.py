@@ -24,9 +24,9 @@ from parallel.batch_invariant import batch_invariant
 from parallel.config.model_config import ModelConfig
 from parallel.config.weight_sizes import weight_sizes
 from parallel.errors import CheckpointError
-from parallel.formats.gguf_checkpoint import GgufCheckpoint
-from parallel.formats.gguf_header import read_header
-from parallel.formats.gguf_tensors import CODEBOOK_TYPES
+from parallel.formats.gguf.checkpoint import GgufCheckpoint
+from parallel.formats.gguf.header import read_header
+from parallel.formats.gguf.tensors import CODEBOOK_TYPES
 from parallel.formats.plane_format import PLANE_FORMATS, group_format, kept_type, kept_unit
 from parallel.model.loading import load_model, parameter_bytes
 from parallel.model.transformer import Transformer

@@ -20,7 +20,7 @@ from decoding.engine.session import SequenceState
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.requirements import Requirements, weight_bytes
 from offload.errors import InsufficientMemoryError, TierForceError
-from parallel.formats.gguf_header import read_header
+from parallel.formats.gguf.header import read_header
 from parallel.model.loading import parameter_bytes
 from support.commands import Finished, forked, refused
 from support.engines import DEMO, MODES, Pair

@@ -14,8 +14,8 @@ from typing import Any
 
 from parallel.config_checks import COUNT, COUNT_OR_NONE, NORM_EPS, Number, is_positive, quote
 from parallel.errors import CheckpointError, ConfigError
-from parallel.formats.gguf_header import GgufHeader, TensorInfo
-from parallel.formats.gguf_tensors import TYPES, check_end, check_tensor_offsets
+from parallel.formats.gguf.header import GgufHeader, TensorInfo
+from parallel.formats.gguf.tensors import TYPES, check_end, check_tensor_offsets
 from parallel.formats.plane_format import KeptType, kept_type
 
 FIELDS = {  # metadata key without the architecture: field of a config.json

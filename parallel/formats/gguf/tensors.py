@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from parallel.errors import CheckpointError
-from parallel.formats.gguf_header import GgufHeader, TensorInfo
+from parallel.formats.gguf.header import GgufHeader, TensorInfo
 
 
 @dataclass(frozen=True)

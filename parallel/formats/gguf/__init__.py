@@ -1,0 +1,1 @@
+"""Reading GGUF files: header, tensors, names and metadata."""
