@@ -32,14 +32,25 @@ _GPT2 = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
     r"|\s+(?!\S)|\s+"
 )
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+_MARKED_WORDS = (
+    _CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    + _SPACES
 )
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SEED_CODER = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _SPACES
+_CASED_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",  # Chinese and Japanese
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES,
 )
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 _SPECIALS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -62,19 +73,33 @@ _PLAIN = Splits((_GPT2,))
 SPLITS = {  # keys: values of tokenizer.ggml.pre
     "gpt-2": _PLAIN,
     "olmo": _PLAIN,
+    "a.x-4.0": _PLAIN,
+    "exaone4": _PLAIN,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
     "command-r": _DIGITS,
+    "exaone": _DIGITS,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "pixtral": _LLAMA3,
     "dbrx": Splits((_WORDS % "{1,3}",)),
     "smaug-bpe": Splits((_WORDS % "{1,3}",)),
     "qwen2": Splits((_WORDS % "",), composed=True),
+    "qwen35": Splits((_MARKED_WORDS,), composed=True),
     "deepseek-r1-qwen": Splits((_WORDS % "",)),
-    "tekken": Splits((_TEKKEN,), whole_words=True, add_bos=True),
+    "tekken": Splits((_CASED_WORDS % ("", "", ""),), whole_words=True, add_bos=True),
+    "gpt-4o": Splits((_CASED_WORDS % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}"),)),
+    "seed-coder": Splits((_SEED_CODER,)),
+    "hunyuan-dense": Splits(_DEEPSEEK3),
+    "deepseek-v3": Splits(_DEEPSEEK3),
 }
+# Phi-3's control tokens also stand for the white space that follows them, except for these. Source:
+# its tokenizer_config.json.
+_STRIPLESS = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def gguf_tokenizer(path: Path) -> Any:
@@ -87,7 +112,7 @@ def gguf_tokenizer(path: Path) -> Any:
     metadata = {key.removeprefix(prefix): header[key] for key in header if key.startswith(prefix)}
     metadata["chat_template"] = header.get("tokenizer.chat_template")
     try:
-        return _build(metadata)
+        return _build(metadata, header.get("general.architecture") == "phi3")
     except TierForceError as error:
         raise TierForceError(f"{path}: {error}") from error
     except BaseException as error:  # tokenizers' panics are not an Exception
@@ -98,7 +123,7 @@ def gguf_tokenizer(path: Path) -> Any:
         ) from None
 
 
-def _build(metadata: Mapping[str, Any]) -> Any:
+def _build(metadata: Mapping[str, Any], is_phi3: bool) -> Any:
     check_vocabulary(metadata)
     kind, tokens = metadata.get("model"), metadata.get("tokens")
     if kind is None or not tokens:
@@ -124,7 +149,8 @@ def _build(metadata: Mapping[str, Any]) -> Any:
         backend, add_bos = _byte_level(metadata, vocab)
     else:
         backend, add_bos = _sentencepiece(metadata, vocab), True
-    _add_tokens(backend, tokens, metadata.get("token_type"))
+    strips = is_phi3 and kind == "llama"
+    _add_tokens(backend, tokens, metadata.get("token_type"), strips)
     specials = {
         f"{name}_token": _token(tokens, metadata.get(f"{gguf_name}_token_id"))
         for name, gguf_name in _SPECIALS.items()
@@ -216,12 +242,18 @@ def _merges_by_score(vocab: Mapping[str, int], scores: Sequence[float]) -> list[
     return [(token[:at], token[at:]) for *_, token, at in merges]
 
 
-def _add_tokens(backend: Tokenizer, tokens: Sequence[str], kinds: Sequence[int] | None) -> None:
-    """Add control tokens and user-defined tokens, which are never split."""
+def _add_tokens(
+    backend: Tokenizer, tokens: Sequence[str], kinds: Sequence[int] | None, strips: bool
+) -> None:
+    """Add control tokens and user-defined tokens, which are never split.
+
+    `strips`: white space after control tokens is a part of them.
+    """
     special, regular = list[AddedToken](), list[AddedToken]()
     for token, kind in zip(tokens, kinds or [_NORMAL] * len(tokens), strict=True):
         if kind in (_UNKNOWN, _CONTROL):
-            special.append(AddedToken(token, normalized=False, special=True))
+            rstrip = strips and token not in _STRIPLESS
+            special.append(AddedToken(token, normalized=False, special=True, rstrip=rstrip))
         elif kind == _USER_DEFINED:
             regular.append(AddedToken(token, normalized=False, special=False))
     backend.add_special_tokens(special)

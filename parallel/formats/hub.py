@@ -175,9 +175,10 @@ def _copy_header(remote: Any, path: Path) -> None:
                 if not is_cut or end >= min(size, MAX_HEADER):
                     raise
         local.truncate(size)
-        factors = header.tensors.get(ROPE_FACTORS)
-        if factors is not None and factors.start + _FACTORS_BYTES > end:
-            _copy(remote, local, factors.start, min(size, factors.start + _FACTORS_BYTES))
+        for name in ROPE_FACTORS.keys() & header.tensors.keys():
+            start = header.tensors[name].start
+            if start + _FACTORS_BYTES > end:
+                _copy(remote, local, start, min(size, start + _FACTORS_BYTES))
 
 
 def _copy(remote: Any, local: BinaryIO, start: int, end: int) -> None:

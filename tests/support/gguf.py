@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +14,24 @@ import pytest
 import torch
 
 pytest.importorskip("gguf")
-from gguf import GGMLQuantizationType, GGUFWriter
-from gguf.constants import GGML_QUANT_SIZES, RopeScalingType
+from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, RopeScalingType
 from gguf.quants import quantize
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 Kind = GGMLQuantizationType
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+# model types whose architecture has another name
+ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+PERMUTED = ("llama", "mistral3", "granite", "smollm3")  # their Q and K have interleaved heads
+MULTIPLIERS = {
+    "attention_multiplier": GGUFWriter.add_attention_scale,
+    "embedding_multiplier": GGUFWriter.add_embedding_scale,
+    "residual_multiplier": GGUFWriter.add_residual_scale,
+    "logits_scaling": GGUFWriter.add_logit_scale,
 }
-OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 # Types that gguf cannot quantise to: the offset of the scales in a block, which must not be random
 # bytes, and the largest weight with a scale of 1
 RANDOM = {
@@ -96,7 +97,7 @@ def convert(
     With `part_tensors` it is a split model of parts with so many, and its first part is returned.
     """
     hf = AutoConfig.from_pretrained(folder)
-    name = architecture or hf.model_type.replace("mistral", "llama")
+    name = architecture or ARCHITECTURES.get(hf.model_type, hf.model_type)
     writer = GGUFWriter(path, name, split_max_tensors=part_tensors)
     _describe(writer, hf)
     _add_rope(writer, hf)
@@ -106,18 +107,22 @@ def convert(
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
         add[type(value)](name.replace("__", "."), value)
     heads = {"attn_q": hf.num_attention_heads, "attn_k": hf.num_key_value_heads}
-    for seed, (name, tensor) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
-        tensor_name = gguf_name(name)
+    tensors = stacked_experts(load_file(folder / "model.safetensors"))
+    names = name_map(writer.arch, hf.num_hidden_layers)
+    for seed, (name, tensor) in enumerate(sorted(tensors.items())):
+        tensor_name = names(name)
         if tensor_name == without:
             continue
         weight = tensor.float().numpy()
         part = tensor_name.split(".")[-2]
-        if part in heads and writer.arch == "llama":
+        if part in heads and writer.arch in PERMUTED:
             weight = interleave_heads(weight, heads[part])
         if weight.ndim == 1 or kind == Kind.F32:
             writer.add_tensor(tensor_name, weight)
         else:
-            writer.add_tensor(tensor_name, blocks(weight, kind, seed), raw_dtype=kind)
+            raw = blocks(weight.reshape(-1, weight.shape[-1]), kind, seed)
+            shape = (*weight.shape[:-1], raw.shape[-1])
+            writer.add_tensor(tensor_name, raw.reshape(shape), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -125,13 +130,37 @@ def convert(
     return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*")))) if part_tensors else path
 
 
-def gguf_name(name: str) -> str:
-    """Return llama.cpp's name of a tensor."""
-    stem, kind = name.rsplit(".", 1)
-    if stem in OUTER:
-        return f"{OUTER[stem]}.{kind}"
-    _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{LAYER[part]}.{kind}"
+def name_map(architecture: str, layers: int) -> Callable[[str], str]:
+    """Return a function from Hugging Face names of tensors to llama.cpp's, as gguf has them."""
+    known = {name: each for each, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(known[architecture], layers)
+
+    def named(name: str) -> str:
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        return found
+
+    return named
+
+
+def stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors, with one of each layer for an expert's, as converters do."""
+    stacked: dict[str, Any] = {}
+    for name in sorted(tensors, key=_numbered):
+        merged, index = re.subn(r"\.experts\.\d+\.", ".experts.", name)
+        if index:
+            stacked.setdefault(merged, []).append(tensors[name])
+        else:
+            stacked[name] = tensors[name]
+    return {
+        name: torch.stack(each) if isinstance(each, list) else each
+        for name, each in stacked.items()
+    }
+
+
+def _numbered(name: str) -> list[str | int]:
+    """Return a key that sorts names by the numbers in them."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _describe(writer: GGUFWriter, hf: Any) -> None:
@@ -148,22 +177,43 @@ def _describe(writer: GGUFWriter, hf: Any) -> None:
         writer.add_value_length(hf.head_dim)
         writer.add_rope_dimension_count(hf.head_dim)
     writer.add_vocab_size(hf.vocab_size)
+    if count := getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(hf.num_experts_per_tok)
+    if size := getattr(hf, "moe_intermediate_size", None):
+        writer.add_expert_feed_forward_length(size)
+    for name, add in MULTIPLIERS.items():
+        if hasattr(hf, name):
+            add(writer, getattr(hf, name))
 
 
 def _add_rope(writer: GGUFWriter, hf: Any) -> None:
-    """Add the RoPE parameters as the converter does: a tensor of factors for llama3."""
+    """Add the RoPE parameters as the converter does: tensors of factors for llama3 and LongRoPE."""
     rope = hf.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
+    size = hf.hidden_size // hf.num_attention_heads
+    if hf.model_type == "phi3":
+        writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_scaling_orig_ctx_len(hf.original_max_position_embeddings)
+        writer.add_sliding_window(hf.sliding_window or 0)
     if rope["rope_type"] == "llama3":
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](hf, torch.device("cpu"))
-        size = hf.hidden_size // hf.num_attention_heads
         plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
         writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+    elif rope["rope_type"] == "longrope":
+        original = hf.original_max_position_embeddings
+        scale = hf.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+        for name in ("long", "short"):
+            factors = np.array(rope[f"{name}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
     elif rope["rope_type"] != "default":
         writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
         if "original_max_position_embeddings" in rope:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
 
 
 def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:

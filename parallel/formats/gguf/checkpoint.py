@@ -20,8 +20,9 @@ from torch import Tensor
 from offload.layout import ceil_div
 from parallel.errors import CheckpointError
 from parallel.formats.checkpoint import BlockTensor, Checkpoint
+from parallel.formats.gguf.families import family_of
 from parallel.formats.gguf.header import TensorInfo, read_header
-from parallel.formats.gguf.metadata import ROPE_FACTORS, config_fields, family_of
+from parallel.formats.gguf.metadata import ROPE_FACTORS, config_fields
 from parallel.formats.gguf.tensors import TYPES, check_end
 from parallel.formats.plane_format import KeptType, is_kept, kept_type
 
@@ -131,20 +132,16 @@ class GgufCheckpoint(Checkpoint):
         super().__init__(path)
         header = read_header(path)
         family = family_of(header)
-        self._head_dim = config_fields(header)["head_dim"] if family.interleaved_rope else None
+        fields = config_fields(header)
+        self._head_dim = fields["head_dim"] if family.interleaved_rope else None
         self._infos: dict[str, TensorInfo] = {}
-        for info in header.tensors.values():
-            if info.name == ROPE_FACTORS:  # part of the config
+        for stored in header.tensors.values():
+            if stored.name in ROPE_FACTORS:  # part of the config
                 continue
-            check_end(header, info)
-            name = family.tensor_name(info.name) or info.name
-            if name in self._infos:
-                raise CheckpointError(
-                    f"{path}: {self._infos[name].name} and {info.name} are both tensor {name}: the "
-                    "file is broken. Fetch it again."
-                )
-            self._infos[name] = info
-            self._shapes[name] = info.shape
+            check_end(header, stored)
+            for name, info in family.tensors_in(stored):
+                self._infos[name] = info
+                self._shapes[name] = info.shape
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,19 +1,20 @@
-"""Translation of GGUF names: metadata to fields of a config.json, tensors to Hugging Face names.
+"""Translation of a GGUF file's metadata to the fields of a config.json.
 
-To add a family, add a row to FAMILIES, and one to FIELDS for each new kind of metadata. Imports
-neither torch nor transformers. Source of the names: github.com/ggml-org/llama.cpp,
+Imports neither torch nor transformers. Source of the names: github.com/ggml-org/llama.cpp,
 gguf-py/gguf/constants.py.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from parallel.config_checks import COUNT, COUNT_OR_NONE, NORM_EPS, Number, is_positive, quote
 from parallel.errors import CheckpointError, ConfigError
+from parallel.formats.gguf.families import GgufFamily, family_of
 from parallel.formats.gguf.header import GgufHeader, TensorInfo
 from parallel.formats.gguf.tensors import TYPES, check_end, check_tensor_offsets
 from parallel.formats.plane_format import KeptType, kept_type
@@ -29,6 +30,7 @@ FIELDS = {  # metadata key without the architecture: field of a config.json
     "attention.sliding_window": "sliding_window",
     "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
     "vocab_size": "vocab_size",
 }
 _REQUIRED = (
@@ -38,67 +40,48 @@ _REQUIRED = (
     "attention.head_count",
     "context_length",
 )
+_EXPERT_FIELDS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 _ROPE = {  # metadata key without the architecture: field of rope_parameters
     "rope.scaling.type": "rope_type",
     "rope.scaling.factor": "factor",
-    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 _CHECKED = ("attention.value_length", "rope.dimension_count")
 _HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
+_EXPECTED: dict[str, tuple[Any, ...]] = {  # values with which a field changes nothing
+    "attention.causal": (True,),
+    "expert_gating_func": (0, 1),  # softmax
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+}
 _STRINGS = ("rope.scaling.type", "tensor_data_layout")
+MAX_EXPERTS = 1 << 16  # per layer
 _NON_NEGATIVE = Number(low=0, high=1e15, whole=False)
 _NUMBERS = {  # ranges of known fields; all others are whole numbers of at least 1
     "attention.layer_norm_rms_epsilon": NORM_EPS,
+    "attention.scale": _NON_NEGATIVE,
     "attention.sliding_window": COUNT_OR_NONE,
+    "embedding_scale": _NON_NEGATIVE,
+    "expert_count": Number(high=MAX_EXPERTS),
+    "logit_scale": _NON_NEGATIVE,
+    "residual_scale": _NON_NEGATIVE,
     "rope.freq_base": _NON_NEGATIVE,
+    "rope.scaling.attn_factor": _NON_NEGATIVE,
     "rope.scaling.factor": _NON_NEGATIVE,
+    "rope.scaling.yarn_attn_factor": _NON_NEGATIVE,
     "rope.scaling.yarn_beta_fast": _NON_NEGATIVE,
     "rope.scaling.yarn_beta_slow": _NON_NEGATIVE,
+    "rope.scaling.yarn_log_multiplier": _NON_NEGATIVE,
 }
 _STOP_TOKENS = ("eos", "eot", "eom")  # end of sequence, of turn, of message
 TOKENS = "tokenizer.ggml.tokens"
-ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies, as in Llama 3.1
-
-_NON_LAYER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-@dataclass(frozen=True)
-class GgufFamily:
-    """The properties of GGUF files of one architecture."""
-
-    model_type: str
-    # llama.cpp's RoPE rotates adjacent dimensions, Hugging Face's the halves of a head: the
-    # converter has permuted the rows of Q and K accordingly
-    interleaved_rope: bool = False
-
-    def tensor_name(self, name: str) -> str | None:
-        """Return a tensor's Hugging Face name; None for a tensor the family does not have."""
-        stem, _, kind = name.rpartition(".")
-        if stem in _NON_LAYER:
-            return f"{_NON_LAYER[stem]}.{kind}"
-        head, _, rest = stem.partition(".")
-        index, _, part = rest.partition(".")
-        if head != "blk" or not index.isdecimal() or part not in _LAYER:
-            return None
-        return f"model.layers.{index}.{_LAYER[part]}.{kind}"
-
-
-FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral
-    "llama": GgufFamily("llama", interleaved_rope=True),
-    "qwen2": GgufFamily("qwen2"),
+ROPE_FACTORS = {  # divisors of the RoPE frequencies: field of rope_parameters
+    "rope_freqs.weight": "frequency_factors",  # Llama 3.1's
+    "rope_factors_long.weight": "long_factor",  # LongRoPE's
+    "rope_factors_short.weight": "short_factor",
 }
 
 
@@ -118,22 +101,6 @@ def kept_types(header: GgufHeader) -> dict[str, KeptType]:
     return types
 
 
-def family_of(header: GgufHeader) -> GgufFamily:
-    """Return the family of a file's architecture. Raises ConfigError if it is not supported."""
-    name = header.metadata.get("general.architecture")
-    if header.metadata.get("general.type", "model") != "model":
-        raise ConfigError(
-            f"{header.path} is not a model: its general.type is "
-            f"{quote(header.metadata['general.type'])}."
-        )
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ConfigError(
-            f"{header.path}: architecture {quote(name)} is not supported in GGUF files; "
-            f"supported are {', '.join(FAMILIES)}."
-        )
-    return FAMILIES[name]
-
-
 def config_fields(header: GgufHeader) -> dict[str, Any]:
     """Return the fields of the config.json equivalent to a file's metadata.
 
@@ -142,12 +109,11 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     """
     family = family_of(header)
     check_tensor_offsets(header)
-    values = _read_fields(header)
-    fields = {
-        field: values[gguf_name] for gguf_name, field in FIELDS.items() if gguf_name in values
-    }
+    values = _read_fields(header, family)
+    known = {**FIELDS, **family.fields}
+    fields = {known[name]: value for name, value in values.items() if name in known}
     metadata, tensors = header.metadata, header.tensors
-    fields["model_type"] = family.model_type
+    fields |= {"model_type": family.model_type, **family.constants}
     fields["use_sliding_window"] = "sliding_window" in fields
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     if "head_dim" not in fields:
@@ -164,20 +130,22 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
     stops = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_TOKENS]
     fields["eos_token_id"] = [token for token in stops if token is not None]
-    fields["rope_parameters"] = _rope(header, values, fields["head_dim"])
-    _check_tensors(header, fields)
+    fields["rope_parameters"] = _rope(header, family, values, fields["head_dim"])
+    _check_tensors(header, family, fields)
     return fields
 
 
-def _read_fields(header: GgufHeader) -> dict[str, Any]:
+def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
     """Return the architecture's metadata, keyed without the architecture.
 
     Raises ConfigError for missing, unknown and invalid fields.
     """
     prefix = header.metadata["general.architecture"] + "."
-    known = {*FIELDS, *_ROPE, *_CHECKED, *_HARMLESS}
+    own = {*family.fields, *family.rope}
+    known = {*FIELDS, *_ROPE, *_CHECKED, *_HARMLESS, *_EXPECTED, *own}
     values = {}
-    if missing := [prefix + name for name in _REQUIRED if not header.metadata.get(prefix + name)]:
+    required = [*_REQUIRED, *(name for name in _EXPERT_FIELDS if name in own)]
+    if missing := [prefix + name for name in required if not header.metadata.get(prefix + name)]:
         raise ConfigError(
             f"{header.path}: its metadata lacks {', '.join(missing)}: it does not say what the "
             "model is."
@@ -207,6 +175,8 @@ def _field_error(name: str, value: Any) -> str | None:
     """Return what a known field must be; None if its value is valid."""
     if name in _STRINGS:
         return None if isinstance(value, str) else "a string"
+    if name in _EXPECTED:
+        return None if value in _EXPECTED[name] else f"{_EXPECTED[name][-1]}"
     if name == "rope.scaling.finetuned":
         return None if isinstance(value, bool) else "true or false"
     number = _NUMBERS.get(name, COUNT)
@@ -235,23 +205,32 @@ def _tokens(header: GgufHeader) -> list[str]:
     return tokens
 
 
-def _rope(header: GgufHeader, values: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+def _rope(
+    header: GgufHeader, family: GgufFamily, values: Mapping[str, Any], head_dim: int
+) -> dict[str, Any]:
     """Return rope_parameters. Raises ConfigError or CheckpointError if they are invalid."""
-    rope = {field: values[gguf_name] for gguf_name, field in _ROPE.items() if gguf_name in values}
+    known = {**_ROPE, **family.rope}
+    rope = {known[name]: value for name, value in values.items() if name in known}
+    if "rope_factors_long.weight" in header.tensors:
+        rope["rope_type"] = "longrope"
     if rope.get("rope_type", "none") == "none":
         rope = {"rope_type": "default"}
+    if rope.get("mscale_all_dim"):
+        rope["mscale"] = 1.0  # absent from the file
     if "rope.freq_base" in values:
         rope["rope_theta"] = values["rope.freq_base"]
     rotary_dim = values.get("rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
-        rope["partial_rotary_factor"] = rotary_dim / head_dim
+        part = rotary_dim / head_dim
+        is_exact = int(head_dim * part) == rotary_dim  # as it will be read
+        rope["partial_rotary_factor"] = part if is_exact else math.nextafter(part, math.inf)
     if values.get("attention.value_length", head_dim) != head_dim:
         raise ConfigError(
             f"{header.path}: keys and values of different sizes are not supported (head dimensions "
             f"{head_dim} and {values['attention.value_length']})."
         )
-    if ROPE_FACTORS in header.tensors:
-        rope["frequency_factors"] = _floats(header, header.tensors[ROPE_FACTORS], rotary_dim // 2)
+    for name in ROPE_FACTORS.keys() & header.tensors.keys():
+        rope[ROPE_FACTORS[name]] = _floats(header, header.tensors[name], rotary_dim // 2)
     return rope
 
 
@@ -284,25 +263,59 @@ def _rows(header: GgufHeader, name: str) -> int:
     return tensor.shape[0] if tensor is not None and tensor.shape else 0
 
 
-def _check_tensors(header: GgufHeader, fields: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if sizes contradict the tensors, before memory is allocated."""
+def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if tensors contradict the metadata, before memory is allocated."""
     layers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     if len(layers) != fields["num_hidden_layers"]:
         raise CheckpointError(
             f"{header.path} has tensors of {len(layers)} layers, but its metadata says "
             f"{fields['num_hidden_layers']}. Was the file converted completely? Fetch it again."
         )
-    hidden, head_dim = fields["hidden_size"], fields["head_dim"]
-    queries, keys = (fields[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
-    expected = {
-        "token_embd.weight": (fields["vocab_size"], hidden),
-        "blk.0.attn_q.weight": (queries, hidden),
-        "blk.0.attn_k.weight": (keys, hidden),
-        "blk.0.ffn_down.weight": (hidden, fields["intermediate_size"]),
-    }
-    for name, shape in expected.items():
-        if name in header.tensors and header.tensors[name].shape != shape:
+    shapes = _shapes(family, fields)
+    for name, info in header.tensors.items():
+        if name not in ROPE_FACTORS and family.tensor_name(name) is None:
             raise CheckpointError(
-                f"{header.path}: tensor {name} has shape {header.tensors[name].shape}, but its "
-                f"metadata implies {shape}."
+                f"{header.path}: tensor {name} is none of architecture "
+                f"{header.metadata['general.architecture']}'s: it indicates a part that is not "
+                "supported."
             )
+        expected = shapes.get(re.sub(r"^blk\.\d+\.", "", name), info.shape)
+        if info.shape != expected:
+            raise CheckpointError(
+                f"{header.path}: tensor {name} has shape {info.shape}, but its metadata implies "
+                f"{expected}."
+            )
+    needed = (f"blk.{layer}.{part}.weight" for layer in layers for part in family.tensors)
+    if missing := next((name for name in needed if name not in header.tensors), None):
+        raise CheckpointError(
+            f"{header.path}: tensor {missing} is missing. Was the download interrupted? Fetch it "
+            "again."
+        )
+
+
+def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the matrices that a config implies, without the number of the layer."""
+    hidden, intermediate = fields["hidden_size"], fields["intermediate_size"]
+    queries, keys = (
+        fields[f"num_{kind}_heads"] * fields["head_dim"] for kind in ("attention", "key_value")
+    )
+    experts = family.expert_count(fields)
+    wide = (experts, fields.get("moe_intermediate_size", intermediate), hidden)
+    is_fused = "attn_qkv" in family.tensors
+    shapes = {
+        "token_embd": (fields["vocab_size"], hidden),
+        "output": (fields["vocab_size"], hidden),
+        "attn_q": (queries, hidden),
+        "attn_k": (keys, hidden),
+        "attn_v": (keys, hidden),
+        "attn_qkv": (queries + 2 * keys, hidden),
+        "attn_output": (hidden, queries),
+        "ffn_gate": (intermediate, hidden),
+        "ffn_up": (intermediate * (1 + is_fused), hidden),
+        "ffn_down": (hidden, intermediate),
+        "ffn_gate_inp": (experts, hidden),
+        "ffn_gate_exps": wide,
+        "ffn_up_exps": wide,
+        "ffn_down_exps": (experts, hidden, wide[1]),
+    }
+    return {f"{name}.weight": shape for name, shape in shapes.items()}

@@ -24,7 +24,7 @@ from decoding.text.prompt import Template
 from parallel.config.model_config import ModelConfig
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
-from support.gguf import LAYER, OUTER, deinterleave_heads
+from support.gguf import deinterleave_heads, name_map
 from support.loading import all_logits
 
 pytestmark = pytest.mark.skipif(
@@ -72,16 +72,18 @@ def reference() -> Any:
         attn_implementation="eager",
     )
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    weights = {}
-    for tensor in reader.tensors:
-        stem, kind = tensor.name.rsplit(".", 1)
-        weight, part = dequantize(tensor.data, tensor.tensor_type), stem.split(".")[-1]
-        if part in heads:
-            weight = deinterleave_heads(weight, heads[part])
-        weights[f"{hf_name(stem)}.{kind}"] = torch.tensor(weight)
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    gguf_name = name_map("llama", config.num_hidden_layers)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
+    weights = {}
+    for name, _ in model.named_parameters():
+        tensor = tensors[gguf_name(name)]
+        weight, part = dequantize(tensor.data, tensor.tensor_type), tensor.name.split(".")[-2]
+        if part in heads:
+            weight = deinterleave_heads(weight, heads[part])
+        weights[name] = torch.tensor(weight)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
     model.model.rotary_emb = LlamaRotaryEmbedding(config)
     return model.eval()
@@ -89,16 +91,6 @@ def reference() -> Any:
 
 def _fields(reader: GGUFReader) -> list[tuple[str, Any]]:
     return [(name, each) for name, each in reader.fields.items() if name.startswith("llama.")]
-
-
-def hf_name(stem: str) -> str:
-    """Return transformers' name for a tensor of llama.cpp."""
-    outer = {known: name for name, known in OUTER.items()}
-    if stem in outer:
-        return outer[stem]
-    _, layer, part = stem.split(".")
-    inner = {known: name for name, known in LAYER.items()}
-    return f"model.layers.{layer}.{inner[part]}"
 
 
 def test_config_and_name() -> None:

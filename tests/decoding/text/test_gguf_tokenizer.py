@@ -23,6 +23,7 @@ from tokenizers import (
 from tokenizers.models import BPE
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35_REGEX
 
 import decoding.text.gguf_tokenizer
 from bench.harness.text import long_text
@@ -56,6 +57,7 @@ REFERENCES: dict[str, Any] = {
     "gpt-2": GPT2,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
     "qwen2": split_by(pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated")),
+    "qwen35": split_by(pre_tokenizers.Split(Regex(QWEN35_REGEX), "isolated")),
     "llama-bpe": split_by(pre_tokenizers.Split(Regex(TikTokenConverter().pattern), "isolated")),
 }
 
@@ -64,9 +66,16 @@ def lines() -> Iterator[str]:
     yield from long_text()[:60_000].splitlines(keepends=True)
 
 
-def write(path: Path, model: str, tokens: list[str], kinds: list[int], **fields: Any) -> Path:
+def write(
+    path: Path,
+    model: str,
+    tokens: list[str],
+    kinds: list[int],
+    architecture: str = "llama",
+    **fields: Any,
+) -> Path:
     """Write a GGUF file with only a tokenizer; `fields` are those of tokenizer.ggml."""
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, architecture)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
@@ -112,7 +121,7 @@ def test_byte_level(tmp_path: Path, pre: str) -> None:
         show_progress=False,
     )
     backend.train_from_iterator(lines(), trainer)
-    if pre == "qwen2":  # as in its tokenizer.json
+    if pre in ("qwen2", "qwen35"):  # as in its tokenizer.json
         backend.normalizer = normalizers.NFC()
     tokens = tokens_of(backend)
     kinds = [3 if token in SPECIALS else 1 for token in tokens]
@@ -172,6 +181,55 @@ def test_whole_word_tokens_need_no_merges_where_the_pre_tokenizer_says_so(tmp_pa
         tokens_of_pre = [*tokens, "zz"]
         path = write(tmp_path / f"{pre}.gguf", "gpt2", tokens_of_pre, [1] * 258, **fields)
         assert gguf_tokenizer(path)("whole").input_ids == expected
+
+
+PIECES = {  # strings that other rules split differently
+    "gpt-4o": "Hello|World| don't| I'LL| |123|45| a|//\n/",
+    "tekken": "Hello|World| don|'t| I|'LL| |1|2|3| a|//\n/",
+    "qwen2": "Hello| so|!!\n\n|1|2| e|\u0301",
+    "qwen35": "Hello| so|!!\n\n|1|2| e\u0301",
+    "seed-coder": "Hello| so|!!|\n\n|1|2| e|\u0301",
+    "hunyuan-dense": "x|_abc|\u4f60\u597d|d| |123|4| so|!!\n\n|\u30ab|a",
+    "deepseek-v3": "x|_abc|\u4f60\u597d|d| |123|4|,| so|!!\n\n",
+    "falcon3": "x|_abc\u4f60|!!\n\n| |123|4| don|'T",
+    "lfm2": "x|_abc\u4f60\u597dd| |123|4|,| don|'T",
+    "pixtral": "so|!!\n\n| |123|4",
+    "exaone": "x|_|abc| |1|2| don|'t|,|\n",
+    "exaone4": "x|_|abc| 12| don|'t|,|\n",
+    "a.x-4.0": "x|_|abc| 12| don|'t|,|\n",
+}
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_pre_tokenizers(tmp_path: Path, pre: str) -> None:
+    """Equal to llama.cpp's, but for composed text and combining marks, of which it keeps less."""
+    pieces = PIECES[pre].split("|")
+    text = "".join(pieces)
+    path = write(tmp_path / "model.gguf", "gpt2", ["a", "b"], [1, 1], pre=pre, merges=[])
+    split = gguf_tokenizer(path).backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in split] == pieces
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "llama"])
+def test_control_tokens_of_phi3_stand_for_the_white_space_after_them(
+    tmp_path: Path, architecture: str
+) -> None:
+    """Its chat template has a newline there, which the model was not trained on."""
+    specials = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|user|>", "<|end|>"]
+    tokens = [*specials, "\u2581", "h", "i", "\u2581h", "\u2581hi", "\n"]
+    scores = [0.0] * len(specials) + [-9.0, -9.0, -9.0, -2.0, -1.0, -9.0]
+    kinds = [2, *[3] * (len(specials) - 1), *[1] * 6]
+    fields = {"scores": scores, "bos_token_id": 1, "eos_token_id": 3, "unknown_token_id": 0}
+    path = write(tmp_path / "model.gguf", "llama", tokens, kinds, architecture, **fields)
+    ids = gguf_tokenizer(path)("<|user|>\nhi<|end|>\n<|endoftext|>\n").input_ids
+    found = [tokens[index] for index in ids]
+    user, end = ["<s>", "<|user|>"], ["<|end|>"]
+    tail = ["<|endoftext|>", "\u2581", "\n"]
+    if architecture == "phi3":
+        assert found == [*user, "\u2581hi", *end, *tail]
+    else:
+        newline = ["\u2581", "\n"]
+        assert found == [*user, *newline, "h", "i", *end, *newline, *tail]
 
 
 @pytest.mark.parametrize("prefix", [True, False])

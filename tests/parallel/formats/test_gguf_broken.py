@@ -25,6 +25,7 @@ from parallel.model.loading import load_model, resolve
 from parallel.ranks.process_group import TensorParallelGroup
 from support.commands import TARGET
 from support.gguf import convert
+from support.gguf_bytes import rewrite_header
 
 Make = Callable[..., Path]
 
@@ -118,17 +119,14 @@ def test_a_file_that_shrinks_while_it_is_read(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hf_name"),
+    ("name", "message"),
     [
-        ("output_norm.weight", "model.norm.weight"),
-        ("blk.1.ffn_up.weight", "model.layers.1.mlp.up_proj.weight"),
+        ("output_norm.weight", "model.norm.weight is missing; the checkpoint has 29 tensors"),
+        ("blk.1.ffn_up.weight", "blk.1.ffn_up.weight is missing"),
     ],
 )
-def test_a_missing_tensor(make: Make, name: str, hf_name: str) -> None:
-    path = make(without=name)
-    assert_rejected(
-        path, CheckpointError, f"tensor {hf_name} is missing; the checkpoint has 29 tensors"
-    )
+def test_a_missing_tensor(make: Make, name: str, message: str) -> None:
+    assert_rejected(make(without=name), CheckpointError, f"tensor {message}")
 
 
 def test_a_missing_layer(make: Make) -> None:
@@ -138,28 +136,28 @@ def test_a_missing_layer(make: Make) -> None:
 
 def test_unknown_tensors(make: Make) -> None:
     path = rewrite(make(), b"blk.1.attn_k.weight", b"blk.1.attn_z.weight")
-    assert_rejected(path, CheckpointError, "model.layers.1.self_attn.k_proj.weight is missing")
-    path = rewrite(make(model={"attention_bias": True}), b"blk.1.attn_q.bias", b"blk.1.attn_z.bias")
+    assert_rejected(path, CheckpointError, "blk.1.attn_z.weight is none of architecture llama's")
+    path = make(without="blk.1.attn_k.weight")
+    assert_rejected(path, CheckpointError, "blk.1.attn_k.weight is missing")
+    path = make(model={"attention_bias": True}, without="blk.1.attn_q.bias")
     assert_rejected(path, CheckpointError, "model.layers.1.self_attn.q_proj.bias is missing")
     extra = make(model={"num_hidden_layers": 2})
     length = struct.pack("<Q", len("output.weight"))
     rewrite(extra, length + b"output.weight", length + b"spares.weight")  # the model is tied
-    assert_rejected(
-        extra,
-        CheckpointError,
-        "1 tensors are not part of the model",
-        "its metadata",
-        "spares.weight",
-    )
+    assert_rejected(extra, CheckpointError, "spares.weight is none of architecture llama's")
 
 
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("embedding_length", 33, "tensor token_embd.weight has shape (101, 32), but its metadata"),
+        (
+            "embedding_length",
+            33,
+            "has shape (101, 32), but its metadata implies (101, 33)",
+        ),
         ("feed_forward_length", 2**31, "blk.0.ffn_down.weight has shape (32, 48)"),
         ("attention.head_count_kv", 4, "blk.0.attn_k.weight has shape (16, 32)"),
-        ("vocab_size", 100, "token_embd.weight has shape (101, 32)"),
+        ("vocab_size", 100, "output.weight has shape (101, 32)"),
         ("block_count", 2**32 - 1, "has tensors of 3 layers"),
     ],
 )
@@ -187,7 +185,7 @@ def test_a_wrong_shape_in_a_later_layer(make: Make) -> None:
     content[offset : offset + 16] = struct.pack("<QQ", 48, 32)
     path.write_bytes(content)
     assert_rejected(
-        path, CheckpointError, "gate_proj.weight has shape (32, 48), but its metadata implies"
+        path, CheckpointError, "ffn_gate.weight has shape (32, 48), but its metadata implies"
     )
 
 
@@ -215,10 +213,10 @@ def test_rows_of_partial_blocks(make: Make) -> None:
     assert_rejected(path, CheckpointError, "does not consist of whole blocks of 256 numbers")
 
 
-def test_an_unknown_architecture(make: Make) -> None:
-    path = make(architecture="mamba")
+def test_an_unknown_architecture(make: Make, tmp_path: Path) -> None:
+    path = rewrite_header(make(), tmp_path / "mamba.gguf", {"general.architecture": "mamba"})
     assert_rejected(
-        path, ConfigError, "architecture 'mamba' is not supported in GGUF", "llama, qwen2"
+        path, ConfigError, "architecture 'mamba' is not supported in GGUF", "llama, mistral3"
     )
 
 
@@ -226,7 +224,9 @@ def test_an_unknown_architecture(make: Make) -> None:
     ("metadata", "words"),
     [
         ({"general__type": "adapter"}, "is not a model: its general.type is 'adapter'"),
-        ({"llama__expert_count": 8}, "llama.expert_count = '8'"),
+        ({"llama__expert_count": 8}, "its metadata lacks llama.expert_used_count"),
+        ({"llama__expert_shared_count": 1}, "llama.expert_shared_count = '1'"),
+        ({"llama__rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor = 0.5; it must be 1.0"),
         ({"llama__rope__scaling__factor": "four"}, "llama.rope.scaling.factor = 'four'"),
         ({"llama__rope__scaling__type": "longrope"}, "RoPE type 'longrope' needs short_factor"),
         ({"llama__rope__scaling__type": "linear"}, "RoPE type 'linear' needs factor above 0"),

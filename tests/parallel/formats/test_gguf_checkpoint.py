@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from parallel.formats.gguf.checkpoint import KINDS, GgufCheckpoint
 from parallel.model.loading import load_model, open_checkpoint, resolve
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
+from support.families import OTHERS
 from support.gguf import convert
 from support.loading import all_logits, load_and_watch
 from support.models import WIDE, random_tokens, rope
@@ -124,6 +127,11 @@ def test_two_ranks_equal_one(checkpoint: Checkpoints, tmp_path: Path) -> None:
         )
 
 
+# fields of which a GGUF file says nothing
+GGUF_FIELDS: dict[str, dict[str, Any]] = {
+    "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 5},
+    "qwen3_moe": {"decoder_sparse_step": 1},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
@@ -132,9 +140,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "theta": {"rope_parameters": rope("default", theta=500_000.0)},
     "linear": {"rope_parameters": rope("linear", factor=4.0)},
     "yarn": {"rope_parameters": rope("yarn", factor=8.0, original_max_position_embeddings=64)},
-    "mistral": {"family": "mistral", "sliding_window": None},
+    "attention-factor": {
+        "rope_parameters": rope(
+            "yarn", factor=8.0, original_max_position_embeddings=64, attention_factor=1.5
+        )
+    },
     "qwen2": {"family": "qwen2"},
     "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
+    **{name: {**options, **GGUF_FIELDS.get(name, {})} for name, options in OTHERS.items()},
+    "mistral": {"family": "mistral", "sliding_window": None},
+    "phi3-short": {"family": "phi3", "original_max_position_embeddings": 512},
+    "smollm3-tied": {"family": "smollm3", "no_rope_layer_interval": 4, "tie_word_embeddings": True},
 }
 
 
@@ -146,21 +162,91 @@ def test_a_file_equals_the_folder_it_was_converted_from(
     path = convert(folder, tmp_path / "model.gguf")
     theirs, ours = (ModelConfig.from_pretrained(source) for source in (folder, path))
     assert ours == ModelConfig.from_name(str(path))
-    assert ours.norm_eps == pytest.approx(theirs.norm_eps)
     # the architecture of Mistral in GGUF is llama
     assert (ours.family, theirs.family) in (("llama", "mistral"), (theirs.family, ours.family))
-    known = {
-        "family": ours.family,
-        "dtype": None,
-        "stop_tokens": frozenset(),
-        "norm_eps": ours.norm_eps,
-    }
+    rounded = ("norm_eps", *(field for field in vars(ours) if field.endswith("multiplier")))
+    for field in rounded:
+        assert getattr(ours, field) == pytest.approx(getattr(theirs, field))
+    known = {"family": ours.family, "dtype": None, "stop_tokens": frozenset()}
+    known |= {field: getattr(ours, field) for field in rounded}
     assert replace(ours, rope={}) == replace(theirs, rope={}, **known)
-    torch.testing.assert_close(ours.inverse_frequencies(99), theirs.inverse_frequencies(99))
+    for length in (20, 99):  # LongRoPE's factors depend on it
+        frequencies, scale = ours.inverse_frequencies(9, length)
+        expected, expected_scale = theirs.inverse_frequencies(9, length)
+        torch.testing.assert_close(frequencies, expected)
+        assert scale == pytest.approx(expected_scale)
     for group in (TensorParallelGroup(), TensorParallelGroup(1, 2)):
         assert_same_parameters(
             load_model(folder, group, "float32"), load_model(path, group, "float32")
         )
+
+
+def test_mistral3_is_mistral(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    folder = checkpoint(family="mistral", sliding_window=None)
+    path = convert(folder, tmp_path / "model.gguf", architecture="mistral3")
+    config = ModelConfig.from_pretrained(path)
+    assert replace(config, rope={}, norm_eps=0.0) == replace(
+        ModelConfig.from_pretrained(folder),
+        rope={},
+        norm_eps=0.0,
+        dtype=None,
+        stop_tokens=frozenset(),
+    )
+    group = TensorParallelGroup()
+    assert_same_parameters(load_model(folder, group, "float32"), load_model(path, group, "float32"))
+
+
+@pytest.mark.parametrize("mscale", [0.0, 1.0])
+def test_yarn_log_multiplier_is_mscale_of_all_dimensions(
+    checkpoint: Checkpoints, tmp_path: Path, mscale: float
+) -> None:
+    """Where it is 1, as in Ministral 3, cos and sin are not scaled."""
+    parameters = rope("yarn", factor=8.0, original_max_position_embeddings=64)
+    path = convert(
+        checkpoint(family="mistral", sliding_window=None, rope_parameters=parameters),
+        tmp_path / "model.gguf",
+        architecture="mistral3",
+        mistral3__rope__scaling__yarn_log_multiplier=mscale,
+    )
+    _, scale = ModelConfig.from_pretrained(path).inverse_frequencies(9)
+    assert scale == pytest.approx(1.0 if mscale else 0.1 * math.log(8) + 1)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_K, Kind.IQ4_XS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        (
+            "qwen3_moe",
+            {"decoder_sparse_step": 1, "moe_intermediate_size": 512, "head_dim": 64},
+        ),
+        ("mixtral", {}),
+        ("phi3", {}),
+    ],
+)
+def test_stacked_and_fused_tensors_are_those_of_the_file(
+    checkpoint: Checkpoints, tmp_path: Path, kind: Kind, family: str, sizes: dict[str, Any]
+) -> None:
+    """Two ranks' experts, queries, keys and values lie inside of one tensor."""
+    path = convert(checkpoint(family=family, **WIDE, **sizes), tmp_path / "model.gguf", kind)
+    stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    weights = GgufCheckpoint(path)
+    names = [name for name, info in weights._infos.items() if len(info.shape) == 2]
+    assert (
+        len([name for name in names if ".experts." in name])
+        == ({"qwen3_moe": 36, "mixtral": 24, "phi3": 0}[family])
+    )
+    for name in names:
+        info = weights._infos[name]
+        whole = dequantize(stored[info.name].data, stored[info.name].tensor_type)
+        if found := re.search(r"\.experts\.(\d+)\.", name):
+            whole = whole[int(found[1])]
+        part = info.name.split(".")[-2]
+        heads = {"attn_q": 4, "attn_k": 2}.get(part, 0) if family == "mixtral" else 0
+        whole = unpermute(whole, heads) if heads else whole.copy()
+        tensor = weights.tensor(name, whole.shape)
+        for index in (slice(None), slice(100, 200), (slice(None), slice(0, 128))):
+            assert np.array_equal(tensor[index].numpy(), whole[index]), name
 
 
 def assert_same_parameters(one: Transformer, other: Transformer) -> None:

@@ -113,9 +113,9 @@ def test_invalid_metadata_raise_only_clean_errors(part: int, whole: Path, tmp_pa
 
 
 def test_every_unsupported_field_is_named(whole: Path, tmp_path: Path) -> None:
-    parts = {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.attn_soft_cap": 50.0}
+    parts = {"llama.expert_group_count": 8, "llama.moe_step": 2, "llama.attn_soft_cap": 50.0}
     message = rejection_message(rewrite_header(whole, tmp_path / "model.gguf", parts))
-    assert "llama.expert_count = '8', llama.expert_used_count = '2', llama.attn_soft_cap" in message
+    assert "llama.expert_group_count = '8', llama.moe_step = '2', llama.attn_soft_cap" in message
 
 
 @pytest.mark.parametrize("shift", [0, 32, -32])
@@ -130,14 +130,6 @@ def test_tensors_that_overlap(whole: Path, tmp_path: Path, shift: int) -> None:
 def test_an_unaligned_tensor(whole: Path, tmp_path: Path) -> None:
     path = rewrite_header(whole, tmp_path / "model.gguf", offsets={"output_norm.weight": 2**40 + 8})
     assert "places tensor output_norm.weight at 1099511627784" in rejection_message(path)
-
-
-def test_two_names_of_one_tensor(whole: Path, tmp_path: Path) -> None:
-    """With a GGUF and a Hugging Face name of one tensor, one would be dropped silently."""
-    name = {"output_norm.weight": "model.layers.0.input_layernorm.weight"}
-    path = rewrite_header(whole, tmp_path / "model.gguf", names=name)
-    with pytest.raises(CheckpointError, match=r"are both tensor model\.layers\.0\.input_"):
-        load_model(path, TensorParallelGroup())
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])

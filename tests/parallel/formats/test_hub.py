@@ -22,6 +22,7 @@ from parallel.formats.hub import GgufName
 from parallel.formats.weight_headers import stored_tensors
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
+from support.families import OTHERS
 from support.gguf import convert
 from support.models import rope
 from support.quantised import gptq, quantise
@@ -150,6 +151,15 @@ def test_a_plan_downloads_a_header_only(hub: Hub) -> None:
     assert hub.downloads == []
     assert header.data_start <= hub.bytes_read < 4 * header.data_start + 2000
     assert hub.bytes_read < header.sizes[hub.path] / 2
+
+
+def test_a_plan_downloads_both_kinds_of_longrope_factors(
+    hub: Hub, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    hub.path = convert(checkpoint(**OTHERS["phi3"]), tmp_path / "phi3.gguf")
+    config = ModelConfig.from_name(f"{REPO}:Q4_K_M")
+    assert config == ModelConfig.from_name(str(hub.path))
+    assert len(config.rope["long_factor"]) == len(config.rope["short_factor"]) == 2
 
 
 @pytest.mark.parametrize("name", [f"{REPO}:BF16", f"{REPO}/{PARTS[0]}", f"{REPO}/{PARTS[1]}"])

@@ -168,6 +168,39 @@ def test_bytes_are_those_that_a_plan_counts(
     assert (largest.nbytes + largest.scratch, largest.cut) == (nbytes, cut)
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 64},
+    "qwen3_moe": {"head_dim": 64, "decoder_sparse_step": 1, "moe_intermediate_size": 512},
+    "mixtral": {},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {},
+    "smollm3": {"no_rope_layer_interval": 4},
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_gguf_files_stays_packed(
+    checkpoint: Checkpoints, tmp_path: Path, family: str, ranks: int
+) -> None:
+    """Matrices fused or not; experts do not."""
+    folder = checkpoint(family=family, **WIDE, **FAMILIES[family])
+    path = convert(folder, tmp_path / "model.gguf", Kind.Q4_K)
+    group = TensorParallelGroup(ranks - 1, ranks)
+    model, whole = packed_model(path, "bfloat16", group), load_model(path, group, "bfloat16")
+    sizes = weight_sizes(model.config, ranks, 2, group.rank)
+    assert parameter_bytes(model) == sizes.nbytes + sizes.scratch
+    assert sizes.nbytes < parameter_bytes(whole)
+    modules = dict(whole.named_modules())
+    packed = 0
+    for name, module in model.named_modules():
+        if isinstance(module, Matrix) and module.packed is not None:
+            packed += 1
+            assert same_bits(module.packed[:], modules[name].values)
+    assert packed == 2 + model.config.layers * (2 if model.config.experts else 4)
+
+
 def test_matrices_take_hardly_more_than_in_their_file(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:

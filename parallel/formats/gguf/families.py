@@ -1,0 +1,164 @@
+"""The architectures of GGUF files: their model types, and the Hugging Face names of tensors.
+
+To add one, add a row to FAMILIES. Imports neither torch nor transformers. Source of the names:
+github.com/ggml-org/llama.cpp, gguf-py/gguf/constants.py; of the rest: its folder `conversion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from parallel.config_checks import quote
+from parallel.errors import ConfigError
+from parallel.formats.gguf.header import GgufHeader, TensorInfo
+from parallel.formats.gguf.tensors import TYPES
+
+_NON_LAYER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_PROJECTIONS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_ATTENTION = {**_PRE_NORMS, **_PROJECTIONS}
+_LLAMA = {**_ATTENTION, **_MLP}
+_EXPERT_COUNTS = {"expert_used_count": "num_experts_per_tok"}
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """The properties of GGUF files of one architecture."""
+
+    model_type: str
+    tensors: Mapping[str, str]  # part of a layer: its name, with {} for the index of an expert
+    # llama.cpp's RoPE rotates adjacent dimensions, Hugging Face's the halves of a head: the
+    # converter has permuted the rows of Q and K accordingly
+    interleaved_rope: bool = False
+    fields: Mapping[str, str] = field(default_factory=dict)  # further metadata: config field
+    rope: Mapping[str, str] = field(default_factory=dict)  # further metadata: field of RoPE
+    constants: Mapping[str, Any] = field(default_factory=dict)  # config fields that it implies
+
+    def expert_count(self, fields: Mapping[str, Any]) -> int:
+        """Return the number of experts of a layer that a config's fields say; 0 without any."""
+        return int(fields.get(self.fields.get("expert_count", ""), 0))
+
+    def tensor_name(self, name: str) -> str | None:
+        """Return a tensor's Hugging Face name, with {} if it stacks those of all experts.
+
+        None for a tensor the family does not have.
+        """
+        stem, _, kind = name.rpartition(".")
+        if stem in _NON_LAYER:
+            return f"{_NON_LAYER[stem]}.{kind}"
+        head, _, rest = stem.partition(".")
+        index, _, part = rest.partition(".")
+        if head != "blk" or not index.isdecimal() or part not in self.tensors:
+            return None
+        return f"model.layers.{index}.{self.tensors[part]}.{kind}"
+
+    def tensors_in(self, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+        """Yield the Hugging Face names of a tensor, or of the experts' stacked in it.
+
+        Each with its location. Shapes are those that the metadata implies.
+        """
+        name = self.tensor_name(info.name) or info.name
+        if "{}" not in name:
+            yield name, info
+            return
+        experts, *inner = info.shape
+        shape, kind = tuple(inner), TYPES[info.kind]
+        nbytes = prod(shape) // kind.numbers * kind.nbytes
+        for index in range(experts):
+            yield name.format(index), replace(info, shape=shape, start=info.start + index * nbytes)
+
+
+_LLAMA_FAMILY = GgufFamily("llama", _LLAMA, interleaved_rope=True)
+_MIXTRAL = GgufFamily(
+    "mixtral",
+    {
+        **_ATTENTION,
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    },
+    interleaved_rope=True,
+    fields={"expert_count": "num_local_experts", **_EXPERT_COUNTS},
+)
+FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral and Mixtral
+    "llama": _LLAMA_FAMILY,
+    "mistral3": replace(  # Mistral-Small 3.1 and 3.2
+        _LLAMA_FAMILY,
+        model_type="mistral",
+        rope={"rope.scaling.yarn_log_multiplier": "mscale_all_dim"},
+    ),
+    "qwen2": GgufFamily("qwen2", _LLAMA),
+    "qwen3": GgufFamily("qwen3", {**_LLAMA, **_QK_NORMS}),
+    "qwen3moe": GgufFamily(
+        "qwen3_moe",
+        {
+            **_ATTENTION,
+            **_QK_NORMS,
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+            "ffn_up_exps": "mlp.experts.{}.up_proj",
+            "ffn_down_exps": "mlp.experts.{}.down_proj",
+        },
+        fields={
+            "expert_count": "num_experts",
+            **_EXPERT_COUNTS,
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        constants={"norm_topk_prob": True},
+    ),
+    "smollm3": replace(_LLAMA_FAMILY, model_type="smollm3"),  # every fourth layer has no RoPE
+    "phi3": GgufFamily(
+        "phi3",
+        {
+            **_PRE_NORMS,
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        rope={"rope.scaling.attn_factor": "attention_factor"},
+    ),
+    "olmo2": GgufFamily("olmo2", {**_POST_NORMS, **_QK_NORMS, **_PROJECTIONS, **_MLP}),
+    "granite": replace(
+        _LLAMA_FAMILY,
+        model_type="granite",
+        fields={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+}
+
+
+def family_of(header: GgufHeader) -> GgufFamily:
+    """Return the family of a file's architecture. Raises ConfigError if it is not supported."""
+    name = header.metadata.get("general.architecture")
+    if header.metadata.get("general.type", "model") != "model":
+        raise ConfigError(
+            f"{header.path} is not a model: its general.type is "
+            f"{quote(header.metadata['general.type'])}."
+        )
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ConfigError(
+            f"{header.path}: architecture {quote(name)} is not supported in GGUF files; "
+            f"supported are {', '.join(FAMILIES)}."
+        )
+    has_experts = name == "llama" and header.metadata.get("llama.expert_count")
+    return _MIXTRAL if has_experts else FAMILIES[name]
