@@ -5,13 +5,31 @@ Caches apply them, since positions are known to caches.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Angles = tuple[Tensor, Tensor]  # cos and sin (T, 1, D), rows of a Rotary's tables
+
+class Angles(NamedTuple):
+    """Rows of a Rotary's tables."""
+
+    cos: Tensor  # (T, 1, D)
+    sin: Tensor  # (T, 1, D)
+    query_scale: Tensor | None = None  # (T, 1, 1)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Angles:
+        """Return the results of a function on each."""
+        scale = self.query_scale
+        return Angles(
+            function(self.cos), function(self.sin), None if scale is None else function(scale)
+        )
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """Return queries (T, H, head_dim), scaled if the model's depend on their positions."""
+        return q if self.query_scale is None else q * self.query_scale
 
 
 class Rotary:
@@ -43,33 +61,46 @@ class Rotary:
         # includes the sign of rotate_half
         first, second = _halves((angles.sin() * scale).to(dtype))
         self.sin = torch.cat((-first, second), dim=-1)
+        self.query_scale: Tensor | None = None  # (length, 1, 1)
+
+    def scale_queries(self, beta: float, positions: int) -> None:
+        """Scale the queries of each position, by 1 + beta log(1 + floor(position / positions))."""
+        index = torch.arange(self.length, dtype=torch.float32, device=self.cos.device)
+        scale = 1 + beta * torch.log(1 + torch.floor(index / positions))
+        self.query_scale = scale.to(self.cos.dtype)[:, None, None]
 
     def first(self, length: int) -> Rotary:
         """Return the tables of the first positions alone, in memory of their own."""
         rotary = copy(self)
-        rotary.cos, rotary.sin = self.cos[:length].clone(), self.sin[:length].clone()
+        own = self.angles(0, length).map(torch.clone)
+        rotary.cos, rotary.sin, rotary.query_scale = own
         return rotary
 
     @property
     def length(self) -> int:
         return len(self.cos)
 
-    def __call__(self, x: Tensor, start: int, layer: int) -> Tensor:
-        """Rotate a layer's x (T, H, head_dim), whose first row is at position `start`."""
-        end = start + len(x)
+    def queries(self, q: Tensor, start: int, layer: int) -> Tensor:
+        """Rotate a layer's queries (T, H, head_dim), whose first row is at position `start`."""
+        angles = self.angles(start, start + len(q))
+        return self.apply(angles.scaled(q), angles, layer)
+
+    def keys(self, k: Tensor, start: int, layer: int) -> Tensor:
+        """Rotate a layer's keys (T, H, head_dim), whose first row is at position `start`."""
+        return self.apply(k, self.angles(start, start + len(k)), layer)
+
+    def angles(self, start: int, end: int) -> Angles:
+        """Return the rows of the tables from position `start` to `end`, as views."""
         if end > self.length:
             raise ValueError(
                 f"position {end - 1} is past the rotary table of {self.length} positions"
             )
-        return self.apply(x, self.angles(start, end), layer)
-
-    def angles(self, start: int, end: int) -> Angles:
-        """Return the rows of the tables from position `start` to `end`, as views."""
-        return self.cos[start:end], self.sin[start:end]
+        scale = None if self.query_scale is None else self.query_scale[start:end]
+        return Angles(self.cos[start:end], self.sin[start:end], scale)
 
     def apply(self, x: Tensor, angles: Angles, layer: int) -> Tensor:
         """Rotate a layer's x (T, H, head_dim) by the angles of its rows."""
-        return x if layer in self.nope_layers else rotate(x, *angles)
+        return x if layer in self.nope_layers else rotate(x, angles.cos, angles.sin)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -86,6 +86,8 @@ SPLITS = {  # keys: values of tokenizer.ggml.pre
     "falcon3": _LLAMA3,
     "lfm2": _LLAMA3,
     "pixtral": _LLAMA3,
+    "glm4": Splits((_WORDS % "{1,3}",), whole_words=True),
+    "chatglm-bpe": Splits((_WORDS % "{1,3}",)),
     "dbrx": Splits((_WORDS % "{1,3}",)),
     "smaug-bpe": Splits((_WORDS % "{1,3}",)),
     "qwen2": Splits((_WORDS % "",), composed=True),

@@ -62,8 +62,8 @@ class StaticForward:
         # (B, 3): number of tokens, slot of the first one, and the first valid slot
         self._places = torch.zeros(len(caches), 3, dtype=torch.int64, device=kv.device)
         # copied from the sequences' tables: the next sequence on a cache has others
-        cos, sin = (each.repeat(len(caches) * rows, 1, 1) for each in caches[0].rotary.angles(0, 1))
-        self._angles = cos, sin
+        count = len(caches) * rows
+        self._angles = caches[0].rotary.angles(0, 1).map(lambda table: table.repeat(count, 1, 1))
         kernels, _ = slot_kernels(kv.device.type, kv.dtype, layout.head_dim, layout.groups)
         self._attention = (
             _PlainAttention(self.caches, rows)
@@ -78,8 +78,9 @@ class StaticForward:
             tensor.fill_(number)
         rotary, first = self.caches[index].rotary, index * self._rows
         own = rotary.angles(place.position, place.position + place.tokens)
-        for angles, rows in zip(self._angles, own, strict=True):
-            angles[first : first + place.tokens].copy_(rows)
+        for table, rows in zip(self._angles, own, strict=True):
+            if table is not None and rows is not None:
+                table[first : first + place.tokens].copy_(rows)
 
     def written(self, index: int, place: Place) -> Tensor:
         """Return a cache's first layer's KV of tokens placed there (2, Hkv, T, D), as a view.
@@ -96,7 +97,7 @@ class StaticForward:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Write the tokens' KV and return their attention, as `Cache.attend`; `start` is unused."""
-        return self._attention.attend(layer, q, k, v, self._angles)
+        return self._attention.attend(layer, self._angles.scaled(q), k, v, self._angles)
 
 
 class _FusedAttention:
@@ -115,7 +116,7 @@ class _FusedAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
         """Return the attention (B * T, Hq, D), as `StaticForward.attend`."""
-        turns = None if layer in self._nope_layers else angles
+        turns = None if layer in self._nope_layers else angles[:2]
         q = self._kernels.write(q, k, v, turns, self._table, layer, self._places)
         out: Tensor = self._kernels.attend(q, self._table, layer, self._places)
         return out

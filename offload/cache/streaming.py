@@ -71,8 +71,8 @@ class StreamingCache(StaticCache):
         kv = self._kv[layer]
         raw = token_slice(self._raw[layer], slot, end)
         raw.copy_(k.transpose(0, 1))
-        write_tokens(kv, self.rotary(k, slot, layer), v, slot)
-        q = self.rotary(q, slot, layer)
+        write_tokens(kv, self.rotary.keys(k, slot, layer), v, slot)
+        q = self.rotary.queries(q, slot, layer)
         out, _ = attend_prefix(kv, q, end, self.traffic)
         return out
 
@@ -121,6 +121,6 @@ class StreamingCache(StaticCache):
             token_slice(buffer, start, end).copy_(window)
         for layer, (kv, raw) in enumerate(zip(self._kv, self._raw, strict=True)):
             keys = token_slice(raw, start, end).transpose(0, 1)  # (window, Hkv, D)
-            rotated = self.rotary(keys, start, layer)
+            rotated = self.rotary.keys(keys, start, layer)
             token_slice(kv[0], start, end).copy_(rotated.transpose(0, 1))
         self._dropped += drop

@@ -86,8 +86,8 @@ class RetrievalCache(StaticCache):
         return self._store.nbytes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        k = self.rotary(k, start, layer)
-        q = self.rotary(q, start, layer)
+        k = self.rotary.keys(k, start, layer)
+        q = self.rotary.queries(q, start, layer)
         self._write(layer, slice(None), k, v, start)
         first = self.first_valid_slot()
         slot, _ = self.slot_and_position(start)

@@ -118,8 +118,8 @@ class TieredCache(Cache):
             observer.on_forward(self.boundary, self.length, self.length + rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        q = self.rotary(q, start, layer)
-        k = self.rotary(k, start, layer)
+        q = self.rotary.queries(q, start, layer)
+        k = self.rotary.keys(k, start, layer)
         end = start + len(q)
         layer_kv, boundary = self.layers[layer], self.boundary
         layer_kv.append(k, v, start, boundary)

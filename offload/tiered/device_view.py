@@ -36,8 +36,8 @@ class OnDeviceCache(Cache):
         if not layer_kv.is_on_device:
             assert self.retrieval is not None
             return self.retrieval.attend(layer, q, k, v, start)
-        q = target.rotary(q, start, layer)
-        k = target.rotary(k, start, layer)
+        q = target.rotary.queries(q, start, layer)
+        k = target.rotary.keys(k, start, layer)
         layer_kv.append(k, v, start, target.boundary)
         end = start + len(q)
         return layer_kv.attend_on_device(q, end, target.boundary, self.traffic)

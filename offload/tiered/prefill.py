@@ -75,8 +75,8 @@ class Prefill:
         cache = self._cache
         at = self._cached + start
         end = at + len(q)
-        q = cache.rotary(q, at, layer)
-        k = cache.rotary(k, at, layer)
+        q = cache.rotary.queries(q, at, layer)
+        k = cache.rotary.keys(k, at, layer)
         kv = self._build(layer, k, v, at)
         out, _ = attend_prefix(kv, q, end, cache.traffic)
         if end == self._cached + self.tokens:
@@ -88,7 +88,7 @@ class Prefill:
     def store(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store the KV of tokens whose attention output is not needed."""
         at = self._cached + start
-        self._build(layer, self._cache.rotary(k, at, layer), v, at)
+        self._build(layer, self._cache.rotary.keys(k, at, layer), v, at)
 
     def load_blocks(self, layer: int, blocks: Iterable[KVBlock]) -> None:
         """Load a layer's KV of all these tokens from blocks.

@@ -13,6 +13,7 @@ from offload.errors import one_line
 from offload.regular_files import read_json
 from parallel.config.families import FAMILIES, Family, missing_fields
 from parallel.config.rope import with_known_rope
+from parallel.config.text_model import WRAPPER, text_fields
 from parallel.config_checks import bool_field
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.group_headers import GroupHeader, group_headers
@@ -115,6 +116,9 @@ def _read_fields(path: Path) -> dict[str, Any]:
             raise ValueError("it is not a JSON object")
         if not isinstance(kind := fields.get("model_type", ""), str):
             raise ValueError(f"its model_type is {str(kind)[:60]}, which is not a name")
+        fields = text_fields(fields)
+    except ConfigError:
+        raise
     except Exception as error:  # not a file, not text, not JSON, or not an object
         raise ConfigError(
             f"{path} cannot be read as a model's config ({one_line(error)}): fetch it again."
@@ -131,11 +135,15 @@ def fields_for_transformers(fields: Mapping[str, Any], family: Family) -> dict[s
     null.
     """
     hf_fields = with_known_rope(fields, family)
-    for name in ("dtype", "torch_dtype", FIELD):
+    # the last, of layers that no supported model has, may be infinite, which only it can write
+    for name in ("dtype", "torch_dtype", FIELD, WRAPPER, "time_step_limit"):
         hf_fields.pop(name, None)
     for name in ("layer_types", "no_rope_layers"):
         if not hf_fields.get(name):
             hf_fields.pop(name, None)
+    if hf_fields.get("model_type") == "exaone4" and "layer_types" not in hf_fields:
+        # without windows, where transformers divides by zero
+        hf_fields["layer_types"] = ["full_attention"] * hf_fields["num_hidden_layers"]
     if hf_fields.get("sliding_window") is False:
         hf_fields["sliding_window"] = None
     return hf_fields

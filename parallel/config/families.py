@@ -6,8 +6,8 @@ Everything is read from config.json's fields; neither torch nor transformers is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from parallel.config.unsupported import unsupported_reason, window_part
 from parallel.config_checks import (
@@ -25,6 +25,30 @@ from parallel.errors import ConfigError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 QKNorm = Literal["head", "width"]  # normalised per head, or over all heads together
+BranchNorms = tuple[str | None, str | None]  # names of a branch's norms: before it, after it
+
+
+class Norms(NamedTuple):
+    """The norms of a layer's attention and of its MLP."""
+
+    attention: BranchNorms = ("input_layernorm", None)
+    mlp: BranchNorms = ("post_attention_layernorm", None)
+
+    @property
+    def total(self) -> int:
+        """The number of a layer's norms."""
+        return sum(name is not None for branch in self for name in branch)
+
+
+class MlpNames(NamedTuple):
+    """Names of the tensors of a dense MLP in the checkpoint."""
+
+    block: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # or one name, of both stacked
+    down: str = "down_proj"
+
+
+PRE_NORMS, MLP = Norms(), MlpNames()
 
 
 @dataclass(frozen=True)
@@ -69,27 +93,50 @@ class Family:
     head_dim: int | None = None  # None: hidden size / attention heads
     norm_eps: float = 1e-6
     tied: bool = False
-    stop_token: int | None = None
+    stop_tokens: tuple[int, ...] = ()
+    has_null_stops: bool = True  # a null eos_token_id means none, not the default
     rope_theta: float = 10_000.0
     rope_types: tuple[str, ...] = ROPE_TYPES
     rope_aliases: tuple[str, ...] = ()  # type names that mean LongRoPE in this family
-    partial_rotary: bool = False
+    partial_rotary: float | None = None  # default part of a head that rotates; None: always all
+    interleaved_rope: bool = False  # rotates adjacent dimensions, not the halves of a head
     sliding_window: int | None = None
     uses_sliding_window: bool = True
+    intermediate: str = "intermediate_size"  # config field with the MLP's intermediate size
     qkv_bias: bool = False  # always present, not configurable
     optional_biases: tuple[str, ...] = ()  # config fields that enable a bias
+    default_biases: tuple[str, ...] = ()  # those of them that are true by default
+    o_bias: str = "attention_bias"  # the field for the bias of attention's output
     qk_norm: QKNorm | None = None
-    post_norm: bool = False
-    fused_projections: bool = False  # one tensor for Q, K and V, one for gate and up
-    has_nope_layers: bool = False  # named by no_rope_layers
+    norms: Norms = PRE_NORMS
+    fused_qkv: bool = False  # one tensor for Q, K and V
+    mlp: MlpNames = MLP
+    has_nope_layers: bool = False
     has_multipliers: bool = False  # Granite's
+    has_query_scaling: bool = False  # Llama 4's
     experts: ExpertNames | None = None
 
 
 _BIASES = ("attention_bias", "mlp_bias")
+_POST_NORMS = Norms((None, "post_attention_layernorm"), (None, "post_feedforward_layernorm"))
+_FUSED_MLP = MlpNames(gate_up=("gate_up_proj",))
+_GLM = Family(
+    max_positions=131_072,
+    kv_heads=2,
+    head_dim=128,
+    norm_eps=1.5625e-7,
+    stop_tokens=(151_329, 151_336, 151_338),
+    has_null_stops=False,
+    partial_rotary=0.5,
+    interleaved_rope=True,
+    optional_biases=("attention_bias",),
+    default_biases=("attention_bias",),
+    o_bias="",
+    mlp=_FUSED_MLP,
+)
 FAMILIES = {
-    "llama": Family(max_positions=2048, stop_token=2, optional_biases=_BIASES),
-    "mistral": Family(max_positions=131_072, kv_heads=8, sliding_window=4096, stop_token=2),
+    "llama": Family(max_positions=2048, stop_tokens=(2,), optional_biases=_BIASES),
+    "mistral": Family(max_positions=131_072, kv_heads=8, sliding_window=4096, stop_tokens=(2,)),
     "qwen2": Family(
         max_positions=32_768,
         kv_heads=32,
@@ -110,7 +157,7 @@ FAMILIES = {
         max_positions=32_768,
         kv_heads=4,
         tied=True,
-        stop_token=128_001,
+        stop_tokens=(128_001,),
         rope_theta=2_000_000.0,
         optional_biases=_BIASES,
         has_nope_layers=True,
@@ -131,7 +178,7 @@ FAMILIES = {
         max_positions=131_072,
         kv_heads=8,
         norm_eps=1e-5,
-        stop_token=2,
+        stop_tokens=(2,),
         rope_theta=1_000_000.0,
         experts=ExpertNames("intermediate_size", "block_sparse_moe", gate="w1", up="w3", down="w2"),
     ),
@@ -139,22 +186,66 @@ FAMILIES = {
         max_positions=4096,
         original_positions=4096,
         norm_eps=1e-5,
-        stop_token=32_000,
+        stop_tokens=(32_000,),
         rope_types=("default", "longrope"),
         rope_aliases=("su", "yarn"),
-        partial_rotary=True,
-        fused_projections=True,
+        partial_rotary=1.0,
+        fused_qkv=True,
+        mlp=_FUSED_MLP,
     ),
     "olmo2": Family(
         max_positions=2048,
         norm_eps=1e-5,
-        stop_token=50_279,
+        stop_tokens=(50_279,),
         optional_biases=("attention_bias",),
         qk_norm="width",
-        post_norm=True,
+        norms=_POST_NORMS,
+    ),
+    "exaone4": Family(
+        max_positions=2048,
+        kv_heads=32,
+        norm_eps=1e-5,
+        stop_tokens=(2,),
+        sliding_window=4096,
+        qk_norm="head",
+        norms=_POST_NORMS,
     ),
     "granite": Family(
-        max_positions=2048, stop_token=2, optional_biases=_BIASES, has_multipliers=True
+        max_positions=2048, stop_tokens=(2,), optional_biases=_BIASES, has_multipliers=True
+    ),
+    "granitemoehybrid": Family(
+        max_positions=2048,
+        stop_tokens=(2,),
+        intermediate="shared_intermediate_size",
+        optional_biases=("attention_bias",),
+        mlp=MlpNames("shared_mlp", ("input_linear",), "output_linear"),
+        has_nope_layers=True,
+        has_multipliers=True,
+    ),
+    "ministral3": Family(
+        max_positions=262_144,
+        kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        stop_tokens=(2,),
+        has_query_scaling=True,
+    ),
+    "seed_oss": Family(
+        max_positions=524_288,
+        kv_heads=8,
+        head_dim=128,
+        stop_tokens=(2,),
+        optional_biases=("attention_bias", "attention_out_bias", "mlp_bias"),
+        default_biases=("attention_bias",),
+        o_bias="attention_out_bias",
+    ),
+    "glm": _GLM,
+    "glm4": replace(
+        _GLM,
+        norms=Norms(
+            ("input_layernorm", "post_self_attn_layernorm"),
+            ("post_attention_layernorm", "post_mlp_layernorm"),
+        ),
     ),
 }
 
@@ -200,7 +291,8 @@ def missing_fields(fields: Mapping[str, Any]) -> list[str]:
     if family.experts is not None:
         required += ["num_experts_per_tok", family.experts.intermediate]
         required += [] if expert_count(fields) is not None else ["num_experts"]
-    return [name for name in required if name not in fields]
+    required.append(family.intermediate)
+    return [name for name in dict.fromkeys(required) if name not in fields]
 
 
 def expert_count(fields: Mapping[str, Any]) -> Any:
@@ -242,8 +334,10 @@ def read_experts(fields: Mapping[str, Any], names: ExpertNames) -> MoEConfig | N
 
 
 def nope_layers(fields: Mapping[str, Any]) -> frozenset[int]:
-    """Return the layers without RoPE (NoPE) of a SmolLM3 config."""
+    """Return the layers without RoPE (NoPE) of a SmolLM3 or Granite 4 config."""
     layers = range(fields["num_hidden_layers"])
+    if fields["model_type"] == "granitemoehybrid":
+        return frozenset() if fields.get("position_embedding_type") == "rope" else frozenset(layers)
     has_rope = per_layer_field(fields, "no_rope_layers", int)  # despite its name: 1 means RoPE
     if not has_rope:
         interval = fields.get("no_rope_layer_interval", 4)

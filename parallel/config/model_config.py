@@ -19,7 +19,11 @@ from offload.layout import KVLayout, ceil_div
 from parallel.config.config_file import ConfigFile, config_file, fields_for_transformers
 from parallel.config.families import (
     FAMILIES,
+    MLP,
+    PRE_NORMS,
+    MlpNames,
     MoEConfig,
+    Norms,
     QKNorm,
     active_window,
     family_of,
@@ -33,9 +37,18 @@ from parallel.config.positions import (
     dense_positions,
     trained_positions,
 )
-from parallel.config.rope import MAX_ROPE_FACTOR, inverse_frequencies, read_rope, rope_factor
+from parallel.config.rope import (
+    MAX_ROPE_FACTOR,
+    QueryScaling,
+    inverse_frequencies,
+    query_scaling,
+    read_rope,
+    rope_factor,
+)
+from parallel.config.text_model import WRAPPER
 from parallel.config_checks import COUNT, LAYERS, NORM_EPS, bool_field, check_number, is_positive
 from parallel.errors import ConfigError
+from parallel.formats.gguf.families import family_of as family_of_file
 from parallel.formats.gguf.header import GgufHeader, read_header
 from parallel.formats.gguf.metadata import config_fields, kept_types
 from parallel.formats.hub import GgufName, NotFound, fetch_config
@@ -97,17 +110,23 @@ class ModelConfig:
     dense_positions: int | None = field(default=None, repr=False)
     # the maximum number of tokens that attention sees.
     window: int | None = field(default=None, repr=False)
+    # Model type of the config that this one is a part of, such as a vision model's
+    wrapper: str | None = field(default=None, repr=False)
     # Matrices that stay packed as in their file, by name, and how; the weights are the same
     kept_types: tuple[tuple[str, KeptType], ...] = field(default=(), repr=False)
     nope_layers: frozenset[int] = frozenset()  # layers without RoPE
     qk_norm: QKNorm | None = None
-    post_norm: bool = False  # norms follow attention and MLP instead of preceding them
-    fused_projections: bool = False  # the checkpoint stacks Q, K and V, and gate and up
+    norms: Norms = PRE_NORMS  # names of a layer's norms in the checkpoint
+    fused_qkv: bool = False  # the checkpoint stacks Q, K and V
+    mlp_names: MlpNames = MLP  # names of a dense MLP in the checkpoint
+    # the checkpoint's Q and K are for RoPE that rotates adjacent dimensions; loading reorders them
+    interleaved_rope: bool = False
     experts: MoEConfig | None = None  # replaces the dense MLP in the layers it lists
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # scale of the outputs of attention and MLP
     query_multiplier: float = 1.0  # in addition to head_dim ** -0.5
     logits_scaling: float = 1.0  # divisor of the logits
+    query_scaling: QueryScaling | None = None
 
     def __post_init__(self) -> None:
         check_number("layers", self.layers, LAYERS)
@@ -145,7 +164,8 @@ class ModelConfig:
         try:
             hf_fields = fields_for_transformers(fields, FAMILIES[config.family])
             hf = CONFIG_MAPPING[config.family].from_dict(hf_fields)
-            config = replace(cls.from_hf(hf, fields), dtype=config.dtype)
+            read = cls.from_hf(hf, fields)
+            config = replace(read, dtype=config.dtype, wrapper=config.wrapper)
         except ConfigError:
             raise
         except Exception as error:  # transformers raises any type for a broken field
@@ -205,7 +225,7 @@ class ModelConfig:
         """
         family = family_of(fields)
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-        head_dim = fields.get("head_dim") or family.head_dim
+        head_dim = fields.get("head_dim", family.head_dim)
         if head_dim is None and hidden % heads:
             raise ConfigError(
                 f"the model's config gives hidden_size = {hidden}, which does not divide into "
@@ -213,8 +233,15 @@ class ModelConfig:
             )
         head_dim = head_dim or hidden // heads
         rope, rotary_dim = read_rope(fields, family, head_dim)
-        biases = {name: bool_field(fields, name, False) for name in family.optional_biases}
-        attention_bias = biases.get("attention_bias", False)
+        biases = {
+            name: bool_field(fields, name, name in family.default_biases)
+            for name in family.optional_biases
+        }
+        stops = fields.get("eos_token_id", list(family.stop_tokens))
+        if stops is None and not family.has_null_stops:
+            stops = list(family.stop_tokens)
+        intermediate = fields[family.intermediate]
+        check_number(family.intermediate, intermediate, COUNT)
         max_positions = fields.get("max_position_embeddings", family.max_positions)
         trained = trained_positions(fields if source_fields is None else source_fields)
         dtype = fields.get("dtype") or fields.get("torch_dtype")
@@ -226,26 +253,30 @@ class ModelConfig:
             heads=heads,
             kv_heads=fields.get("num_key_value_heads", family.kv_heads) or heads,
             head_dim=head_dim,
-            intermediate=fields["intermediate_size"],
+            intermediate=intermediate,
             vocab=fields["vocab_size"],
             norm_eps=fields.get("rms_norm_eps", family.norm_eps),
             max_positions=max_positions,
             tied=bool_field(fields, "tie_word_embeddings", family.tied),
-            qkv_bias=family.qkv_bias or attention_bias,
-            o_bias=attention_bias,
+            qkv_bias=family.qkv_bias or biases.get("attention_bias", False),
+            o_bias=biases.get(family.o_bias, False),
             mlp_bias=biases.get("mlp_bias", False),
             dtype=None if name is None else _ALIASES.get(name, name),
-            stop_tokens=token_ids(fields.get("eos_token_id", family.stop_token)),
+            stop_tokens=token_ids(stops),
             rope=rope,
             rotary_dim=rotary_dim,
             trained_positions=trained,
             dense_positions=dense_positions(fields),
             window=active_window(fields, family),
+            wrapper=fields.get(WRAPPER),
             kept_types=(),
             nope_layers=nope_layers(fields) if family.has_nope_layers else frozenset(),
             qk_norm=family.qk_norm,
-            post_norm=family.post_norm,
-            fused_projections=family.fused_projections,
+            norms=family.norms,
+            fused_qkv=family.fused_qkv,
+            mlp_names=family.mlp,
+            interleaved_rope=family.interleaved_rope,
+            query_scaling=query_scaling(rope) if family.has_query_scaling else None,
             experts=None if family.experts is None else read_experts(fields, family.experts),
             **(multipliers(fields, head_dim) if family.has_multipliers else {}),
         )
@@ -347,7 +378,10 @@ class ModelConfig:
         from offload.rotary import Rotary
 
         frequencies, scale = self.inverse_frequencies(tokens, length)
-        return Rotary(frequencies, scale, length, dtype, device, self.nope_layers)
+        rotary = Rotary(frequencies, scale, length, dtype, device, self.nope_layers)
+        if self.query_scaling is not None:
+            rotary.scale_queries(*self.query_scaling)
+        return rotary
 
     def kv_layout(self, ranks: int, dtype: torch.dtype, rank: int | None = None) -> KVLayout:
         """Return the KV layout of one of `ranks` ranks.
@@ -368,6 +402,8 @@ def _read_config(path: Path, packed: bool, hub_name: str | None = None) -> Model
 
 def _gguf_config(path: Path, header: GgufHeader, packed: bool) -> ModelConfig:
     config = _parse(path, config_fields(header))
+    is_interleaved = config.interleaved_rope or family_of_file(header).interleaved_rope
+    config = replace(config, interleaved_rope=is_interleaved)
     return _with_kept_types(config, kept_types(header)) if packed else config
 
 

@@ -54,13 +54,12 @@ def inactive_parameters(config: ModelConfig, ranks: int, tokens: int) -> float:
 
 
 def _attention_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
-    """Return a layer's parameters on a rank without those of its MLP, but with both norms."""
+    """Return a layer's parameters on a rank without those of its MLP, but with all norms."""
     hidden = config.hidden
     heads = share_size(config.kv_heads, rank, ranks)
     queries, keys = (heads * rows for rows in head_rows(config))
-    norms = (
-        2 * hidden + {None: 0, "head": 2 * config.head_dim, "width": queries + keys}[config.qk_norm]
-    )
+    qk_norms = {None: 0, "head": 2 * config.head_dim, "width": queries + keys}[config.qk_norm]
+    norms = config.norms.total * hidden + qk_norms
     qkv = (queries + 2 * keys) * (hidden + config.qkv_bias)
     o = hidden * (queries + config.o_bias)
     return norms + qkv + o

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel.config.families import Family
 from parallel.config_checks import SCALE, Number, check_number, is_positive, quote
@@ -39,7 +39,29 @@ _OPTIONAL = {
     "beta_slow": SCALE,
 }
 _EXTENDED = ("yarn", "llama3", "longrope")  # types with original_max_position_embeddings
+_QUERY_SCALE = "llama_4_scaling_beta"
+_MINISTRAL3 = {  # transformers' default
+    "type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _QUERY_SCALE: 0.1,
+}
 _LONG_FACTORS = ("short_factor", "long_factor")
+
+
+class QueryScaling(NamedTuple):
+    """A factor on the queries of each position: 1 + beta log(1 + floor(position / positions)).
+
+    Ministral 3's, from Llama 4. Source: transformers, modeling_ministral3.py.
+    """
+
+    beta: float
+    positions: int
 
 
 def rope_factor(rope: str) -> float:
@@ -66,6 +88,9 @@ def read_rope(
     Raises ConfigError for an unsupported RoPE type and for invalid numbers.
     """
     rope = rope_object(fields)
+    if family.has_query_scaling:
+        rope = rope or dict(_MINISTRAL3)
+        rope.pop("max_position_embeddings", None)  # unused
     rope["rope_type"] = _rope_type(rope)
     rope.setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
     if rope["rope_type"] in family.rope_aliases:
@@ -77,7 +102,8 @@ def read_rope(
             f"{', '.join(family.rope_types)}, one for all layers."
         )
     part = rope.pop("partial_rotary_factor", fields.get("partial_rotary_factor"))
-    rotary_dim = _rotary_dim(head_dim, 1.0 if part is None else part, family)
+    part = (family.partial_rotary or 1.0) if part is None else part
+    rotary_dim = _rotary_dim(head_dim, part, family)
     if kind in _EXTENDED:
         positions = fields.get("max_position_embeddings", family.max_positions)
         # a field beside rope_parameters takes precedence over the one within
@@ -105,7 +131,7 @@ def inverse_frequencies(
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = dict(rope)
+    rope = {name: value for name, value in rope.items() if name != _QUERY_SCALE}
     if rope["rope_type"] == "default":  # its own function is in a module that imports a compiler
         rope |= {"rope_type": "linear", "factor": 1.0}
     factors = rope.pop("frequency_factors", None)
@@ -119,6 +145,20 @@ def inverse_frequencies(
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
     inverse, scale = compute(hf, torch.device("cpu"), seq_len=tokens)
     return inverse if factors is None else inverse / torch.tensor(factors), scale
+
+
+def query_scaling(rope: Mapping[str, Any]) -> QueryScaling | None:
+    """Return how the queries of Ministral 3 are scaled, from its RoPE parameters.
+
+    Raises ConfigError for an invalid number.
+    """
+    beta = rope.get(_QUERY_SCALE)
+    if beta is None:
+        return None
+    check_number(f"RoPE's {_QUERY_SCALE}", beta, Number(low=0, high=1e6, whole=False))
+    positions: Any = rope.get("original_max_position_embeddings")
+    check_number("original_max_position_embeddings", positions, _POSITIONS_RANGE)
+    return QueryScaling(float(beta), int(positions))
 
 
 def with_known_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -178,7 +218,7 @@ def _rotary_dim(head_dim: int, part: Any, family: Family) -> int:
                 f"RoPE rotates pairs of dimensions, and the model's heads have {head_dim}."
             )
         return head_dim
-    if not family.partial_rotary:
+    if family.partial_rotary is None:
         raise ConfigError(
             f"partial rotary embeddings (partial_rotary_factor = {quote(part)}) are not "
             "supported in this family."

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from typing import Any
 
+from parallel.config_checks import quote
 from parallel.formats.quantisation import (
     READABLE,
     Quantisation,
@@ -34,19 +35,9 @@ _LAYER_LISTS = ("layer_types", "layers_block_type")
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "attention"}
 # config of the text model within a wrapper
 _TEXT_FIELDS = ("text_config", "llm_config", "language_config")
-# text models equal to another type, with or without the suffix _text
-_TEXT_MODELS = {
-    "qwen2_vl": "qwen2",
-    "qwen2_5_vl": "qwen2",
-    "qwen3_vl": "qwen3",
-    "qwen3_vl_moe": "qwen3_moe",
-}
 _SINK_TYPES = ("gpt_oss",)  # types with attention sinks that their configs do not mention
 _CONVERSIONS = {  # hints on models that need custom code but can be converted
-    "chatglm": (
-        "its publisher's conversions, whose names end in -hf, need no such code, but their "
-        "model_type 'glm' is not supported either"
-    ),
+    "chatglm": "its publisher's conversions, whose names end in -hf, need no such code",
     "internlm2": (
         "tools/convert2llama.py of github.com/InternLM/InternLM makes a model of type llama of it"
     ),
@@ -81,10 +72,10 @@ def unsupported_reason(
     if known:
         return f"the model's config has {_join(parts)}, which is not supported." if parts else None
     reasons = [f"model_type {kind!r:.60} is not supported; supported are {', '.join(supported)}."]
-    if text_model := _text_model(fields, inner):
-        support = "supported, but not within a wrapper"
+    if isinstance(text_model := inner.get("model_type"), str):
+        support = "supported, but not within this wrapper"
         support = support if text_model in supported else "not supported either"
-        reasons.append(f"Its text model is {text_model!r}, which is {support}.")
+        reasons.append(f"Its text model is {text_model!r:.60}, which is {support}.")
     if parts:
         reasons.append(f"It has {_join(parts)}.")
     if "auto_map" in fields:
@@ -116,6 +107,11 @@ def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
     """Yield unsupported features, without quantisation and the windows of a known type."""
     if fields.get("model_type") in _SINK_TYPES:
         yield "attention sinks"
+    if fields.get("model_type") == "granitemoehybrid":
+        if experts := fields.get("num_local_experts", 8):
+            yield f"num_local_experts = {quote(experts)} (experts beside an MLP)"
+        if not _kinds(fields, "layer_types"):
+            yield "no layer_types (recurrent layers)"
     kinds = {kind for name in _LAYER_LISTS for kind in _kinds(fields, name)}
     has_recurrent = not kinds or any(word in kind for kind in kinds for word in _RECURRENT)
     names = [name for name in _FOREIGN_FIELDS if has_recurrent or name not in _HYBRID_FIELDS]
@@ -139,15 +135,6 @@ def _quantised_part(fields: Mapping[str, Any]) -> str | None:
     except UnsupportedQuantisation as error:
         return f"weights quantised by {error}"
     return None
-
-
-def _text_model(fields: Mapping[str, Any], inner: Mapping[str, Any]) -> str | None:
-    """Return the type of a wrapper's text model, None if it is not a wrapper."""
-    for kind in (inner.get("model_type"), fields.get("model_type")):
-        if isinstance(kind, str) and (known := _TEXT_MODELS.get(kind.removesuffix("_text"))):
-            return known
-    kind = inner.get("model_type")
-    return f"{kind:.40}" if isinstance(kind, str) else None
 
 
 def _kinds(fields: Mapping[str, Any], name: str) -> set[str]:

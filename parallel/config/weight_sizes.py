@@ -97,14 +97,17 @@ def _matrices(
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}"
         heads = {"q": own_queries.stop - own_queries.start, "k": key_rows, "v": key_rows}
-        fused = config.fused_projections
         projections = [
-            _Part(f"{prefix}.self_attn.{'qkv' if fused else name}_proj.weight", rows, all_columns)
+            _Part(
+                f"{prefix}.self_attn.{'qkv' if config.fused_qkv else name}_proj.weight",
+                rows,
+                all_columns,
+            )
             for name, rows in heads.items()
         ]
         yield "qkv", projections
         yield "o", [_Part(f"{prefix}.self_attn.o_proj.weight", hidden, own_queries)]
-        halves = ("gate_up", "gate_up") if fused else ("gate", "up")
-        names = [f"{prefix}.mlp.{name}_proj.weight" for name in halves]
+        block, gate_up, down = config.mlp_names
+        names = [f"{prefix}.{block}.{name}.weight" for name in (gate_up[0], gate_up[-1])]
         yield "gate_up", [_Part(name, columns, all_columns) for name in names]
-        yield "down", [_Part(f"{prefix}.mlp.down_proj.weight", hidden, inner)]
+        yield "down", [_Part(f"{prefix}.{block}.{down}.weight", hidden, inner)]

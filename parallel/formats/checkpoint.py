@@ -22,6 +22,7 @@ from parallel.formats.weight_headers import (
     HEAD,
     TensorHeader,
     check_floats,
+    text_tensor,
     weight_files,
 )
 
@@ -239,7 +240,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _open_tensor(self, name: str) -> Indexable:
         header = self._headers[name]
-        return TensorSlice(header.path, name, header.shape)
+        return TensorSlice(header.path, header.name, header.shape)
 
     def _file_of(self, name: str) -> Path:
         return self._headers[name].path
@@ -247,16 +248,19 @@ class SafetensorsCheckpoint(Checkpoint):
     def _scan(self, path: Path) -> None:
         """Record the tensors of a file. Raises CheckpointError."""
         with self._open(path) as file:
-            for name in file.keys():  # noqa: SIM118 - a safetensors file, not a dict
+            for stored_name in file.keys():  # noqa: SIM118 - a safetensors file, not a dict
+                name = text_tensor(stored_name)
+                if name is None:
+                    continue
                 if name in self._headers:
                     before = self._headers[name].path.name
                     raise CheckpointError(
                         f"{self.folder}: tensor {name} is in {before} and in {path.name}, which "
                         "is ambiguous. Fetch the model again."
                     )
-                tensor = file.get_slice(name)
+                tensor = file.get_slice(stored_name)
                 shape = tuple(tensor.get_shape())
-                self._headers[name] = TensorHeader(path, name, tensor.get_dtype(), shape)
+                self._headers[name] = TensorHeader(path, stored_name, tensor.get_dtype(), shape)
 
     def _open(self, path: Path) -> Any:
         try:

@@ -24,7 +24,7 @@ from parallel.formats.gguf.header import (
 )
 from parallel.formats.gguf.metadata import ROPE_FACTORS
 from parallel.formats.quantisation import FILES
-from parallel.formats.weight_headers import TensorHeader
+from parallel.formats.weight_headers import TensorHeader, text_tensor
 
 _TIMEOUT_S = 10.0  # time limit for a response of the hub in seconds
 _GGUF_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+)|/([\w./-]+\.gguf))", re.IGNORECASE)
@@ -59,9 +59,10 @@ def fetch_headers(name: str) -> dict[str, TensorHeader]:
     try:
         files = HfApi().get_safetensors_metadata(name).files_metadata
         return {
-            tensor: TensorHeader(Path(name, file), tensor, info.dtype, tuple(info.shape))
+            own_name: TensorHeader(Path(name, file), tensor, info.dtype, tuple(info.shape))
             for file, metadata in files.items()
             for tensor, info in metadata.tensors.items()
+            if (own_name := text_tensor(tensor)) is not None
         }
     except Exception as error:  # the hub client's errors share no base class
         raise NotFound(one_line(error)) from error

@@ -14,6 +14,7 @@ from offload.regular_files import read_json
 from parallel.formats.weight_headers import DTYPES, TensorHeader, stored_tensors
 
 FIELD = "quantization_config"  # in config.json
+QUANTISATION_FIELDS = (FIELD, "quantization", "compression_config")  # all that may say it there
 # Files beside it that say how weights are quantised: NVIDIA's (FP8, NVFP4), and those of GPTQ and
 # AWQ before transformers supported them.
 FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -120,7 +121,11 @@ def find_quantisation(folder: Path) -> Quantisation | None:
     """
     path = folder / "config.json"
     fields = read_json(path) if path.is_file() else {}
-    config = quantisation_fields(fields if isinstance(fields, Mapping) else {}, folder)
+    fields = fields if isinstance(fields, Mapping) else {}
+    inner = fields.get("text_config")
+    if isinstance(inner, Mapping) and not any(map(fields.get, QUANTISATION_FIELDS)):
+        fields = inner
+    config = quantisation_fields(fields, folder)
     return Quantisation.parse(config) if config else None
 
 

@@ -17,6 +17,20 @@ _MAX_HEADER = 32 * MIB  # maximum bytes of a header; real ones have a few MB
 _COMPARE_BYTES = 16 * MIB  # bytes per step of a comparison of two tensors
 WORDS = ("qweight", "weight_packed")  # in place of `weight`, if codes are packed in words
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TEXT_PREFIXES = {  # those of a text model in a larger one: its own
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_OTHER_PARTS = (  # prefixes of images' parts, and of layers that predict further tokens
+    "vision_tower.",
+    "visual.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.visual.",
+    "model.multi_modal_projector.",
+    "model.mtp_layers.",
+)
 
 
 class _Incomplete(Exception):
@@ -41,8 +55,18 @@ class StoredTensor(TensorHeader):
     nbytes: int
 
 
+def text_tensor(name: str) -> str | None:
+    """Return the name of a tensor in the text model alone; None for one of another part."""
+    if name.startswith(_OTHER_PARTS):
+        return None
+    for prefix, own in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
+
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder's safetensors files, keyed by name.
+    """Return the tensors of a folder's safetensors files, keyed by name in the text model.
 
     The result is empty if files are missing or incomplete: a plan needs no weights, and loading
     reports what is wrong with them.
@@ -146,7 +170,8 @@ def _header(path: Path) -> dict[str, StoredTensor]:
                 )
                 if not 0 <= first <= last <= size - 8 - length:
                     raise _Incomplete
-                tensors[name] = tensor
+                if (own_name := text_tensor(name)) is not None:
+                    tensors[own_name] = tensor
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _Incomplete from error
     return tensors

@@ -18,7 +18,7 @@ from parallel.formats.checkpoint import Checkpoint
 from parallel.ranks.partition import vocab_rows
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 from parallel.weights.matrix import Matrix, empty_parameter
-from parallel.weights.packed import Slice
+from parallel.weights.packed import Slice, reorder_heads
 
 
 class RMSNorm(Module):
@@ -143,6 +143,19 @@ class ColumnParallelLinear(Module):
             biases = self._slices(checkpoint, [f"{name}.bias" for name in names], ())
             for (tensor, rows, _), own in zip(biases, self.bias.split(self.sizes), strict=True):
                 own.copy_(tensor[rows])
+
+    def deinterleave(self, matrices: int, head_dim: int, rotary_dim: int) -> None:
+        """Reorder the rows of each head of the first matrices: of pairs, first rows come first.
+
+        Of the first `rotary_dim` rows, 0, 2, 4 and so on are followed by 1, 3, 5 and so on: RoPE
+        that rotates adjacent dimensions becomes one that rotates halves.
+        """
+        rows = torch.arange(head_dim, device=self.weight.device)
+        order = torch.cat((rows[:rotary_dim:2], rows[1:rotary_dim:2], rows[rotary_dim:]))
+        count = sum(self.sizes[:matrices])
+        self.weight.reorder_heads(order, count)
+        if self.bias is not None:
+            reorder_heads(self.bias[:count], order)
 
     def _slices(
         self, checkpoint: Checkpoint, names: Sequence[str], inner: tuple[int, ...]

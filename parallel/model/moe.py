@@ -28,10 +28,8 @@ class SparseMoE(Branch):
     The router is replicated. All ranks apply it to the same x, so they select the same experts.
     """
 
-    norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
-
     def __init__(self, config: ModelConfig, group: TensorParallelGroup):
-        super().__init__(config)
+        super().__init__(config, config.norms.mlp)
         assert config.experts is not None
         self.shape = config.experts
         self.group = group
@@ -58,7 +56,7 @@ class SparseMoE(Branch):
         return moe(x, weights, chosen, self.gate_up, self.down)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
-        self.load_norm(checkpoint, prefix)
+        self.load_norms(checkpoint, prefix)
         names = self.shape.names
         block = f"{prefix}.{names.block}"
         count, hidden = self.router.shape

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from parallel.batch_invariant import map_blocks
+from parallel.config.families import BranchNorms
 from parallel.config.model_config import ModelConfig
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
@@ -14,45 +15,45 @@ from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 
 
 class Branch(Module):
-    """A residual branch: x + multiplier * f(norm(x)), or with a post-norm * norm(f(x))."""
+    """A residual branch: x + multiplier * post_norm(f(pre_norm(x))), with one norm or both."""
 
-    norm_names: tuple[str, str]  # in the checkpoint: the norm before the branch, and after it
-
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, norm_names: BranchNorms):
         super().__init__()
-        self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.post_norm = config.post_norm
+        self.norm_names = norm_names
+        self.pre_norm, self.post_norm = (
+            None if name is None else RMSNorm(config.hidden, config.norm_eps) for name in norm_names
+        )
         self.multiplier = config.residual_multiplier
 
     def pre(self, x: Tensor) -> Tensor:
         """Return the branch's input, from hidden states x (T, hidden)."""
-        return x if self.post_norm else self.norm(x)
+        return x if self.pre_norm is None else self.pre_norm(x)
 
     def post(self, total: AsyncSum) -> AsyncSum:
         """Return the branch's pending output, from its pending all-reduce (T, hidden)."""
-        if not self.post_norm and self.multiplier == 1.0:
+        if self.post_norm is None and self.multiplier == 1.0:
             return total
 
         def wait() -> Tensor:
-            x = self.norm(total()) if self.post_norm else total()
+            x = total() if self.post_norm is None else self.post_norm(total())
             return x if self.multiplier == 1.0 else x * self.multiplier
 
         return wait
 
-    def load_norm(self, checkpoint: Checkpoint, prefix: str) -> None:
-        """Read the norm of layer PREFIX."""
-        self.norm.load(checkpoint, f"{prefix}.{self.norm_names[self.post_norm]}")
+    def load_norms(self, checkpoint: Checkpoint, prefix: str) -> None:
+        """Read the norms of layer PREFIX."""
+        for name, norm in zip(self.norm_names, (self.pre_norm, self.post_norm), strict=True):
+            if norm is not None:
+                norm.load(checkpoint, f"{prefix}.{name}")
 
 
 class Mlp(Branch):
     """A layer's gated MLP, over this rank's intermediate dimensions."""
 
-    norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
-
     def __init__(self, config: ModelConfig, group: TensorParallelGroup):
-        super().__init__(config)
+        super().__init__(config, config.norms.mlp)
         outputs = [config.intermediate] * 2
-        self.names = ["gate_up_proj"] if config.fused_projections else ["gate_proj", "up_proj"]
+        self.names = config.mlp_names
         self.gate_up = ColumnParallelLinear(group, config.hidden, outputs, config.mlp_bias)
         self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
 
@@ -62,9 +63,10 @@ class Mlp(Branch):
         return self.post(self.down(map_blocks(_gated, gate, up)))
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
-        self.load_norm(checkpoint, prefix)
-        self.gate_up.load(checkpoint, [f"{prefix}.mlp.{name}" for name in self.names])
-        self.down.load(checkpoint, f"{prefix}.mlp.down_proj")
+        self.load_norms(checkpoint, prefix)
+        block, gate_up, down = self.names
+        self.gate_up.load(checkpoint, [f"{prefix}.{block}.{name}" for name in gate_up])
+        self.down.load(checkpoint, f"{prefix}.{block}.{down}")
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:

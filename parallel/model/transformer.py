@@ -85,17 +85,17 @@ class PaddedCache:
 class Attention(Branch):
     """A layer's attention, over this rank's heads."""
 
-    norm_names = ("input_layernorm", "post_attention_layernorm")
-
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, layer: int):
-        super().__init__(config)
+        super().__init__(config, config.norms.attention)
         self.layer = layer
         self.head_dim = config.head_dim
+        # dimensions of a head whose rows the checkpoint interleaves
+        self.interleaved = config.rotary_dim if config.interleaved_rope else 0
         self.query_multiplier = config.query_multiplier
         queries = config.heads * config.head_dim
         keys = config.kv_heads * config.head_dim
         outputs = [queries, keys, keys]
-        self.names = ["qkv_proj"] if config.fused_projections else ["q_proj", "k_proj", "v_proj"]
+        self.names = ["qkv_proj"] if config.fused_qkv else ["q_proj", "k_proj", "v_proj"]
         own_queries, own_keys = head_rows(config)
         units = [own_queries, own_keys, own_keys]
         self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias, units)
@@ -123,9 +123,11 @@ class Attention(Branch):
         cache.store(self.layer, k, v, start)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
-        self.load_norm(checkpoint, prefix)
+        self.load_norms(checkpoint, prefix)
         attention = f"{prefix}.self_attn"
         self.qkv.load(checkpoint, [f"{attention}.{name}" for name in self.names])
+        if self.interleaved:
+            self.qkv.deinterleave(2, self.head_dim, self.interleaved)
         if self.qk_norm is not None:
             self.qk_norm.load(checkpoint, [f"{attention}.{name}_norm" for name in "qk"])
         self.o.load(checkpoint, f"{attention}.o_proj")

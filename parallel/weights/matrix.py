@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from parallel.weights.matmul import linear, linear_fp32_out
-from parallel.weights.packed import PackedRows, Slice, read_numbers
+from parallel.weights.packed import PackedRows, Slice, read_numbers, reorder_heads
 
 _UNPACKED_BYTES = 64 << 20  # bytes of a head's rows that are unpacked at once
 
@@ -96,6 +96,14 @@ class Matrix(Module):
             self.packed.load(slices, self.rows)
             return
         read_numbers(slices, self.allocate())
+
+    def reorder_heads(self, order: Tensor, rows: int) -> None:
+        """Reorder the rows of each head among the first `rows`, as `packed.reorder_heads`."""
+        if self.packed is not None:
+            self.packed.reorder_heads(order, rows)
+        else:
+            assert self.values is not None
+            reorder_heads(self.values[:rows], order)
 
     def product(self, x: Tensor, bias: Tensor | None = None, first: int = 0) -> Tensor:
         """Return x W^T + b (T, rows - first) of x (T, columns), skipping the first rows."""

@@ -50,6 +50,11 @@ def read_numbers(slices: Sequence[Slice], values: Tensor) -> None:
     values[start:] = 0
 
 
+def reorder_heads(rows: Tensor, order: Tensor) -> None:
+    """Reorder the rows (heads * D, ...) of each head in place; `order` (D,) is their old places."""
+    rows.copy_(rows.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1))
+
+
 class WholePart(Module):
     """Rows that are not packed: of float tensors, or of one that is cut inside of a block."""
 
@@ -90,6 +95,12 @@ class PackedRows(Module):
                 if kind is None
                 else self._kept_part(kind, run, height)
             )
+
+    def reorder_heads(self, order: Tensor, rows: int) -> None:
+        """Reorder the rows of each head among the first `rows`, as the function."""
+        for part, own, _ in self._overlapping(0, rows):
+            for tensor in (_planes(part) or part).parameters():
+                reorder_heads(tensor[own], order)
 
     def multiply(self, x: Tensor, first: int, out_dtype: torch.dtype) -> Tensor:
         """Return x W^T (T, R - first) with fused kernels, in x's dtype or float32."""

@@ -43,7 +43,9 @@ def test_experts_are_captured_with_static_shapes_only(
     assert (runner.counts["replayed"], runner.counts["refused"]) == (10 + 4 + 2, 0)
 
 
-@pytest.mark.parametrize("name", slow_except(["smollm3", "phi3", "qwen3_moe"], 1))
+@pytest.mark.parametrize(
+    "name", slow_except(["smollm3", "phi3", "ministral3", "glm4", "qwen3_moe"], 1, 2)
+)
 def test_captured_graphs_match_the_cpu(name: str, checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint(**OTHERS[name])
     expected = Pair(folder, folder).generate("plain", PROMPT, NEW)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.ministral3 import modeling_ministral3
 from transformers.models.phi3 import modeling_phi3
 
 from parallel.config.model_config import ModelConfig
@@ -30,7 +31,7 @@ def test_rotation_matches_transformers(dtype: torch.dtype, kind: str, start: int
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     for x, reference in zip((q, k), expected, strict=True):
         torch.testing.assert_close(
-            rotary(x, start, 0), reference[0].transpose(0, 1), atol=tolerance, rtol=tolerance
+            rotary.keys(x, start, 0), reference[0].transpose(0, 1), atol=tolerance, rtol=tolerance
         )
 
 
@@ -44,7 +45,7 @@ def test_partial_rotation_matches_phi3(start: int) -> None:
     )
     rotary = ModelConfig.from_hf(hf).rotary(57, 57, torch.float32, CPU)
     for x, reference in zip((q, k), expected, strict=True):
-        rotated = rotary(x, start, 0)
+        rotated = rotary.keys(x, start, 0)
         torch.testing.assert_close(rotated, reference[0].transpose(0, 1), atol=1e-6, rtol=1e-6)
         angles = rotary.angles(start, start + 20)
         assert torch.equal(rotary.apply(x, angles, 0), rotated)
@@ -64,9 +65,9 @@ def test_longrope_factors_are_selected_by_the_maximum_length() -> None:
 def test_nope_layers_are_not_rotated() -> None:
     rotary = ModelConfig.from_hf(tiny_config("smollm3")).rotary(9, 9, torch.float32, CPU)
     x = torch.randn(4, 2, 8)
-    assert torch.equal(rotary(x, 5, 1), x)
+    assert torch.equal(rotary.keys(x, 5, 1), x)
     for layer in (0, 2):
-        assert not torch.equal(rotary(x, 5, layer), x)
+        assert not torch.equal(rotary.keys(x, 5, layer), x)
 
 
 def test_legacy_rope_fields(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -96,9 +97,25 @@ def test_legacy_rope_fields(checkpoint: Callable[..., Path], tmp_path: Path) -> 
     assert factor == expected_factor > 1
 
 
+def test_queries_are_scaled_by_position_as_in_transformers() -> None:
+    hf = tiny_config("ministral3")  # steps of 16 positions
+    rotary = ModelConfig.from_hf(hf).rotary(60, 60, torch.float32, CPU)
+    q = torch.randn(20, 4, 12)
+    scale = modeling_ministral3.get_llama_4_attn_scale(torch.arange(30, 50)[None], 0.3, 16)
+    assert len(scale.unique()) == 3
+    expected = rotary.keys(q, 30, 0) * scale[0, 0, :, 0, None, None]
+    torch.testing.assert_close(rotary.queries(q, 30, 0), expected, atol=1e-6, rtol=1e-6)
+    first = rotary.first(50)
+    assert torch.equal(first.queries(q, 30, 0), rotary.queries(q, 30, 0))
+    with pytest.raises(ValueError, match="position 50 is past the rotary table"):
+        first.queries(q, 31, 0)
+    plain = ModelConfig.from_hf(tiny_config()).rotary(60, 60, torch.float32, CPU)
+    assert torch.equal(plain.queries(q[..., :8], 30, 0), plain.keys(q[..., :8], 30, 0))
+
+
 def test_positions_past_the_table_are_errors() -> None:
     rotary = ModelConfig.from_hf(tiny_config()).rotary(10, 10, torch.float32, CPU)
     assert rotary.length == 10
-    rotary(torch.randn(3, 2, 8), 7, 0)
+    rotary.keys(torch.randn(3, 2, 8), 7, 0)
     with pytest.raises(ValueError, match="position 10 is past the rotary table of 10 positions"):
-        rotary(torch.randn(3, 2, 8), 8, 0)
+        rotary.keys(torch.randn(3, 2, 8), 8, 0)

@@ -21,4 +21,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "granite": {"family": "granite"},
     "qwen3_moe": {"family": "qwen3_moe", "norm_topk_prob": True},
     "mixtral": {"family": "mixtral"},
+    "exaone4": {"family": "exaone4"},
+    "granitemoehybrid": {"family": "granitemoehybrid"},
+    "ministral3": {"family": "ministral3"},  # queries are scaled from 16 tokens on
+    "seed_oss": {"family": "seed_oss"},
+    "glm": {"family": "glm", "seed": 1},
+    "glm4": {"family": "glm4"},
 }

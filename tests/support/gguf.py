@@ -24,7 +24,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 Kind = GGMLQuantizationType
 # model types whose architecture has another name
-ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "ministral3": "mistral3",
+    "granitemoehybrid": "granite",
+}
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")  # their Q and K have interleaved heads
 MULTIPLIERS = {
     "attention_multiplier": GGUFWriter.add_attention_scale,
@@ -107,7 +113,7 @@ def convert(
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
         add[type(value)](name.replace("__", "."), value)
     heads = {"attn_q": hf.num_attention_heads, "attn_k": hf.num_key_value_heads}
-    tensors = stacked_experts(load_file(folder / "model.safetensors"))
+    tensors = with_split_mlps(stacked_experts(load_file(folder / "model.safetensors")))
     names = name_map(writer.arch, hf.num_hidden_layers)
     for seed, (name, tensor) in enumerate(sorted(tensors.items())):
         tensor_name = names(name)
@@ -158,6 +164,20 @@ def stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def with_split_mlps(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors with Granite 4's MLPs as Granite's, as the converter does."""
+    split: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, found, rest = name.partition("shared_mlp.")
+        if rest == "input_linear.weight":
+            halves = tensor.chunk(2)
+            split |= {f"{prefix}mlp.gate_proj.weight": halves[0].contiguous()}
+            split |= {f"{prefix}mlp.up_proj.weight": halves[1].contiguous()}
+        else:
+            split[f"{prefix}mlp.down_proj.weight" if found else name] = tensor
+    return split
+
+
 def _numbered(name: str) -> list[str | int]:
     """Return a key that sorts names by the numbers in them."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
@@ -168,14 +188,21 @@ def _describe(writer: GGUFWriter, hf: Any) -> None:
     writer.add_context_length(hf.max_position_embeddings)
     writer.add_embedding_length(hf.hidden_size)
     writer.add_block_count(hf.num_hidden_layers)
-    writer.add_feed_forward_length(hf.intermediate_size)
+    is_hybrid = hf.model_type == "granitemoehybrid"
+    size = hf.shared_intermediate_size if is_hybrid else hf.intermediate_size
+    writer.add_feed_forward_length(size)
     writer.add_head_count(hf.num_attention_heads)
-    writer.add_head_count_kv(hf.num_key_value_heads)
+    kv_heads = hf.num_key_value_heads
+    writer.add_head_count_kv([kv_heads] * hf.num_hidden_layers if is_hybrid else kv_heads)
+    if is_hybrid:  # the model has no such layers
+        writer.add_ssm_conv_kernel(4)
+        writer.add_ssm_state_size(256)
     writer.add_layer_norm_rms_eps(hf.rms_norm_eps)
     if getattr(hf, "head_dim", None):
         writer.add_key_length(hf.head_dim)
         writer.add_value_length(hf.head_dim)
-        writer.add_rope_dimension_count(hf.head_dim)
+        if "glm" not in hf.model_type:
+            writer.add_rope_dimension_count(hf.head_dim)
     writer.add_vocab_size(hf.vocab_size)
     if count := getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None):
         writer.add_expert_count(count)
@@ -192,6 +219,11 @@ def _add_rope(writer: GGUFWriter, hf: Any) -> None:
     rope = hf.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     size = hf.hidden_size // hf.num_attention_heads
+    if hf.model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if "glm" in hf.model_type:
+        writer.add_rope_dimension_count(int(hf.head_dim * rope["partial_rotary_factor"]))
     if hf.model_type == "phi3":
         writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1.0)))
         writer.add_rope_scaling_orig_ctx_len(hf.original_max_position_embeddings)

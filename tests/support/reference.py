@@ -63,10 +63,10 @@ class PlainCache(Cache):
         self._new: list[Tensor] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        new_kv = torch.stack((self.rotary(k, start, layer), v))
+        new_kv = torch.stack((self.rotary.keys(k, start, layer), v))
         kv = torch.cat((self.kv[layer, :, :start], new_kv), dim=1)  # (2, N, Hkv, D)
         self._new = [*self._new[:layer], kv]
-        q = self.rotary(q, start, layer)
+        q = self.rotary.queries(q, start, layer)
         return reference_attention(q, kv[0], kv[1], causal=True)[0].to(q.dtype)
 
     def advance(self, rows: int) -> None:
@@ -144,7 +144,7 @@ class ReferenceRetrieval:
         start = len(sequence[0][0]) - rows
         seen = [start + rows * (index + 1) // count - 1 for index in range(count)]
         for layer, (q, k, v) in enumerate(sequence):
-            q, k = self.rotary(q, 0, layer)[seen], self.rotary(k, 0, layer)
+            q, k = self.rotary.queries(q, 0, layer)[seen], self.rotary.keys(k, 0, layer)
             groups = q.shape[1] // k.shape[1]
             for head in range(k.shape[1]):
                 queries = q[:, head * groups : (head + 1) * groups]
@@ -158,7 +158,7 @@ class ReferenceRetrieval:
         """Return the attention of the last `rows` tokens, (L, T, Hq, D)."""
         layers = []
         for layer, (q, k, v) in enumerate(sequence):
-            q, k = self.rotary(q, 0, layer)[-rows:], self.rotary(k, 0, layer)
+            q, k = self.rotary.queries(q, 0, layer)[-rows:], self.rotary.keys(k, 0, layer)
             heads = []
             groups = q.shape[1] // k.shape[1]
             for head in range(k.shape[1]):

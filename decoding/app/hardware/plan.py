@@ -35,6 +35,7 @@ from decoding.text.vocabulary import check_same_vocabulary, names_in
 from offload.dtypes import DTYPES, dtype_spec
 from offload.errors import InsufficientMemoryError, TierForceError
 from parallel.config.model_config import ModelConfig
+from parallel.config.text_model import wrapper_notes
 from parallel.formats.locate import find_local
 
 PREDICTED = "predicted best"
@@ -134,7 +135,8 @@ def plan(
     )
     requirements = _requirements(model, draft, settings, machine)
     _check_draft_vocabulary(model, draft, requirements)
-    notes = [*requirements.target.context_notes(), *weight_notes(requirements)]
+    target = requirements.target
+    notes = [*target.context_notes(), *wrapper_notes(target.wrapper), *weight_notes(requirements)]
     prompt = _prompt_tokens(requirements.target, context, max_new_tokens)
     acceptance_rates = Acceptance(acceptance, inner_acceptance, is_coupled=deterministic)
     if deterministic:

@@ -18,6 +18,7 @@ from decoding.planning.requirements import weight_notes, whole_weight_bytes
 from offload.dtypes import dtype_name
 from offload.errors import InsufficientMemoryError
 from offload.kernels.selection import Kernels
+from parallel.config.text_model import wrapper_notes
 from parallel.formats.plane_format import PlaneFormat
 from parallel.weights.selection import plane_kernels
 
@@ -104,7 +105,8 @@ def sanity_warnings(engine: Engine, common: Common) -> list[str]:
     config = engine.runtime.target.config
     if engine.runtime.settings.context is None or engine.context > config.context_limit:
         lines += [f"{common.model}: {note}" for note in config.context_notes()]
-    lines += [f"{common.model}: {note}" for note in weight_notes(engine.runtime.requirements)]
+    notes = [*wrapper_notes(config.wrapper), *weight_notes(engine.runtime.requirements)]
+    lines += [f"{common.model}: {note}" for note in notes]
     vocab, tokenizer_size = config.vocab, len(engine.tokenizer)
     if 2 * tokenizer_size < vocab:
         lines.append(

@@ -32,20 +32,10 @@ _CHUNK_ELEMENTS = 1 << 20  # elements per dequantised chunk, which takes about 1
 
 
 class GgufTensor(BlockTensor):
-    """A tensor in a GGUF file; indexing with slices reads those rows and converts those columns.
+    """A tensor in a GGUF file; indexing with slices reads those rows and converts those columns."""
 
-    With `head_dim`, the rows of each head are permuted back into Hugging Face's order.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        info: TensorInfo,
-        dtype: torch.dtype,
-        head_dim: int | None,
-        keeps_blocks: bool = False,
-    ):
-        self.path, self.info, self.dtype, self.head_dim = path, info, dtype, head_dim
+    def __init__(self, info: TensorInfo, dtype: torch.dtype, keeps_blocks: bool = False):
+        self.path, self.info, self.dtype = info.path, info, dtype
         self.name, self.shape, self.keeps_blocks = info.name, info.shape, keeps_blocks
         self.kind = GGMLQuantizationType(info.kind)
         self.block, self.block_bytes = GGML_QUANT_SIZES[self.kind]  # elements per block, and bytes
@@ -55,8 +45,7 @@ class GgufTensor(BlockTensor):
         if len(self.shape) > 1:
             return super().__getitem__(index)
         (part,) = index if isinstance(index, tuple) else (index,)
-        values = self.read(slice(0, 1), slice(0, self.shape[0])).view(-1)
-        return self._unpermute(values)[part]
+        return self.read(slice(0, 1), slice(0, self.shape[0])).view(-1)[part]
 
     def kept_type(self, columns: slice) -> KeptType | None:
         """Return how these columns are kept, if blocks are and they are whole ones."""
@@ -67,24 +56,19 @@ class GgufTensor(BlockTensor):
     def blocks(self, rows: slice, columns: slice) -> Iterator[Tensor]:
         """Yield the blocks (R, B, bytes) uint8 of rows that overlap the columns, few at a time.
 
-        Their rows are in Hugging Face's order. Raises CheckpointError.
+        A vector is one row. Raises CheckpointError.
         """
-        is_vector = len(self.info.shape) == 1  # one row
-        unit = 1 if is_vector else self.head_dim or 1
-        first, last = rows.start // unit * unit, ceil_div(rows.stop, unit) * unit
         width = self.info.shape[-1]
-        step = max(1, _CHUNK_ELEMENTS // width // unit) * unit
+        step = max(1, _CHUNK_ELEMENTS // width)
         row_bytes = width // self.block * self.block_bytes
         own = self._block_slice(columns)
         try:
             with self.path.open("rb", buffering=0) as file:
-                file.seek(self.info.start + first * row_bytes)
-                for start in range(first, last, step):
-                    count = min(step, last - start)
+                file.seek(self.info.start + rows.start * row_bytes)
+                for start in range(rows.start, rows.stop, step):
+                    count = min(step, rows.stop - start)
                     raw = torch.from_numpy(self._read_bytes(file, count, row_bytes))
-                    raw = raw.unflatten(1, (-1, self.block_bytes))[:, own]
-                    raw = raw if is_vector else self._unpermute(raw)
-                    yield raw[max(rows.start - start, 0) : rows.stop - start]
+                    yield raw.unflatten(1, (-1, self.block_bytes))[:, own]
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from error
 
@@ -97,16 +81,6 @@ class GgufTensor(BlockTensor):
         """Yield rows few at a time, of whole blocks."""
         for raw in self.blocks(rows, columns):
             yield torch.from_numpy(self._dequantize(raw.flatten(1).numpy()))
-
-    def _unpermute(self, rows: Tensor) -> Tensor:
-        """Return rows (heads * D, ...) in Hugging Face's order: a head's first half first.
-
-        The file interleaves the halves: row 0 of the first, row 0 of the second, and so on.
-        """
-        if self.head_dim is None:
-            return rows
-        pairs = rows.unflatten(0, (-1, self.head_dim // 2, 2))
-        return pairs.transpose(1, 2).reshape(rows.shape)
 
     def _read_bytes(self, file: BinaryIO | Any, rows: int, row_bytes: int) -> np.ndarray:
         """Return the bytes (rows, row_bytes) of the next rows."""
@@ -132,8 +106,7 @@ class GgufCheckpoint(Checkpoint):
         super().__init__(path)
         header = read_header(path)
         family = family_of(header)
-        fields = config_fields(header)
-        self._head_dim = fields["head_dim"] if family.interleaved_rope else None
+        config_fields(header)  # checks what the file says of itself
         self._infos: dict[str, TensorInfo] = {}
         for stored in header.tensors.values():
             if stored.name in ROPE_FACTORS:  # part of the config
@@ -154,10 +127,7 @@ class GgufCheckpoint(Checkpoint):
         return _FLOAT_DTYPES.get(kinds.most_common(1)[0][0] if kinds else "F32", torch.bfloat16)
 
     def _open_tensor(self, name: str) -> GgufTensor:
-        is_permuted = "self_attn.q_proj" in name or "self_attn.k_proj" in name
-        head_dim = self._head_dim if is_permuted else None
-        info, dtype = self._infos[name], self._target_dtype
-        return GgufTensor(info.path, info, dtype, head_dim, self._keeps_blocks)
+        return GgufTensor(self._infos[name], self._target_dtype, self._keeps_blocks)
 
     def _file_of(self, name: str) -> Path:
         return self._infos[name].path

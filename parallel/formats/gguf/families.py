@@ -47,6 +47,7 @@ class GgufFamily:
     fields: Mapping[str, str] = field(default_factory=dict)  # further metadata: config field
     rope: Mapping[str, str] = field(default_factory=dict)  # further metadata: field of RoPE
     constants: Mapping[str, Any] = field(default_factory=dict)  # config fields that it implies
+    ignored: tuple[str, ...] = ()  # prefixes of metadata without effect on the language model
 
     def expert_count(self, fields: Mapping[str, Any]) -> int:
         """Return the number of experts of a layer that a config's fields say; 0 without any."""
@@ -95,32 +96,42 @@ _MIXTRAL = GgufFamily(
     interleaved_rope=True,
     fields={"expert_count": "num_local_experts", **_EXPERT_COUNTS},
 )
+_QWEN2 = GgufFamily("qwen2", _LLAMA)
+_QWEN3 = GgufFamily("qwen3", {**_LLAMA, **_QK_NORMS})
+_QWEN3_MOE = GgufFamily(
+    "qwen3_moe",
+    {
+        **_ATTENTION,
+        **_QK_NORMS,
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_up_exps": "mlp.experts.{}.up_proj",
+        "ffn_down_exps": "mlp.experts.{}.down_proj",
+    },
+    fields={
+        "expert_count": "num_experts",
+        **_EXPERT_COUNTS,
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+    constants={"norm_topk_prob": True},
+)
+_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral and Mixtral
     "llama": _LLAMA_FAMILY,
-    "mistral3": replace(  # Mistral-Small 3.1 and 3.2
+    "mistral3": replace(  # Ministral 3, and Mistral-Small 3.1 and 3.2, which scale no queries
         _LLAMA_FAMILY,
-        model_type="mistral",
-        rope={"rope.scaling.yarn_log_multiplier": "mscale_all_dim"},
-    ),
-    "qwen2": GgufFamily("qwen2", _LLAMA),
-    "qwen3": GgufFamily("qwen3", {**_LLAMA, **_QK_NORMS}),
-    "qwen3moe": GgufFamily(
-        "qwen3_moe",
-        {
-            **_ATTENTION,
-            **_QK_NORMS,
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-            "ffn_up_exps": "mlp.experts.{}.up_proj",
-            "ffn_down_exps": "mlp.experts.{}.down_proj",
+        model_type="ministral3",
+        rope={
+            "attention.temperature_scale": "llama_4_scaling_beta",
+            "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
         },
-        fields={
-            "expert_count": "num_experts",
-            **_EXPERT_COUNTS,
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
-        constants={"norm_topk_prob": True},
     ),
+    "qwen2": _QWEN2,
+    "qwen2vl": replace(_QWEN2, ignored=_IMAGES),
+    "qwen3": _QWEN3,
+    "qwen3vl": replace(_QWEN3, ignored=_IMAGES),
+    "qwen3moe": _QWEN3_MOE,
+    "qwen3vlmoe": replace(_QWEN3_MOE, ignored=_IMAGES),
     "smollm3": replace(_LLAMA_FAMILY, model_type="smollm3"),  # every fourth layer has no RoPE
     "phi3": GgufFamily(
         "phi3",
@@ -134,9 +145,30 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
         rope={"rope.scaling.attn_factor": "attention_factor"},
     ),
     "olmo2": GgufFamily("olmo2", {**_POST_NORMS, **_QK_NORMS, **_PROJECTIONS, **_MLP}),
-    "granite": replace(
+    "exaone4": GgufFamily("exaone4", {**_POST_NORMS, **_QK_NORMS, **_PROJECTIONS, **_MLP}),
+    "seed_oss": GgufFamily(
+        "seed_oss",
+        {
+            **_PROJECTIONS,
+            **_MLP,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+        },
+    ),
+    "glm4": GgufFamily(
+        "glm4",
+        {
+            **_ATTENTION,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+    ),
+    "granite": replace(  # also Granite 4 without recurrent layers, whose files describe such layers
         _LLAMA_FAMILY,
         model_type="granite",
+        ignored=("ssm.",),
         fields={
             "attention.scale": "attention_multiplier",
             "embedding_scale": "embedding_multiplier",

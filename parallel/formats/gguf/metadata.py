@@ -63,6 +63,7 @@ _NON_NEGATIVE = Number(low=0, high=1e15, whole=False)
 _NUMBERS = {  # ranges of known fields; all others are whole numbers of at least 1
     "attention.layer_norm_rms_epsilon": NORM_EPS,
     "attention.scale": _NON_NEGATIVE,
+    "attention.temperature_scale": _NON_NEGATIVE,
     "attention.sliding_window": COUNT_OR_NONE,
     "embedding_scale": _NON_NEGATIVE,
     "expert_count": Number(high=MAX_EXPERTS),
@@ -126,7 +127,8 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
             f"{fields['vocab_size']}: the file is broken. Fetch it again."
         )
     fields["tie_word_embeddings"] = "output.weight" not in tensors
-    fields["attention_bias"] = "blk.0.attn_output.bias" in tensors or None
+    fields["attention_bias"] = "blk.0.attn_q.bias" in tensors or None
+    fields["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
     fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
     stops = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_TOKENS]
     fields["eos_token_id"] = [token for token in stops if token is not None]
@@ -155,9 +157,13 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
         name = key.removeprefix(prefix)
         if name == key or not (value or name in known):  # no effect, such as `expert_count` 0
             continue
+        if name.startswith(family.ignored):
+            continue
         if name not in known:
             unknown.append(f"{key} = {str(value)[:40]!r}")
             continue
+        if isinstance(value, list) and len(value) > 1 and value.count(value[0]) == len(value):
+            value = value[0]  # the same for every layer
         if reason := _field_error(name, value):
             raise ConfigError(
                 f"{header.path}: its metadata has {key} = {quote(value)}; it must be {reason}."
@@ -220,10 +226,9 @@ def _rope(
     if "rope.freq_base" in values:
         rope["rope_theta"] = values["rope.freq_base"]
     rotary_dim = values.get("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        part = rotary_dim / head_dim
-        is_exact = int(head_dim * part) == rotary_dim  # as it will be read
-        rope["partial_rotary_factor"] = part if is_exact else math.nextafter(part, math.inf)
+    part = rotary_dim / head_dim
+    is_exact = int(head_dim * part) == rotary_dim  # as it will be read
+    rope["partial_rotary_factor"] = part if is_exact else math.nextafter(part, math.inf)
     if values.get("attention.value_length", head_dim) != head_dim:
         raise ConfigError(
             f"{header.path}: keys and values of different sizes are not supported (head dimensions "
@@ -301,7 +306,7 @@ def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[in
     )
     experts = family.expert_count(fields)
     wide = (experts, fields.get("moe_intermediate_size", intermediate), hidden)
-    is_fused = "attn_qkv" in family.tensors
+    is_fused = "ffn_gate" not in family.tensors
     shapes = {
         "token_embd": (fields["vocab_size"], hidden),
         "output": (fields["vocab_size"], hidden),

@@ -48,7 +48,7 @@ class ReferenceStreaming:
         for layer in range(LAYOUT.layers):
             parts = [token[layer] for token in self.tokens_kv] + [tokens[layer]]
             q, k, v = (torch.cat([part[i] for part in parts]) for i in range(3))
-            q, k = ROTARY(q, 0, layer)[-rows:], ROTARY(k, 0, layer)
+            q, k = ROTARY.queries(q, 0, layer)[-rows:], ROTARY.keys(k, 0, layer)
             outs.append(reference_attention(q, k, v, causal=True)[0])
         return torch.stack(outs)
 
@@ -177,9 +177,9 @@ def test_bfloat16_agrees_with_float32() -> None:
         cache.advance(SLACK)
     k, v = (torch.cat([tokens[0][part] for tokens in sequences]) for part in (1, 2))
     positions = [*range(SINKS), *range(40 - WINDOW, 48)]
-    q = rotary(sequences[-1][0][0], SINKS + WINDOW, 0)
+    q = rotary.queries(sequences[-1][0][0], SINKS + WINDOW, 0)
     assert q.shape[1] == GROUPS
-    expected = reference_attention(q, rotary(k[positions], 0, 0), v[positions], causal=True)[0]
+    expected = reference_attention(q, rotary.keys(k[positions], 0, 0), v[positions], causal=True)[0]
     torch.testing.assert_close(out[0].float(), expected, atol=2e-2, rtol=2e-2)
 
 

@@ -165,8 +165,8 @@ def test_layers_attend_alike_with_and_without_kernels(
         outs = []
         for tiers in (fused, plain):
             kv = tiers.layers[layer]
-            kv.append(tiers.rotary(k, 70, layer), v, 70, tiers.boundary)
-            rotated = tiers.rotary(q, 70, layer)
+            kv.append(tiers.rotary.keys(k, 70, layer), v, 70, tiers.boundary)
+            rotated = tiers.rotary.queries(q, 70, layer)
             out = kv.attend_on_device(rotated, 75, tiers.boundary, ByteCounters())
             outs.append(out.float())
         torch.testing.assert_close(*outs, atol=2e-2, rtol=2e-2)

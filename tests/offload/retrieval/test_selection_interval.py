@@ -246,7 +246,7 @@ def test_observers_receive_every_key_of_every_forward(
         assert set(observer.attended) == set(product(range(LAYOUT.layers), range(LAYOUT.heads)))
         for (layer, head), (q, kv) in observer.attended.items():
             torch.testing.assert_close(kv, reference.kv[layer, :, :, head], atol=1e-5, rtol=1e-5)
-            queries = reference.rotary(tokens[layer][0], start, layer)[
+            queries = reference.rotary.queries(tokens[layer][0], start, layer)[
                 -len(q) :, head * GROUPS : (head + 1) * GROUPS
             ]
             assert torch.equal(q, queries)  # the last queries, if a prompt

@@ -123,7 +123,7 @@ def test_a_whole_sequence_is_reconstructed_exactly(link: Link, dtype: torch.dtyp
     forward(cache, random_qkv(1, layout_of(dtype)))
     actual = torch.cat([torch.cat(prefixes[at : at + 2], dim=1) for at in range(0, 6, 2)])
     for layer, (_, k, v) in enumerate(tokens[1:], 1):
-        keys = cache.rotary(k, 0, layer)[: cache.boundary].transpose(0, 1)
+        keys = cache.rotary.keys(k, 0, layer)[: cache.boundary].transpose(0, 1)
         assert bits_equal(actual[2 * layer - 2], keys)
         assert bits_equal(actual[2 * layer - 1], v[: cache.boundary].transpose(0, 1))
 
@@ -219,8 +219,8 @@ def test_attention_to_high_bytes_is_approximate(
     for layer, (q, k, v) in enumerate(tokens):
         layer_kv = cache.layers[layer]
         assert layer_kv.is_on_device
-        rotated = cache.rotary(q, 120, layer)
-        layer_kv.append(cache.rotary(k, 120, layer), v, 120, cache.boundary)
+        rotated = cache.rotary.queries(q, 120, layer)
+        layer_kv.append(cache.rotary.keys(k, 120, layer), v, 120, cache.boundary)
         outs.append(layer_kv.attend_on_device(rotated, 125, cache.boundary, ByteCounters()))
     error = (torch.stack(outs).float() - exact.float()).abs()
     assert error[0].max() < 0.02  # resident

@@ -87,18 +87,37 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "head_dim": (16,),
     },
     "mixtral": {"num_local_experts": (4,)},
+    "exaone4": {"layer_types": (["full_attention"] * 2,)},
+    "granitemoehybrid": {
+        "position_embedding_type": ("rope", "nope"),
+        "embedding_multiplier": (12.0,),
+    },
+    "seed_oss": {"attention_out_bias": (True,)},
+    "glm": {"partial_rotary_factor": (0.25,)},
+    "glm4": {"partial_rotary_factor": (1.0,)},
+}
+# fields without which there is no supported model of a family
+FAMILY_NEEDED: dict[str, dict[str, Any]] = {
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "mamba_n_heads": 2,
+    },
 }
 
 
 def random_config(family: str, draw: random.Random) -> dict[str, Any]:
     """Return a config.json of this family, with a random choice of optional fields."""
     fields: dict[str, Any] = {"model_type": family, **NEEDED}
-    if "mix" in family or "moe" in family:
+    if family in ("mixtral", "qwen3_moe"):
         fields |= MIXTURE
+    fields |= FAMILY_NEEDED.get(family, {})
     for name, values in {**OPTIONAL, **FAMILY_FIELDS.get(family, {})}.items():
         if draw.random() < 0.5:
             fields[name] = draw.choice(values)
-    if family != "llama" and draw.random() < 0.7:
+    if family not in ("llama", "exaone4") and draw.random() < 0.7:
         fields["sliding_window"] = draw.choice((None, 131_072))
     if draw.random() < 0.3:
         fields["use_sliding_window"] = False
@@ -106,8 +125,11 @@ def random_config(family: str, draw: random.Random) -> dict[str, Any]:
         form = draw.choice(("rope_scaling", "rope_parameters"))
         fields[form] = dict(draw.choice(PHI3_ROPES if family == "phi3" else ROPES))
     # combinations that transformers rejects
-    if family in ("mistral", "mixtral") and fields.get("num_key_value_heads", 0) is None:
-        del fields["num_key_value_heads"]
+    strict = {"num_key_value_heads": ("mistral", "mixtral", "ministral3", "exaone4", "glm4")}
+    strict["head_dim"] = ("ministral3", "glm4")
+    for name, families in strict.items():
+        if family in families and fields.get(name, 0) is None:
+            del fields[name]
     if "short_factor" in str(fields) and fields.get("head_dim") is None:
         fields["head_dim"] = 8
     return fields
@@ -148,7 +170,7 @@ def test_from_pretrained_and_from_name_agree(family: str, tmp_path: Path) -> Non
 def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     base = {"model_type": family, **NEEDED, "num_key_value_heads": 4, "sliding_window": None}
-    base |= {**MIXTURE, "head_dim": 8}
+    base |= {**MIXTURE, "head_dim": 8, **FAMILY_NEEDED.get(family, {})}
     variants = ({}, {"head_dim": 16}, {"original_max_position_embeddings": 256})
     module = import_module(f"transformers.models.{family}.modeling_{family}")
     embedding = next(
@@ -156,7 +178,7 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
     )
     ropes = PHI3_ROPES if family == "phi3" else ROPES
     for rope, fields in itertools.product(ropes, variants):
-        if "short_factor" in rope and "head_dim" in fields:
+        if "short_factor" in rope and ("head_dim" in fields or "glm" in family):
             continue  # LongRoPE needs one factor per pair of dimensions
         path.write_text(json.dumps({**base, "rope_scaling": rope, "rope_theta": 5e5, **fields}))
         hf = AutoConfig.from_pretrained(path)

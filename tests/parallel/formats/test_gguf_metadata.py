@@ -61,7 +61,7 @@ def rejection_message(path: Path) -> str:
         ("llama.attention.key_length", 0, "key_length = 0; it must be a whole number of at least"),
         ("llama.attention.head_count", 1.5, "head_count = 1.5; it must be a whole number"),
         ("llama.attention.head_count", True, "head_count = True; it must be a whole number"),
-        ("llama.attention.head_count", [4, 4], "head_count = [4, 4]; it must be a whole number"),
+        ("llama.attention.head_count", [4, 2], "head_count = [4, 2]; it must be a whole number"),
         ("llama.attention.head_count", "4", "head_count = '4'; it must be a whole number"),
         ("llama.context_length", HUGE, "context_length = 9223372036854775808; it must be"),
         ("llama.embedding_length", -8, "embedding_length = -8; it must be a whole number"),

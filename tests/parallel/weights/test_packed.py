@@ -40,6 +40,7 @@ from support.gguf import RANDOM, convert
 from support.interpreter import import_interpreted
 from support.loading import all_logits
 from support.models import WIDE, random_tokens
+from support.quantised import fp8, gptq, quantise
 from support.ranks import run_ranks
 
 Checkpoints = Callable[..., Path]
@@ -74,25 +75,23 @@ def load_matrix(checkpoint: GgufCheckpoint, name: str, shape: tuple[int, int], *
 def test_weights_are_those_of_gguf(
     checkpoint: Checkpoints, tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
-    """Whole matrices, and both ranks' slices, rows of half a head among them."""
+    """Whole matrices, and both ranks' slices."""
     path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", Kind[name])
     stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     weights = GgufCheckpoint(path)
     weights.set_dtype(dtype)
     weights.keep_blocks()
-    for part, tensor, heads, slices in (
-        ("attn_q", "self_attn.q_proj", 4, [(slice(0, 256), slice(0, 256))]),
-        ("attn_q", "self_attn.q_proj", 4, [(slice(10, 70), slice(0, 256))]),
-        ("attn_k", "self_attn.k_proj", 2, [(slice(64, 128), slice(0, 256))]),
-        ("ffn_gate", "mlp.gate_proj", 0, [(slice(384, 768), slice(0, 256))]),
-        ("ffn_down", "mlp.down_proj", 0, [(slice(0, 256), slice(0, 384))]),
-        ("ffn_down", "mlp.down_proj", 0, [(slice(0, 256), slice(384, 768))]),
-        ("ffn_down", "mlp.down_proj", 0, [(slice(0, 256), slice(416, 512))]),
+    for part, tensor, slices in (
+        ("attn_q", "self_attn.q_proj", [(slice(0, 256), slice(0, 256))]),
+        ("attn_q", "self_attn.q_proj", [(slice(10, 70), slice(0, 256))]),
+        ("attn_k", "self_attn.k_proj", [(slice(64, 128), slice(0, 256))]),
+        ("ffn_gate", "mlp.gate_proj", [(slice(384, 768), slice(0, 256))]),
+        ("ffn_down", "mlp.down_proj", [(slice(0, 256), slice(0, 384))]),
+        ("ffn_down", "mlp.down_proj", [(slice(0, 256), slice(384, 768))]),
+        ("ffn_down", "mlp.down_proj", [(slice(0, 256), slice(416, 512))]),
     ):
         raw = stored[f"blk.1.{part}.weight"]
         whole = torch.from_numpy(dequantize(raw.data, raw.tensor_type).copy())
-        if heads:
-            whole = whole.view(heads, -1, 2, 256).transpose(1, 2).reshape(whole.shape)
         assert whole.std() > 0.005
         for rows, columns in slices:
             matrix = load_matrix(
@@ -176,6 +175,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "granite": {},
     "smollm3": {"no_rope_layer_interval": 4},
+    "exaone4": {"head_dim": 64, "layer_types": ["full_attention"] * 2},
+    "ministral3": {"head_dim": 64},
+    "seed_oss": {"head_dim": 64},
+    "glm4": {"head_dim": 64},
 }
 
 
@@ -199,6 +202,31 @@ def test_every_family_of_gguf_files_stays_packed(
             packed += 1
             assert same_bits(module.packed[:], modules[name].values)
     assert packed == 2 + model.config.layers * (2 if model.config.experts else 4)
+
+
+@pytest.mark.parametrize("method", ["gptq", "act-order", "fp8"])
+@pytest.mark.parametrize("family", ["glm", "glm4"])
+def test_interleaved_heads_are_reordered_in_every_format(
+    checkpoint: Checkpoints, tmp_path: Path, family: str, method: str
+) -> None:
+    """Rows of packed matrices move as those of whole ones, which are checked with transformers."""
+    folder = checkpoint(family=family, head_dim=64, **WIDE)
+    if method == "fp8":
+        config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        quantise(folder, tmp_path / "q", config, fp8((128, 128), torch.float32, "weight_scale_inv"))
+    else:
+        is_permuted = method == "act-order"
+        config = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": is_permuted}
+        quantise(folder, tmp_path / "q", config, gptq(permuted=is_permuted))
+    packed = packed_model(tmp_path / "q", "float32")
+    whole = load_model(tmp_path / "q", TensorParallelGroup(), "float32")
+    tokens = random_tokens(60)
+    assert torch.equal(all_logits(packed, tokens), all_logits(whole, tokens))
+    unquantised = load_model(folder, TensorParallelGroup(), "float32")
+    matrices = dict(unquantised.named_modules())
+    for name, module in whole.named_modules():
+        if name.endswith("qkv.weight"):
+            torch.testing.assert_close(module.values, matrices[name].values, atol=0.03, rtol=0)
 
 
 def test_matrices_take_hardly_more_than_in_their_file(

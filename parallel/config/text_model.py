@@ -1,0 +1,95 @@
+"""The text model in the config.json of a larger one, or of a type that is another but in name.
+
+Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parallel.errors import ConfigError
+from parallel.formats.quantisation import QUANTISATION_FIELDS
+
+WRAPPER = "wrapper_type"  # field of the result: model type of the larger model
+# Types of models for images and text whose text model is one of another type: their own files name
+# it, or it is this.
+_WRAPPERS = {
+    "internvl": None,
+    "llava": None,
+    "mistral3": None,
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+}
+_SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", *QUANTISATION_FIELDS)
+_MROPE = ("mrope_section", "mrope_interleaved")
+# InternLM3's fields in Llama's terms, and its defaults
+_INTERNLM3 = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+_INTERNLM3_DEFAULTS = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+
+
+def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model, as its own config.json would have them.
+
+    Those of any other model are returned as they are. Raises ConfigError for an InternLM3 that is
+    no Llama.
+    """
+    kind = fields.get("model_type")
+    if kind == "internlm3":
+        return _as_llama(fields)
+    if kind == "mimo":  # with layers that predict further tokens, which are left out
+        return {**fields, "model_type": "qwen2"}
+    if kind not in _WRAPPERS:
+        return dict(fields)
+    inner = fields.get("text_config")
+    if inner is not None and not isinstance(inner, Mapping):
+        return dict(fields)
+    text = dict(fields if inner is None else inner)
+    for name in _SHARED_FIELDS:
+        if text.get(name) is None and fields.get(name) is not None:
+            text[name] = fields[name]
+    if "tie_word_embeddings" in fields:
+        text["tie_word_embeddings"] = fields["tie_word_embeddings"]
+    text["model_type"] = _WRAPPERS[kind] or text.get("model_type")
+    text[WRAPPER] = kind
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(text.get(name), Mapping):
+            text[name] = _without_mrope(text[name])
+    return text
+
+
+def wrapper_notes(wrapper: str | None) -> list[str]:
+    """Return notes for the user about a larger model's other parts, one sentence each."""
+    if wrapper is None:
+        return []
+    return [f"Only the language part of this {wrapper} model runs: it takes text alone."]
+
+
+def _without_mrope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return RoPE parameters without those of images, whose positions have several dimensions.
+
+    In text all dimensions are equal, and RoPE is the plain one.
+    """
+    plain = {name: value for name, value in rope.items() if name not in _MROPE}
+    for name in ("type", "rope_type"):
+        if plain.get(name) == "mrope":
+            plain[name] = "default"
+    return plain
+
+
+def _as_llama(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an InternLM3 as those of the Llama that it is."""
+    own = {_INTERNLM3.get(name, name): value for name, value in fields.items()}
+    if bool(own.get("attention_bias")) != bool(own.get("mlp_bias")):
+        raise ConfigError(
+            "the model's config gives qkv_bias and bias of different values, which is not "
+            "supported in internlm3."
+        )
+    return {**_INTERNLM3_DEFAULTS, **own, "model_type": "llama"}

@@ -1,0 +1,172 @@
+"""Published models by their config.json: size, KV per token and context are as published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import parameter_count
+
+
+def decoder(
+    model_type: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: tuple[int, int],
+    vocab: int,
+    **fields: Any,
+) -> dict[str, Any]:
+    """Return the fields of a config.json; `heads` are those of queries, and of keys and values."""
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        **fields,
+    }
+
+
+MINISTRAL_ROPE = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+# fields, billions of weights, KV bytes per token in 16 bits, and context
+PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
+    "Mistral-Small-3.1-24B": (
+        {
+            "model_type": "mistral3",
+            "text_config": decoder("mistral", 40, 5120, 32_768, (32, 8), 131_072)
+            | {"head_dim": 128, "sliding_window": None, "max_position_embeddings": 131_072},
+            "vision_config": {"model_type": "pixtral"},
+        },
+        23.57,
+        163_840,
+        131_072,
+    ),
+    "Ministral-3-8B": (
+        {
+            "model_type": "mistral3",
+            "text_config": decoder("ministral3", 34, 4096, 14_336, (32, 8), 131_072)
+            | {"rope_parameters": MINISTRAL_ROPE, "max_position_embeddings": 262_144},
+        },
+        8.49,
+        139_264,
+        262_144,
+    ),
+    "Qwen2.5-VL-7B": (
+        decoder("qwen2_5_vl", 28, 3584, 18_944, (28, 4), 152_064)
+        | {"max_position_embeddings": 128_000, "use_sliding_window": False}
+        | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        7.62,
+        57_344,
+        128_000,
+    ),
+    "Qwen3-VL-8B": (
+        {
+            "model_type": "qwen3_vl",
+            "text_config": decoder("qwen3_vl_text", 36, 4096, 12_288, (32, 8), 151_936)
+            | {"head_dim": 128, "max_position_embeddings": 262_144},
+            "tie_word_embeddings": False,
+        },
+        8.19,
+        147_456,
+        262_144,
+    ),
+    "InternLM3-8B": (
+        decoder("internlm3", 48, 4096, 10_240, (32, 2), 128_512, qkv_bias=False, bias=False)
+        | {"max_position_embeddings": 32_768, "auto_map": {"AutoConfig": "x.X"}}
+        | {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}},
+        8.80,
+        49_152,
+        196_608,
+    ),
+    "MiMo-7B": (
+        decoder("mimo", 36, 4096, 11_008, (32, 8), 151_680, attention_bias=True)
+        | {"max_position_embeddings": 32_768, "num_nextn_predict_layers": 1, "head_dim": 128},
+        7.62,
+        147_456,
+        32_768,
+    ),
+    "Seed-OSS-36B": (
+        decoder("seed_oss", 64, 5120, 27_648, (80, 8), 155_136, head_dim=128)
+        | {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
+        | {"max_position_embeddings": 524_288, "rope_theta": 1e7},
+        36.15,
+        262_144,
+        524_288,
+    ),
+    "EXAONE-4.0-1.2B": (
+        decoder("exaone4", 30, 2048, 4096, (32, 8), 102_400, head_dim=64)
+        | {"tie_word_embeddings": True, "sliding_window": None, "sliding_window_pattern": None}
+        | {"max_position_embeddings": 65_536},
+        1.28,
+        61_440,
+        65_536,
+    ),
+    "Granite-4.0-micro": (
+        decoder("granitemoehybrid", 40, 2560, 8192, (40, 8), 100_352, mamba_d_state=256)
+        | {"shared_intermediate_size": 8192, "num_local_experts": 0, "num_experts_per_tok": 0}
+        | {"layer_types": ["attention"] * 40, "position_embedding_type": "rope"}
+        | {"tie_word_embeddings": True, "max_position_embeddings": 131_072}
+        | {"mamba_n_heads": 128, "mamba_d_head": 40, "mamba_expand": 2},
+        3.40,
+        81_920,
+        131_072,
+    ),
+    "GLM-4-9B-chat-1M": (
+        decoder("glm", 40, 4096, 13_696, (32, 4), 151_552, attention_bias=True)
+        | {"max_position_embeddings": 1_048_576, "partial_rotary_factor": 0.5},
+        9.48,
+        81_920,
+        1_048_576,
+    ),
+    "GLM-4-32B-0414": (
+        decoder("glm4", 61, 6144, 23_040, (48, 2), 151_552, attention_bias=False)
+        | {"max_position_embeddings": 32_768, "partial_rotary_factor": 0.5},
+        32.57,
+        62_464,
+        32_768,
+    ),
+    "Falcon3-10B": (
+        decoder("llama", 40, 3072, 23_040, (12, 4), 131_072, head_dim=256)
+        | {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-6},
+        10.31,
+        163_840,
+        32_768,
+    ),
+    "Yi-34B-200K": (
+        decoder("llama", 60, 7168, 20_480, (56, 8), 64_000) | {"max_position_embeddings": 200_000},
+        34.39,
+        245_760,
+        200_000,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_size_and_context(name: str, tmp_path: Path) -> None:
+    fields, billions, kv_bytes, context = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = ModelConfig.from_name(str(tmp_path))
+    assert config == ModelConfig.from_pretrained(tmp_path)
+    assert parameter_count(config, 1) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert 2 * 2 * config.layers * config.kv_heads * config.head_dim == kv_bytes
+    assert config.context_limit == context
