@@ -10,6 +10,7 @@ from decoding.config.defaults import (
 from decoding.planning.requirements import Requirements
 from offload.layout import ceil_div
 from parallel.config.parameter_count import MAX_STATIC_TOKENS
+from parallel.config.weight_sizes import weight_sizes
 
 
 def activation_elements(requirements: Requirements) -> int:
@@ -29,7 +30,8 @@ def activation_elements(requirements: Requirements) -> int:
 def moe_scratch_bytes(requirements: Requirements) -> int:
     """Return the scratch bytes of a static-shape MoE in the largest forward.
 
-    They hold every expert's output for every token, or the weights gathered for a few tokens.
+    They hold every expert's output for every token, or the weights gathered for a few tokens. If
+    all experts are packed, they hold the outputs of each token's own, or their unpacked weights.
     """
     experts, item = requirements.target.experts, requirements.dtype.itemsize
     if experts is None:
@@ -37,9 +39,12 @@ def moe_scratch_bytes(requirements: Requirements) -> int:
     hidden = requirements.target.hidden
     columns = ceil_div(experts.intermediate, requirements.ranks)
     tokens = min(requirements.max_forward_tokens, MAX_STATIC_TOKENS)
-    outputs = experts.count * tokens * (3 * columns * item + 8 * hidden)
-    gathered = experts.count // 3 * 3 * columns * hidden * item
-    return max(outputs, gathered)
+    sizes = weight_sizes(requirements.target, requirements.ranks, item)
+    is_packed = not sizes.whole_experts
+    computed = experts.per_token if is_packed else experts.count
+    gathered = experts.per_token if is_packed else experts.count // 3
+    outputs = computed * tokens * (3 * columns * item + 8 * hidden)
+    return max(outputs, gathered * 3 * columns * hidden * item)
 
 
 def prefill_chunk(requirements: Requirements) -> int:

@@ -15,7 +15,7 @@ from offload.errors import TierForceError
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
-from parallel.config.parameter_count import inactive_parameters
+from parallel.config.parameter_count import active_share
 from parallel.config.weight_sizes import weight_sizes
 from parallel.formats.plane_format import PlaneFormat
 from parallel.ranks.partition import vocab_rows
@@ -73,7 +73,7 @@ def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype, tokens: int)
     Excludes the embedding unless it is tied to the head, and experts that no token is routed to.
     """
     sizes = weight_sizes(config, ranks, dtype.itemsize)
-    inactive = int(inactive_parameters(config, ranks, tokens)) * dtype.itemsize
+    inactive = int((1 - active_share(config, tokens)) * sizes.experts)
     return sizes.nbytes - sizes.embedding - inactive
 
 
@@ -149,7 +149,7 @@ class ForwardCost:
         """
         config, ranks = self.config, self.ranks
         tokens = concurrency * query_tokens
-        weights_s = self._read_s(read_bytes(config, ranks, self.dtype, tokens))
+        weights_s = self._read_s(active_share(config, tokens))
         kv = kv_scale * concurrency * config.kv_layout(ranks, self.dtype).bytes(attended)
         extra = tokens * (query_tokens - 1) / query_tokens
         compute_s = self._compute_s(tokens, attended, weights_s, kv, extra, self.hardware.forward_s)
@@ -171,9 +171,7 @@ class ForwardCost:
         """
         hardware, config, ranks = self.hardware, self.config, self.ranks
         layout = config.kv_layout(ranks, self.dtype)
-        shared = read_bytes(config, ranks, self.dtype, 0)
-        experts = read_bytes(config, ranks, self.dtype, 1) - shared  # read separately per token
-        weights_s = self._read_s(shared + ROW_BLOCK * experts)
+        weights_s = self._read_s(ROW_BLOCK * active_share(config, 1))  # read separately per token
         key_blocks = ceil_div(attended, KEY_BLOCK)
         attended = key_blocks * KEY_BLOCK
         key_blocks_s = config.layers * layout.heads * key_blocks * hardware.chunk_s
@@ -218,22 +216,25 @@ class ForwardCost:
             return max(memory, matmul_s + query_tokens * score_s) + small_s
         return memory + matmul_s + extra * score_s + small_s
 
-    def _read_s(self, nbytes: float) -> float:
-        """Return the seconds of reading so many bytes of weights, and of unpacking them.
+    def _read_s(self, active: float) -> float:
+        """Return the seconds of reading the weights of a forward, and of unpacking them.
 
+        `active` is the share of the experts that it reads, above 1 if it reads them repeatedly.
         On a GPU kernels unpack what they read. Where there are none, plain operations move some
         bytes for each weight, or on a CPU unpack at its rate, and 16 bits are read again.
         """
         hardware, itemsize = self.hardware, self.dtype.itemsize
-        read_s = nbytes / hardware.memory_rate
         sizes = weight_sizes(self.config, self.ranks, itemsize)
+        nbytes = sizes.nbytes - sizes.embedding - (1 - active) * sizes.experts
+        read_s = nbytes / hardware.memory_rate
         if not sizes.kept:
             return read_s
+        kept = sizes.kept - (1 - active) * sizes.kept_experts
         packed_rate = hardware.packed_rate or hardware.memory_rate / itemsize
         if not hardware.runs_ahead:
-            return read_s + sizes.kept * (1 / packed_rate + itemsize / hardware.memory_rate)
-        plain = sizes.kept_plain if itemsize == 2 else sizes.kept
-        fused_s = (sizes.kept - plain) / packed_rate
+            return read_s + kept * (1 / packed_rate + itemsize / hardware.memory_rate)
+        plain = sizes.kept_plain if itemsize == 2 else kept
+        fused_s = (kept - plain) / packed_rate
         return max(read_s, fused_s) + plain * _PLAIN_BYTES / hardware.memory_rate
 
     def _all_reduces_s(self, query_tokens: float) -> float:

@@ -5,13 +5,14 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.errors import one_line
 from offload.regular_files import read_json
-from parallel.config.families import FAMILIES, Family, missing_fields
+from parallel.config.families import FAMILIES, Family, expert_count, missing_fields
 from parallel.config.rope import with_known_rope
 from parallel.config.text_model import WRAPPER, text_fields
 from parallel.config_checks import bool_field
@@ -91,6 +92,8 @@ class ConfigFile(NamedTuple):
     def kept_types(self, hub_name: str | None = None) -> dict[str, KeptType]:
         """Return how quantised matrices of a supported model can stay packed, by name.
 
+        A name with {} stands for those of all experts, if they are alike.
+
         `hub_name`: the repository in which the weights are, if they are not beside the config.
         Raises CheckpointError if the weights are quantised and cannot be found.
         """
@@ -105,7 +108,23 @@ class ConfigFile(NamedTuple):
                     "incomplete. Was the download interrupted? Fetch them again."
                 )
         planes = {name: matrix.planes for name, matrix in matrices.items()}
-        return {name: each for name, each in planes.items() if each is not None}
+        types = {name: each for name, each in planes.items() if each is not None}
+        return _by_stack(types, expert_count(self.fields))
+
+
+def _by_stack(types: Mapping[str, KeptType], experts: Any) -> dict[str, KeptType]:
+    """Return types with one name, with {}, for the matrices of all experts that are alike.
+
+    Those of others are left out: they do not stay packed.
+    """
+    stacks: dict[str, list[KeptType]] = {}
+    for name, kind in types.items():
+        stacks.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.{}.", name), []).append(kind)
+    return {
+        name: kinds[0]
+        for name, kinds in stacks.items()
+        if len(set(kinds)) == 1 and len(kinds) == (experts if "{}" in name else 1)
+    }
 
 
 def _read_fields(path: Path) -> dict[str, Any]:

@@ -36,21 +36,19 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
         embeddings * vocab_rows(config.vocab, ranks) * config.hidden
         + config.layers * _attention_parameters(config, ranks, rank)
         + mlps * _mlp_parameters(config, ranks, rank)
-        + mixtures * (_router_parameters(config) + _expert_parameters(config, ranks, rank))
+        + mixtures * (_router_parameters(config) + expert_parameters(config, ranks, rank))
         + config.hidden  # final norm
     )
 
 
-def inactive_parameters(config: ModelConfig, ranks: int, tokens: int) -> float:
-    """Return the expected number of the last rank's parameters unused in a forward of `tokens`.
+def active_share(config: ModelConfig, tokens: int) -> float:
+    """Return the expected share of the experts that a forward of `tokens` tokens reads.
 
-    These belong to experts that no token is routed to, assuming uniform routing.
+    Routing is assumed to be uniform.
     """
     if config.experts is None:
         return 0.0
-    unused = (1 - config.experts.per_token / config.experts.count) ** tokens
-    mixtures = sum(config.has_experts(layer) for layer in range(config.layers))
-    return mixtures * _expert_parameters(config, ranks, ranks - 1) * unused
+    return 1 - (1 - config.experts.per_token / config.experts.count) ** tokens
 
 
 def _attention_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
@@ -77,7 +75,7 @@ def _router_parameters(config: ModelConfig) -> int:
     return 0 if config.experts is None else config.experts.count * config.hidden
 
 
-def _expert_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
+def expert_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     """Return the parameters of all experts of a layer on a rank."""
     if config.experts is None:
         return 0

@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from parallel.config.model_config import ModelConfig
-from parallel.config.parameter_count import head_rows, parameter_count
+from parallel.config.parameter_count import expert_parameters, head_rows, parameter_count
 from parallel.formats.plane_format import PlaneFormat, is_kept, kept_bytes
 from parallel.formats.weight_headers import EMBEDDING, HEAD
 from parallel.ranks.partition import share, vocab_rows
@@ -25,6 +25,9 @@ class WeightSizes(NamedTuple):
     kept_plain: int = 0  # those of them for which there are no kernels
     scratch: int = 0  # bytes in which a layer's packed matrices are unpacked
     cut: int = 0  # matrices that would be packed, if this rank's columns were whole blocks
+    experts: int = 0  # bytes of all experts
+    kept_experts: int = 0  # number of their weights that are packed
+    whole_experts: int = 0  # number of those that are not
 
 
 class _Part(NamedTuple):
@@ -60,7 +63,10 @@ def weight_sizes(
     nbytes = parameter_count(config, ranks, rank) * itemsize
     embedding = 0 if config.tied else vocab_rows(config.vocab, ranks) * config.hidden * itemsize
     types = dict(config.kept_types)
-    kept = kept_plain = cut = 0
+    mixtures = sum(config.has_experts(layer) for layer in range(config.layers))
+    whole_experts = mixtures * expert_parameters(config, ranks, rank)
+    experts = whole_experts * itemsize
+    kept = kept_plain = cut = kept_experts = 0
     scratch: dict[str, int] = {}  # matrix of a layer -> bytes
     for matrix, parts in _matrices(config, ranks, rank) if types else ():
         packable = [part for part in parts if part.tensor in types]
@@ -77,13 +83,52 @@ def weight_sizes(
         if packed and matrix is not None:
             size = sum(part.size for part in parts) * itemsize
             scratch[matrix] = max(scratch.get(matrix, 0), size)
-    return WeightSizes(nbytes, embedding, kept, kept_plain, sum(scratch.values()), cut)
+    for parts in _stacks(config, ranks, rank) if types else ():
+        kinds = {types.get(part.tensor) for part in parts}
+        kind, size = next(iter(kinds)), sum(part.size for part in parts)
+        if len(kinds) > 1 or not isinstance(kind, PlaneFormat) or kind.order:
+            continue
+        if not is_kept(kind, parts[0].columns):
+            cut += len(parts)
+            continue
+        own_bytes = sum(kept_bytes(kind, part.rows, part.columns) for part in parts)
+        nbytes -= size * itemsize - own_bytes
+        experts -= size * itemsize - own_bytes
+        kept_experts += size
+    return WeightSizes(
+        nbytes,
+        embedding,
+        kept + kept_experts,
+        kept_plain,
+        sum(scratch.values()),
+        cut,
+        experts,
+        kept_experts,
+        whole_experts - kept_experts,
+    )
+
+
+def _stacks(config: ModelConfig, ranks: int, rank: int) -> Iterator[list[_Part]]:
+    """Yield a rank's stacks of the matrices of all experts: the tensors of each."""
+    mixture = config.experts
+    if mixture is None:
+        return
+    inner = share(mixture.intermediate, rank, ranks)
+    rows = mixture.count * (inner.stop - inner.start)
+    names = mixture.names
+    for layer in sorted(mixture.layers):
+        prefix = f"model.layers.{layer}.{names.block}.experts.{{}}"
+        yield [
+            _Part(f"{prefix}.{name}.weight", rows, slice(0, config.hidden))
+            for name in (names.gate, names.up)
+        ]
+        yield [_Part(f"{prefix}.{names.down}.weight", mixture.count * config.hidden, inner)]
 
 
 def _matrices(
     config: ModelConfig, ranks: int, rank: int
 ) -> Iterator[tuple[str | None, list[_Part]]]:
-    """Yield a rank's matrices of dense families: their name in a layer, and what they stack."""
+    """Yield a rank's matrices, without experts: their name in a layer, and what they stack."""
     hidden, all_columns = config.hidden, slice(0, config.hidden)
     vocab = vocab_rows(config.vocab, ranks)
     for name in [EMBEDDING] if config.tied else [EMBEDDING, HEAD]:

@@ -18,8 +18,10 @@ from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.residual import Branch
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
+from parallel.weights.expert_matrix import ExpertMatrix
 from parallel.weights.matmul import linear
 from parallel.weights.matrix import empty_parameter
+from parallel.weights.packed import Slice
 
 
 class SparseMoE(Branch):
@@ -37,8 +39,8 @@ class SparseMoE(Branch):
         columns = self.share.stop - self.share.start
         count, hidden = self.shape.count, config.hidden
         self.router = empty_parameter(count, hidden)
-        self.gate_up = empty_parameter(count, 2 * columns, hidden)
-        self.down = empty_parameter(count, hidden, columns)
+        self.gate_up = ExpertMatrix(count, 2 * columns, hidden)
+        self.down = ExpertMatrix(count, hidden, columns)
 
     def forward(self, x: Tensor) -> AsyncSum:
         """Transform x (T, hidden); return a pending all-reduce (T, hidden)."""
@@ -62,13 +64,17 @@ class SparseMoE(Branch):
         count, hidden = self.router.shape
         wide, tall = (self.shape.intermediate, hidden), (hidden, self.shape.intermediate)
         self.router.copy_(checkpoint.tensor(f"{block}.gate.weight", (count, hidden))[:])
+        gate_up: list[Slice] = []
+        down: list[Slice] = []
         for index in range(count):
             expert = f"{block}.experts.{index}"
-            halves = self.gate_up[index].chunk(2)
-            for name, rows in zip((names.gate, names.up), halves, strict=True):
-                rows.copy_(checkpoint.tensor(f"{expert}.{name}.weight", wide)[self.share])
-            down = checkpoint.tensor(f"{expert}.{names.down}.weight", tall)
-            self.down[index].copy_(down[:, self.share])
+            for name in (names.gate, names.up):
+                tensor = checkpoint.tensor(f"{expert}.{name}.weight", wide)
+                gate_up.append(Slice(tensor, self.share, slice(0, hidden)))
+            tensor = checkpoint.tensor(f"{expert}.{names.down}.weight", tall)
+            down.append(Slice(tensor, slice(0, hidden), self.share))
+        self.gate_up.load(gate_up)
+        self.down.load(down)
 
 
 def route(scores: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -84,19 +90,19 @@ def route(scores: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Ten
 
 
 def moe_by_expert(
-    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix
 ) -> Tensor:
     """Return the weighted sum (T, hidden) of each token's experts, expert by expert.
 
     Only selected experts are read and computed. The host synchronizes to learn the number of tokens
-    of each expert. x (T, hidden), gate_up (E, 2 I, hidden) and down (E, hidden, I).
+    of each expert. x (T, hidden), matrices (2 I, hidden) and (hidden, I) of each expert.
     """
     per_token = chosen.shape[1]
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     rows = order // per_token
     scales = weights.flatten()[order]
-    counts = flat.bincount(minlength=len(down)).tolist()
+    counts = flat.bincount(minlength=down.experts).tolist()
     out = torch.zeros_like(x)
     start = 0
     for expert, count in enumerate(counts):
@@ -104,28 +110,40 @@ def moe_by_expert(
             continue
         own = rows[start : start + count]
         scale = scales[start : start + count, None]
-        gate, up = linear(x[own], gate_up[expert]).chunk(2, dim=-1)
-        y = linear(F.silu(gate) * up, down[expert])
+        gate, up = linear(x[own], gate_up.of(expert)).chunk(2, dim=-1)
+        y = linear(F.silu(gate) * up, down.of(expert))
         out.index_add_(0, own, (y * scale).to(x.dtype))
         start += count
     return out
 
 
-def static_moe(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def static_moe(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix
+) -> Tensor:
     """Return the result of `moe_by_expert`, with launches that do not depend on the routing.
 
-    For few tokens, their experts' weights are gathered, which writes and reads them once more. More
-    tokens, which need most experts anyway, go through all of them; unselected ones have weight 0.
+    Fused kernels multiply packed experts with the tokens that chose them. Otherwise, for few
+    tokens their experts' weights are gathered, which writes and reads them once more. More tokens,
+    which need most experts anyway, go through all of them; unselected ones have weight 0. Packed
+    experts without kernels are unpacked for one token after another.
     """
     tokens, per_token = chosen.shape
-    experts = len(down)
-    if 3 * tokens * per_token <= experts:
-        flat = chosen.flatten()
-        rows = x.repeat_interleave(per_token, dim=0)[:, None]  # (T * per_token, 1, hidden)
-        y = _expert_mlps(rows, gate_up[flat], down[flat])
+    flat = chosen.flatten()
+    if gate_up.has_fused_products and down.has_fused_products:
+        gate, up = gate_up.fused_products(x, flat, per_token).chunk(2, dim=-1)
+        y = down.fused_products(F.silu(gate) * up, flat, 1)
         return _weighted(y.view(tokens, per_token, -1), weights[..., None], 1)
-    scales = weights.new_zeros(tokens, experts).scatter(1, chosen, weights)
-    y = _expert_mlps(x.expand(experts, -1, -1), gate_up, down)  # (E, T, hidden)
+    is_packed = gate_up.packed is not None or down.packed is not None
+    if is_packed and tokens > 1:
+        parts = zip(x.split(1), weights.split(1), chosen.split(1), strict=True)
+        return torch.cat([static_moe(*part, gate_up, down) for part in parts])
+    if is_packed or 3 * tokens * per_token <= down.experts:
+        rows = x.repeat_interleave(per_token, dim=0)[:, None]  # (T * per_token, 1, hidden)
+        y = _expert_mlps(rows, gate_up.select_experts(flat), down.select_experts(flat))
+        return _weighted(y.view(tokens, per_token, -1), weights[..., None], 1)
+    scales = weights.new_zeros(tokens, down.experts).scatter(1, chosen, weights)
+    repeated = x.expand(down.experts, -1, -1)  # (E, T, hidden)
+    y = _expert_mlps(repeated, gate_up.whole(), down.whole())
     return _weighted(y, scales.t()[..., None], 0)
 
 

@@ -40,32 +40,66 @@ def multiply(x: Tensor, planes: Planes, first: int, out_dtype: torch.dtype) -> T
         out_dtype: of the result; sums are float32.
     """
     fixed = planes.fixed or _fix(planes)
-    rows, tokens = fixed.rows - first, len(x)
     splits = split_count(fixed.rows, fixed.groups)
-    out = torch.empty(tokens, rows, dtype=out_dtype, device=x.device)
+    out = torch.empty(len(x), fixed.rows - first, dtype=out_dtype, device=x.device)
+    _launch(x, fixed, out, splits, first)
+    return out
+
+
+def multiply_experts(x: Tensor, planes: Planes, experts: Tensor, rows: int, repeats: int) -> Tensor:
+    """Return the products (S, rows) of rows of x with one expert's matrix each, in x's dtype.
+
+    Args:
+        x: rows (S / repeats, columns) in 16 bits, of which each is multiplied `repeats` times.
+        planes: the matrices (experts * rows, columns).
+        experts: of each product, (S,) int64.
+        rows: of an expert.
+        repeats: experts of a row of x.
+    """
+    fixed = planes.fixed or _fix(planes)
+    splits = split_count(rows, fixed.groups)
+    out = torch.empty(len(experts), rows, dtype=x.dtype, device=x.device)
+    _launch(x, fixed, out, splits, experts=experts, repeats=repeats)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    fixed: _Fixed,
+    out: Tensor,
+    splits: int,
+    first: int = 0,
+    experts: Tensor | None = None,
+    repeats: int = 1,
+) -> None:
+    """Write products into `out`: of all rows of x with a matrix, or of each with an expert's."""
+    count, rows = out.shape
+    slots, tokens = (1, count) if experts is None else (count, 1)
     sums = out
     if splits > 1:
-        sums = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
-    _multiply[(ceil_div(rows, _TILE_ROWS), splits)](
+        sums = torch.empty(splits, count, rows, dtype=torch.float32, device=x.device)
+    _multiply[(ceil_div(rows, _TILE_ROWS), splits, slots)](
         x.contiguous(),
         *fixed.planes,
         sums,
+        x if experts is None else experts.contiguous(),
         tokens,
         first,
-        fixed.rows,
+        rows,
+        repeats,
         fixed.columns,
         fixed.groups,
         fixed.lead,
         ceil_div(ceil_div(fixed.groups, splits), _TILE_GROUPS) * _TILE_GROUPS,
         **tile(tokens),
+        EXPERTS=experts is not None,
         UPCAST=UPCAST,
         **fixed.constants,
         **OPTIONS,
     )
     if splits > 1:
-        count = tokens * rows
-        _sum[(ceil_div(count, 1024),)](sums, out, splits, count, BLOCK=1024)
-    return out
+        total = count * rows
+        _sum[(ceil_div(total, 1024),)](sums, out, splits, total, BLOCK=1024)
 
 
 def split_count(rows: int, groups: int) -> int:
@@ -249,7 +283,7 @@ def _sub_scale(sub, floats, place, exists, SUB_FLOATS: tl.constexpr):
 
 
 # Specialising on argument values would compile another kernel in the middle of a request.
-@triton.jit(do_not_specialize=["tokens", "first", "end", "groups", "lead", "per_split"])
+@triton.jit(do_not_specialize=["tokens", "first", "rows", "repeats", "groups", "lead", "per_split"])
 def _multiply(
     x,
     low,
@@ -260,9 +294,11 @@ def _multiply(
     submin,
     floats,
     out,
+    experts,
     tokens,
     first,
-    end,
+    rows,
+    repeats,
     columns,
     groups,
     lead,
@@ -270,6 +306,7 @@ def _multiply(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
     UPCAST: tl.constexpr,
     BITS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -281,10 +318,19 @@ def _multiply(
     HAS_ZERO: tl.constexpr,
     FLOATS: tl.constexpr,
 ):
-    """Multiply a tile of rows with one split's groups of all tokens."""
+    """Multiply a tile of rows with one split's groups of all tokens, or of a slot's only one.
+
+    With EXPERTS a slot has one of `experts`, whose rows follow those of the ones before it, and
+    `repeats` slots share a row of x.
+    """
     HALF: tl.constexpr = GROUPS * 16
     dtype = x.dtype.element_ty
     dot_dtype = tl.float32 if UPCAST else dtype
+    slot = tl.program_id(2)
+    if EXPERTS:
+        first = tl.load(experts + slot).to(tl.int32) * rows
+        x += (slot // repeats).to(tl.int64) * columns
+    end = first + rows
     row = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TOKENS)
     half = tl.arange(0, HALF)
@@ -324,9 +370,9 @@ def _multiply(
         weights = tl.reshape(two, (ROWS, HALF)).to(dtype).to(dot_dtype)
         part = tl.load(pointers + 16, mask=mask, other=0.0).to(dot_dtype)
         total = tl.dot(weights, part, total)
-    width = end - first
-    base = tl.program_id(1).to(tl.int64) * tokens * width
-    result = base + token[None, :] * width + (row - first)[:, None]
+    place = tl.program_id(1) * tl.num_programs(2) + slot
+    base = place.to(tl.int64) * tokens * rows
+    result = base + token[None, :] * rows + (row - first)[:, None]
     mask = (token[None, :] < tokens) & (row < end)[:, None]
     tl.store(out + result, total.to(out.dtype.element_ty), mask=mask)
 

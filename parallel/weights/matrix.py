@@ -39,8 +39,8 @@ class Scratch:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reserve(self, name: str, matrix: Matrix) -> None:
-        """Have room for a matrix of this name, if it is packed."""
-        if matrix.packed is None:
+        """Have room for a matrix of this name, if it is packed and unpacked as a whole."""
+        if matrix.packed is None or not matrix.is_layers_own:
             return
         size, buffer = matrix.rows * matrix.columns, self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
@@ -67,6 +67,7 @@ class Matrix(Module):
     """
 
     values: Parameter | None
+    is_layers_own = True  # unpacked at once, in the memory that layers share
 
     def __init__(self, rows: int, columns: int):
         super().__init__()
@@ -90,7 +91,7 @@ class Matrix(Module):
 
         Raises CheckpointError.
         """
-        if any(each.kept_type for each in slices):
+        if self._stays_packed(slices):
             self.values = None
             self.packed = PackedRows(self.columns, self.dtype, self.device)
             self.packed.load(slices, self.rows)
@@ -141,6 +142,10 @@ class Matrix(Module):
             return self.packed.select(rows)
         assert self.values is not None
         return F.embedding(rows, self.values)
+
+    def _stays_packed(self, slices: Sequence[Slice]) -> bool:
+        """Return whether these parts of tensors are kept as in their files."""
+        return any(each.kept_type for each in slices)
 
 
 def empty_parameter(

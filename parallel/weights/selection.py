@@ -54,6 +54,16 @@ def _test_planes(
         alone = kernels.multiply(x[first:last], planes, 1, torch.float32)
         if not torch.equal(alone, whole[first:last]):
             raise RuntimeError(f"products with {name} depend on other rows")
+    # Experts of some rows each; rows of x are multiplied twice.
+    experts = torch.tensor([2, 0, 1, 2], device=device)
+    each = _ROWS // 3
+    chosen = kernels.multiply_experts(x[:2], planes, experts, each, 2)
+    for slot, expert in enumerate(experts.tolist()):
+        own = expected[expert * each : (expert + 1) * each].double()
+        exact = own @ x[slot // 2].double()
+        error = float((chosen[slot] - exact).abs().max() / exact.abs().max())
+        if not error < _TOLERANCE_IN_16_BITS:
+            raise RuntimeError(f"products of experts with {name} are off by {error:.3g}")
     # Without splits, results in 16 bits are written by another variant of the kernel.
     few = random_planes(fmt, _ROWS, _FEW_COLUMNS, _LEAD, device)
     weights = few.unpack(slice(None), expected.new_empty(_ROWS, _FEW_COLUMNS)).double()

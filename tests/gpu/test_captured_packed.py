@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from decoding import GREEDY, Engine, Settings
 from support.commands import TARGET
-from support.models import random_tokens
+from support.models import WIDE, build_checkpoint, random_tokens
 
 pytestmark = pytest.mark.cuda
 PROMPT, NEW = random_tokens(70).tolist(), 24
@@ -36,12 +37,17 @@ def tokens_of(path: Path, device: str, weights: str, graphs: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q2_K"])
-def test_captured_forwards(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_captured_forwards(tmp_path: Path, name: str, has_experts: bool) -> None:
     pytest.importorskip("gguf")
     from gguf import GGMLQuantizationType
 
     from support.gguf import convert
 
-    path = convert(TARGET, tmp_path / "model.gguf", GGMLQuantizationType[name])
+    folder = TARGET
+    if has_experts:
+        folder = shutil.copytree(TARGET, tmp_path / "mixture")
+        build_checkpoint(folder, "mixtral", **WIDE, vocab_size=2048)
+    path = convert(folder, tmp_path / "model.gguf", GGMLQuantizationType[name])
     expected = tokens_of(path, "cpu", "16-bit", graphs=False)
     assert tokens_of(path, "cuda", "packed", graphs=True) == expected

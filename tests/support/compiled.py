@@ -178,8 +178,9 @@ def compile_weight_kernels(capability: int, element: str, formats: int | None) -
         planes["minimum"] = zeros if fmt.has_zero else "*fp16"
         planes |= {"sub": "*i8" if fmt.sub_kind == "int8" else "*u8", "submin": "*u8"}
         planes |= {"x": f"*{element}", "out": f"*{element}", "sums": "*fp32"}
-        for tokens in (16, 32, 64):
-            tile = sizes | weight_kernels.tile(tokens)
+        planes["experts"] = "*i64"
+        for tokens, experts in ((1, True), (16, False), (32, False), (64, False)):
+            tile = sizes | weight_kernels.tile(tokens) | {"EXPERTS": experts}
             compile_kernel(
                 weight_kernels._multiply,
                 element,

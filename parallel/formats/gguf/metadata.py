@@ -87,7 +87,7 @@ ROPE_FACTORS = {  # divisors of the RoPE frequencies: field of rope_parameters
 
 
 def kept_types(header: GgufHeader) -> dict[str, KeptType]:
-    """Return how matrices can stay packed, by their Hugging Face names.
+    """Return how matrices can stay packed, by their Hugging Face names, with {} for all experts.
 
     Raises ConfigError for an unsupported architecture.
     """
@@ -97,7 +97,8 @@ def kept_types(header: GgufHeader) -> dict[str, KeptType]:
         stored = TYPES.get(info.kind)
         kind = None if stored is None else kept_type(stored.name)
         name = family.tensor_name(info.name)
-        if kind is not None and name is not None and len(info.shape) == 2:
+        dimensions = 3 if "{}" in (name or "") else 2
+        if kind is not None and name is not None and len(info.shape) == dimensions:
             types[name] = kind
     return types
 

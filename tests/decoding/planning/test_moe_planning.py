@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from decoding.config.settings import Settings
 from decoding.planning.activations import (
@@ -13,10 +14,13 @@ from decoding.planning.activations import (
     moe_scratch_bytes,
     prefill_chunk,
 )
-from decoding.planning.forward_cost import matmul_flops, read_bytes
+from decoding.planning.forward_cost import ForwardCost, matmul_flops, read_bytes
+from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.request_spec import RequestSpec
 from decoding.planning.requirements import Requirements
 from parallel.config.model_config import ModelConfig
+from parallel.config.weight_sizes import weight_sizes
+from parallel.formats.plane_format import PLANE_FORMATS
 from parallel.model.layers import ColumnParallelLinear, RowParallelLinear
 from parallel.model.loading import random_model
 from parallel.model.moe import SparseMoE
@@ -31,7 +35,8 @@ def expert_numel() -> int:
     """Return the allocated parameters of all experts of the model."""
     model = random_model(MIXTURE, TensorParallelGroup(), torch.float32)
     layers = [module for module in model.modules() if isinstance(module, SparseMoE)]
-    return sum(layer.gate_up.numel() + layer.down.numel() for layer in layers)
+    matrices = [matrix for layer in layers for matrix in (layer.gate_up, layer.down)]
+    return sum(matrix.rows * matrix.columns for matrix in matrices)
 
 
 def test_a_token_reads_its_own_experts_and_a_long_forward_reads_all() -> None:
@@ -49,6 +54,57 @@ def test_a_token_is_computed_by_its_own_experts() -> None:
         if isinstance(module, ColumnParallelLinear | RowParallelLinear)
     ]
     assert matmul_flops(MIXTURE) == 2 * (sum(dense) + expert_numel() * 2 / 6)
+
+
+def packed_qwen3_30b() -> ModelConfig:
+    """Return Qwen3-30B-A3B with all matrices in Q4_K."""
+    hf = AutoConfig.for_model(
+        "qwen3_moe",
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        vocab_size=151_936,
+        tie_word_embeddings=False,
+    )
+    names = ["model.embed_tokens", "lm_head"]
+    for layer in range(48):
+        prefix = f"model.layers.{layer}"
+        names += [f"{prefix}.self_attn.{each}_proj" for each in "qkvo"]
+        names += [f"{prefix}.mlp.experts.{{}}.{each}_proj" for each in ("gate", "up", "down")]
+    types = tuple((f"{name}.weight", PLANE_FORMATS["Q4_K"]) for name in names)
+    return replace(ModelConfig.from_hf(hf), kept_types=types)
+
+
+def test_packed_experts_are_read_as_they_are_stored() -> None:
+    config = packed_qwen3_30b()
+    sizes = weight_sizes(config, 1, 2)
+    experts = 48 * 128 * 3 * 768 * 2048
+    assert (sizes.kept_experts, sizes.whole_experts) == (experts, 0)
+    assert sizes.experts == experts * (16 + 4 / 8 + 2) // 32  # 18.5 bytes of 32 weights
+    assert 17.5e9 < sizes.nbytes < 18.5e9
+    whole = replace(config, kept_types=())
+    assert weight_sizes(whole, 1, 2).experts == 2 * experts
+    per_token = read_bytes(config, 1, torch.bfloat16, 1)
+    assert per_token == pytest.approx(
+        sizes.nbytes - sizes.embedding - sizes.experts * 120 / 128, abs=1
+    )
+    hardware = HardwareProfile.from_name("1x4090")
+    packed, plain = (
+        ForwardCost(hardware, each, 1, torch.bfloat16).seconds(1, 1000, captured=True)
+        for each in (config, whole)
+    )
+    assert packed < plain
+    for each, smaller in ((config, whole), (whole, config)):
+        needs = Requirements(each, None, "plain", Settings(), torch.bfloat16, 1, 1, True)
+        other = replace(needs, target=smaller)
+        is_less = moe_scratch_bytes(needs) < moe_scratch_bytes(other) / 5
+        assert is_less == (each is config)
 
 
 def test_wide_heads_and_experts_need_more_memory() -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.model.moe import moe_by_expert, route, static_moe
+from parallel.weights.expert_matrix import ExpertMatrix
 
 HIDDEN, COLUMNS = 12, 10
 Moe = Callable[..., Tensor]
@@ -29,6 +30,13 @@ def naive_moe(x: Tensor, scores: Tensor, k: int, gate_up: Tensor, down: Tensor) 
     return torch.stack(rows)
 
 
+def stacked(weights: Tensor) -> ExpertMatrix:
+    """Return experts' weights (E, rows, columns) as a matrix."""
+    matrix = ExpertMatrix(*weights.shape)
+    matrix.allocate().copy_(weights.flatten(0, 1))
+    return matrix
+
+
 @pytest.mark.parametrize("moe", [moe_by_expert, static_moe])
 # The first two gather weights; in the last one some experts have no token.
 @pytest.mark.parametrize(
@@ -40,7 +48,7 @@ def test_moe_matches_a_naive_reference(moe: Moe, tokens: int, experts: int, k: i
     gate_up = torch.randn(experts, 2 * COLUMNS, HIDDEN)
     down = torch.randn(experts, HIDDEN, COLUMNS)
     weights, chosen = route(scores, k, normalised=True)
-    result = moe(x, weights, chosen, gate_up, down)
+    result = moe(x, weights, chosen, stacked(gate_up), stacked(down))
     expected = naive_moe(x, scores, k, gate_up, down)
     torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 

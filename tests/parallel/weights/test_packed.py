@@ -187,7 +187,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_every_family_of_gguf_files_stays_packed(
     checkpoint: Checkpoints, tmp_path: Path, family: str, ranks: int
 ) -> None:
-    """Matrices fused or not; experts do not."""
+    """Matrices fused or not, and those of experts."""
     folder = checkpoint(family=family, **WIDE, **FAMILIES[family])
     path = convert(folder, tmp_path / "model.gguf", Kind.Q4_K)
     group = TensorParallelGroup(ranks - 1, ranks)
@@ -201,7 +201,11 @@ def test_every_family_of_gguf_files_stays_packed(
         if isinstance(module, Matrix) and module.packed is not None:
             packed += 1
             assert same_bits(module.packed[:], modules[name].values)
-    assert packed == 2 + model.config.layers * (2 if model.config.experts else 4)
+    assert packed == 2 + model.config.layers * 4
+    if ranks == 1:
+        models = packed_model(path, "float32"), load_model(path, group, "float32")
+        logits = [all_logits(each, random_tokens(40)) for each in models]
+        assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("method", ["gptq", "act-order", "fp8"])

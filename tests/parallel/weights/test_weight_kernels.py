@@ -63,6 +63,35 @@ def test_products_of_any_number_of_rows(kernels: Any, rows: int) -> None:
         torch.testing.assert_close(out.double(), x.double() @ weights.t(), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "MXFP4"])
+def test_products_of_experts(kernels: Any, name: str, repeats: int) -> None:
+    """Each is that of the expert's own matrix, bit for bit."""
+    planes = random_planes(FORMATS[name], 5 * 70, 416, 0, CPU)
+    experts = torch.tensor([4, 0, 0, 2, 3, 4])
+    x = torch.randn(len(experts) // repeats, 416).half()
+    out = kernels.multiply_experts(x, planes, experts, 70, repeats)
+    assert out.shape == (6, 70)
+    for slot, expert in enumerate(experts.tolist()):
+        own = Planes(planes.format, 70, 416, 0, CPU)
+        for part, plane in own.named_parameters():
+            plane.copy_(getattr(planes, part)[expert * 70 : (expert + 1) * 70])
+        row = slot // repeats
+        assert torch.equal(out[slot], kernels.multiply(x[row : row + 1], own, 0, x.dtype)[0])
+
+
+def test_self_test_finds_wrong_experts(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MAX_ROWS", 16)
+    multiply_experts = kernels.multiply_experts
+
+    def multiply_others(x: Any, planes: Any, experts: Any, *args: Any) -> Any:
+        return multiply_experts(x, planes, experts.flip(0), *args)
+
+    monkeypatch.setattr(kernels, "multiply_experts", multiply_others)
+    with pytest.raises(RuntimeError, match="products of experts with Q4_K are off"):
+        _test_planes(kernels, CPU, torch.float16, FORMATS["Q4_K"])
+
+
 @pytest.mark.parametrize(
     ("plane", "message"),
     [("low", "unpacked incorrectly"), ("scale", "unpacked incorrectly")],
