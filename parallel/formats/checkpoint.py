@@ -26,6 +26,7 @@ from parallel.formats.weight_headers import (
     weight_files,
 )
 
+_OPEN_BYTES = 16 << 20  # bytes that are read from an open file
 _DERIVED = "rotary_emb.inv_freq"  # suffix of tensors that are ignored: the config determines them
 
 
@@ -199,21 +200,43 @@ class Checkpoint(ABC):
         """Return the file that holds a tensor."""
 
 
-class TensorSlice:
-    """A tensor on disk; indexing reads only that part, and releases the file's pages at once."""
+class SafetensorsReader:
+    """Reads parts of tensors, and keeps one file open: finding a tensor in it takes far longer.
 
-    def __init__(self, path: Path, name: str, shape: tuple[int, ...]):
-        self.path, self.name, self.shape = path, name, shape
+    The file is closed after some reading, which releases its pages.
+    """
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._file: Any = None
+        self._remaining = 0  # bytes that may be read before the file is closed
+
+    def read(self, header: TensorHeader, index: Any) -> Tensor:
+        """Return the part of a tensor that slices select. Raises CheckpointError."""
         try:
-            with safe_open(self.path, framework="pt") as file:
-                return file.get_slice(self.name)[index]
+            if self._path != header.path:
+                self._path, self._file = header.path, safe_open(header.path, framework="pt")
+                self._remaining = _OPEN_BYTES
+            part: Tensor = self._file.get_slice(header.name)[index]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{self.path.name}: tensor {self.name} cannot be read ({error}). Fetch the file "
-                "again."
+                f"{header.path.name}: tensor {header.name} cannot be read ({error}). Fetch the "
+                "file again."
             ) from error
+        self._remaining -= part.nbytes
+        if self._remaining < 0:
+            self._path = self._file = None
+        return part
+
+
+class TensorSlice:
+    """A tensor on disk; indexing reads only that part."""
+
+    def __init__(self, reader: SafetensorsReader, header: TensorHeader):
+        self.reader, self.header, self.shape = reader, header, header.shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.reader.read(self.header, index)
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -222,6 +245,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.folder = folder
+        self._reader = SafetensorsReader()
         self._headers: dict[str, TensorHeader] = {}
         for path in weight_files(folder):
             self._scan(path)
@@ -239,8 +263,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._shapes = {name: header.shape for name, header in self._headers.items()}
 
     def _open_tensor(self, name: str) -> Indexable:
-        header = self._headers[name]
-        return TensorSlice(header.path, header.name, header.shape)
+        return TensorSlice(self._reader, self._headers[name])
 
     def _file_of(self, name: str) -> Path:
         return self._headers[name].path

@@ -23,12 +23,12 @@ from parallel.formats.checkpoint import (
     Indexable,
     Parts,
     SafetensorsCheckpoint,
+    SafetensorsReader,
     TensorSlice,
 )
 from parallel.formats.group_headers import GroupHeader, broken_matrix, group_headers
 from parallel.formats.plane_format import KeptType, is_kept
 from parallel.formats.quantisation import Quantisation
-from parallel.formats.weight_headers import TensorHeader
 
 _CHUNK_CODES = 1 << 22  # codes per chunk, each of which takes up to ten bytes
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # places in a word of eight consecutive rows
@@ -38,8 +38,15 @@ _ONES = {4: 0x11111111, 8: 0x01010101}  # a one in each place of a word
 class GroupTensor(BlockTensor):
     """A quantised matrix; indexing with slices reads that part and converts it to numbers."""
 
-    def __init__(self, header: GroupHeader, dtype: torch.dtype, keeps_groups: bool = False):
-        self.header, self.dtype, self.keeps_groups = header, dtype, keeps_groups
+    def __init__(
+        self,
+        reader: SafetensorsReader,
+        header: GroupHeader,
+        dtype: torch.dtype,
+        keeps_groups: bool = False,
+    ):
+        self.reader, self.header = reader, header
+        self.dtype, self.keeps_groups = dtype, keeps_groups
         self.path, self.name, self.shape = header.codes.path, header.name, header.shape
         self.block = header.group
 
@@ -103,7 +110,7 @@ class GroupTensor(BlockTensor):
         """The group (columns,) int64 of each column; None if the file does not say it."""
         if self.header.g_idx is None:
             return None
-        groups = _read(self.header.g_idx)[:].long()
+        groups = TensorSlice(self.reader, self.header.g_idx)[:].long()
         if self.header.layout == "rows" and bool((groups == -1).any()):
             return None  # columns in order, as the library itself reads it
         if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < self.header.groups:
@@ -144,7 +151,7 @@ class GroupTensor(BlockTensor):
 
     def _codes(self, rows: slice, columns: slice) -> Iterator[Tensor]:
         """Yield codes (R, C): of 4 bits uint8, of 8 bits int8 with a sign."""
-        header, stored = self.header, _read(self.header.codes)
+        header, stored = self.header, TensorSlice(self.reader, self.header.codes)
         per_word = header.per_word
         step = max(1, _CHUNK_CODES // max(1, columns.stop - columns.start))
         step = ceil_div(step, 8) * 8
@@ -169,7 +176,7 @@ class GroupTensor(BlockTensor):
     def _scale(self, rows: slice, groups: slice) -> Tensor:
         """Return the scales (R, G) of rows and groups."""
         header = self.header
-        stored, shape = _read(header.scale), header.scale.shape
+        stored, shape = TensorSlice(self.reader, header.scale), header.scale.shape
         if header.layout != "rows":
             return stored[groups, rows].t()
         scale = _spread(stored, shape, header.block_rows, rows, groups)
@@ -180,7 +187,7 @@ class GroupTensor(BlockTensor):
         header = self.header
         if header.zero is None:
             return None
-        stored = _read(header.zero)
+        stored = TensorSlice(self.reader, header.zero)
         if header.zero.dtype == "I8":
             zero = _spread(stored, header.zero.shape, header.block_rows, rows, groups)
             return (zero + 8).view(torch.uint8) if header.code_type == "int4" else zero
@@ -204,10 +211,6 @@ def _unpack(words: Tensor, header: GroupHeader) -> Tensor:
     if header.layout == "awq":
         codes = codes.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
     return codes
-
-
-def _read(header: TensorHeader) -> TensorSlice:
-    return TensorSlice(header.path, header.name, header.shape)
 
 
 def _spread(
@@ -265,7 +268,9 @@ class GroupCheckpoint(SafetensorsCheckpoint):
 
     def _open_tensor(self, name: str) -> Indexable:
         if name in self._matrices:
-            return GroupTensor(self._matrices[name], self._target_dtype, self._keeps_blocks)
+            return GroupTensor(
+                self._reader, self._matrices[name], self._target_dtype, self._keeps_blocks
+            )
         return super()._open_tensor(name)
 
     def _file_of(self, name: str) -> Path:
