@@ -101,7 +101,7 @@ SPLITS = {  # keys: values of tokenizer.ggml.pre
 }
 # Phi-3's control tokens also stand for the white space that follows them, except for these. Source:
 # its tokenizer_config.json.
-_STRIPLESS = ("<unk>", "<s>", "<|endoftext|>")
+_WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def gguf_tokenizer(path: Path) -> Any:
@@ -151,8 +151,8 @@ def _build(metadata: Mapping[str, Any], is_phi3: bool) -> Any:
         backend, add_bos = _byte_level(metadata, vocab)
     else:
         backend, add_bos = _sentencepiece(metadata, vocab), True
-    strips = is_phi3 and kind == "llama"
-    _add_tokens(backend, tokens, metadata.get("token_type"), strips)
+    rstrip = is_phi3 and kind == "llama"
+    _add_tokens(backend, tokens, metadata.get("token_type"), rstrip)
     specials = {
         f"{name}_token": _token(tokens, metadata.get(f"{gguf_name}_token_id"))
         for name, gguf_name in _SPECIALS.items()
@@ -245,17 +245,17 @@ def _merges_by_score(vocab: Mapping[str, int], scores: Sequence[float]) -> list[
 
 
 def _add_tokens(
-    backend: Tokenizer, tokens: Sequence[str], kinds: Sequence[int] | None, strips: bool
+    backend: Tokenizer, tokens: Sequence[str], kinds: Sequence[int] | None, rstrip: bool
 ) -> None:
     """Add control tokens and user-defined tokens, which are never split.
 
-    `strips`: white space after control tokens is a part of them.
+    `rstrip`: white space after control tokens is a part of them.
     """
     special, regular = list[AddedToken](), list[AddedToken]()
     for token, kind in zip(tokens, kinds or [_NORMAL] * len(tokens), strict=True):
         if kind in (_UNKNOWN, _CONTROL):
-            rstrip = strips and token not in _STRIPLESS
-            special.append(AddedToken(token, normalized=False, special=True, rstrip=rstrip))
+            has_rstrip = rstrip and token not in _WITHOUT_RSTRIP
+            special.append(AddedToken(token, normalized=False, special=True, rstrip=has_rstrip))
         elif kind == _USER_DEFINED:
             regular.append(AddedToken(token, normalized=False, special=False))
     backend.add_special_tokens(special)

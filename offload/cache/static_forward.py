@@ -79,6 +79,7 @@ class StaticForward:
         rotary, first = self.caches[index].rotary, index * self._rows
         own = rotary.angles(place.position, place.position + place.tokens)
         for table, rows in zip(self._angles, own, strict=True):
+            assert (table is None) == (rows is None)
             if table is not None and rows is not None:
                 table[first : first + place.tokens].copy_(rows)
 

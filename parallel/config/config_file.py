@@ -14,7 +14,7 @@ from offload.errors import one_line
 from offload.regular_files import read_json
 from parallel.config.families import FAMILIES, Family, expert_count, missing_fields
 from parallel.config.rope import with_known_rope
-from parallel.config.text_model import WRAPPER, text_fields
+from parallel.config.text_model import TIED, WRAPPER, text_fields
 from parallel.config_checks import bool_field
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.group_headers import GroupHeader, group_headers
@@ -85,8 +85,10 @@ class ConfigFile(NamedTuple):
         except UnsupportedQuantisation:
             pass  # named with all that is not supported
         if (family := FAMILIES.get(fields.get("model_type", ""))) is not None:
-            tied = bool_field(fields, "tie_word_embeddings", family.tied)
-            fields["tie_word_embeddings"] = _is_tied(path.parent, tensors, tied)
+            # a larger model's config may leave it to the files
+            default = bool(tensors) if WRAPPER in fields else family.tied
+            tied = bool_field(fields, TIED, default)
+            fields[TIED] = _is_tied(path.parent, tensors, tied)
         return cls(path, fields, bool(tensors), matrices)
 
     def kept_types(self, hub_name: str | None = None) -> dict[str, KeptType]:
@@ -133,11 +135,11 @@ def _read_fields(path: Path) -> dict[str, Any]:
         fields = read_json(path)
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")
+        fields = text_fields(fields)
         if not isinstance(kind := fields.get("model_type", ""), str):
             raise ValueError(f"its model_type is {str(kind)[:60]}, which is not a name")
-        fields = text_fields(fields)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     except Exception as error:  # not a file, not text, not JSON, or not an object
         raise ConfigError(
             f"{path} cannot be read as a model's config ({one_line(error)}): fetch it again."
@@ -154,12 +156,15 @@ def fields_for_transformers(fields: Mapping[str, Any], family: Family) -> dict[s
     null.
     """
     hf_fields = with_known_rope(fields, family)
-    # the last, of layers that no supported model has, may be infinite, which only it can write
-    for name in ("dtype", "torch_dtype", FIELD, WRAPPER, "time_step_limit"):
+    for name in ("dtype", "torch_dtype", FIELD, WRAPPER):
         hf_fields.pop(name, None)
     for name in ("layer_types", "no_rope_layers"):
         if not hf_fields.get(name):
             hf_fields.pop(name, None)
+    if hf_fields.get("model_type") == "granitemoehybrid":  # its recurrent layers, of which are none
+        unused = [name for name in hf_fields if name.startswith(("mamba_", "time_step"))]
+        hf_fields = {name: each for name, each in hf_fields.items() if name not in unused}
+        hf_fields["mamba_n_heads"] = 1
     if hf_fields.get("model_type") == "exaone4" and "layer_types" not in hf_fields:
         # without windows, where transformers divides by zero
         hf_fields["layer_types"] = ["full_attention"] * hf_fields["num_hidden_layers"]

@@ -102,6 +102,7 @@ class Family:
     interleaved_rope: bool = False  # rotates adjacent dimensions, not the halves of a head
     sliding_window: int | None = None
     uses_sliding_window: bool = True
+    is_nope_with_window: bool = False  # with any window, layers that have none have no RoPE
     intermediate: str = "intermediate_size"  # config field with the MLP's intermediate size
     qkv_bias: bool = False  # always present, not configurable
     optional_biases: tuple[str, ...] = ()  # config fields that enable a bias
@@ -207,6 +208,7 @@ FAMILIES = {
         norm_eps=1e-5,
         stop_tokens=(2,),
         sliding_window=4096,
+        is_nope_with_window=True,
         qk_norm="head",
         norms=_POST_NORMS,
     ),
@@ -337,7 +339,13 @@ def nope_layers(fields: Mapping[str, Any]) -> frozenset[int]:
     """Return the layers without RoPE (NoPE) of a SmolLM3 or Granite 4 config."""
     layers = range(fields["num_hidden_layers"])
     if fields["model_type"] == "granitemoehybrid":
-        return frozenset() if fields.get("position_embedding_type") == "rope" else frozenset(layers)
+        kind = fields.get("position_embedding_type")
+        if not isinstance(kind, str | None):
+            raise ConfigError(
+                f"the model's config gives position_embedding_type = {quote(kind)}; it must be "
+                "rope, or another name or null for none."
+            )
+        return frozenset() if kind == "rope" else frozenset(layers)
     has_rope = per_layer_field(fields, "no_rope_layers", int)  # despite its name: 1 means RoPE
     if not has_rope:
         interval = fields.get("no_rope_layer_interval", 4)
@@ -364,6 +372,11 @@ def active_window(fields: Mapping[str, Any], family: Family) -> int | None:
     the positions that RoPE scaling extends these to only limits the context.
     """
     window, is_used, positions = _window_fields(fields, family)
+    if family.is_nope_with_window and window is not None:
+        raise ConfigError(
+            f"sliding-window attention (sliding_window = {quote(window)}) is not supported: with "
+            "any window, even one that has no effect, layers without it have no RoPE."
+        )
     is_used = bool_field({"use_sliding_window": is_used}, "use_sliding_window", False)
     if is_used and window not in (None, False):
         check_number("sliding_window", window, COUNT_OR_NONE)

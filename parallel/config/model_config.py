@@ -103,8 +103,8 @@ class ModelConfig:
     stop_tokens: frozenset[int]  # end-of-sequence ids
     rope: dict[str, Any] = field(hash=False)  # transformers' rope_parameters
     rotary_dim: int  # number of dimensions of a head that RoPE rotates, from the first
-    # The KV does not depend on the next three fields, so the digest (`repr`) leaves them out:
-    # the training positions, if the config names them beside RoPE's factor;
+    # The KV does not depend on the fields up to `kept_types`, so the digest (`repr`) leaves them
+    # out: the training positions, if the config names them beside RoPE's factor;
     trained_positions: int | None = field(default=None, repr=False)
     # the positions beyond which the model expects dual chunk attention, which is not implemented;
     dense_positions: int | None = field(default=None, repr=False)

@@ -57,7 +57,8 @@ _LONG_FACTORS = ("short_factor", "long_factor")
 class QueryScaling(NamedTuple):
     """A factor on the queries of each position: 1 + beta log(1 + floor(position / positions)).
 
-    Ministral 3's, from Llama 4. Source: transformers, modeling_ministral3.py.
+    Also called attention temperature. Ministral 3 has it from Llama 4. Source: transformers,
+    modeling_ministral3.py.
     """
 
     beta: float

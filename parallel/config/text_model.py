@@ -12,6 +12,7 @@ from parallel.errors import ConfigError
 from parallel.formats.quantisation import QUANTISATION_FIELDS
 
 WRAPPER = "wrapper_type"  # field of the result: model type of the larger model
+TIED = "tie_word_embeddings"
 # Types of models for images and text whose text model is one of another type: their own files name
 # it, or it is this.
 _WRAPPERS = {
@@ -22,7 +23,29 @@ _WRAPPERS = {
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
 }
-_SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", *QUANTISATION_FIELDS)
+_ALIASES = ("internlm3", "mimo")  # types that are another in all but name
+OTHER_TYPES = (*_WRAPPERS, *_ALIASES)
+# transformers' defaults, which the configs of text models may leave out
+_SIZES = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32_000,
+}
+_QWEN2_VL = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "eos_token_id": 151_645,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {  # keys: types of text models, or of larger ones
+    "llama": {**_SIZES, "intermediate_size": 11_008},
+    "mistral": {**_SIZES, "intermediate_size": 14_336},
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen3_vl": {"max_position_embeddings": 128_000, "rope_theta": 5e5},
+}
+_SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id")
 _MROPE = ("mrope_section", "mrope_interleaved")
 # InternLM3's fields in Llama's terms, and its defaults
 _INTERNLM3 = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
@@ -38,30 +61,42 @@ _INTERNLM3_DEFAULTS = {
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the text model, as its own config.json would have them.
 
-    Those of any other model are returned as they are. Raises ConfigError for an InternLM3 that is
-    no Llama.
+    Those of any other model are returned as they are. Raises ConfigError for a larger model without
+    a text model, and for an InternLM3 that is no Llama.
     """
     kind = fields.get("model_type")
     if kind == "internlm3":
         return _as_llama(fields)
     if kind == "mimo":  # with layers that predict further tokens, which are left out
         return {**fields, "model_type": "qwen2"}
-    if kind not in _WRAPPERS:
+    if not isinstance(kind, str) or kind not in _WRAPPERS:
         return dict(fields)
-    inner = fields.get("text_config")
-    if inner is not None and not isinstance(inner, Mapping):
-        return dict(fields)
-    text = dict(fields if inner is None else inner)
+    inner = fields.get("text_config", fields)
+    if not isinstance(inner, Mapping) or (inner is fields and _WRAPPERS[kind] is None):
+        raise ConfigError(
+            f"the config of this {kind} model has no text_config, which describes its language "
+            "part: fetch it again."
+        )
+    return _inner(kind, fields, inner)
+
+
+def _inner(kind: str, fields: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a text model, with what the config of the whole says of it."""
+    text = {WRAPPER: kind, **inner, "model_type": _WRAPPERS[kind] or inner.get("model_type")}
     for name in _SHARED_FIELDS:
         if text.get(name) is None and fields.get(name) is not None:
             text[name] = fields[name]
-    if "tie_word_embeddings" in fields:
-        text["tie_word_embeddings"] = fields["tie_word_embeddings"]
-    text["model_type"] = _WRAPPERS[kind] or text.get("model_type")
-    text[WRAPPER] = kind
+    if any(map(fields.get, QUANTISATION_FIELDS)):  # as `find_quantisation`
+        text |= {name: fields.get(name) for name in QUANTISATION_FIELDS}
+    ties = [each[TIED] for each in (fields, inner) if TIED in each]
+    if ties:  # either may say so; a head in the files decides
+        text[TIED] = next((tie for tie in ties if tie is not False), False)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(text.get(name), Mapping):
             text[name] = _without_mrope(text[name])
+    for known in (text["model_type"], kind):
+        if isinstance(known, str):
+            text = {**_DEFAULTS.get(known, {}), **text}
     return text
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from typing import Any
 
+from parallel.config.text_model import OTHER_TYPES, WRAPPER
 from parallel.config_checks import quote
 from parallel.formats.quantisation import (
     READABLE,
@@ -71,7 +72,9 @@ def unsupported_reason(
         parts.append(quantised + (f" (use {READABLE})" if known and not parts else ""))
     if known:
         return f"the model's config has {_join(parts)}, which is not supported." if parts else None
-    reasons = [f"model_type {kind!r:.60} is not supported; supported are {', '.join(supported)}."]
+    whole = f"of this {fields[WRAPPER]} model's text " if WRAPPER in fields else ""
+    names = ", ".join((*supported, *OTHER_TYPES))
+    reasons = [f"model_type {kind!r:.60} {whole}is not supported; supported are {names}."]
     if isinstance(text_model := inner.get("model_type"), str):
         support = "supported, but not within this wrapper"
         support = support if text_model in supported else "not supported either"
@@ -110,7 +113,7 @@ def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
     if fields.get("model_type") == "granitemoehybrid":
         if experts := fields.get("num_local_experts", 8):
             yield f"num_local_experts = {quote(experts)} (experts beside an MLP)"
-        if not _kinds(fields, "layer_types"):
+        if not any(_kinds(fields, name) for name in _LAYER_LISTS):
             yield "no layer_types (recurrent layers)"
     kinds = {kind for name in _LAYER_LISTS for kind in _kinds(fields, name)}
     has_recurrent = not kinds or any(word in kind for kind in kinds for word in _RECURRENT)

@@ -22,6 +22,7 @@ from parallel.formats.weight_headers import (
     HEAD,
     TensorHeader,
     check_floats,
+    is_vision,
     text_tensor,
     weight_files,
 )
@@ -119,6 +120,7 @@ class Checkpoint(ABC):
         self.path = path
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._used: set[str] = set()  # names of the tensors requested so far
+        self._vision: list[str] = []  # names of those of a part for images
         self._target_dtype = torch.float32
         self._keeps_blocks = False
 
@@ -149,13 +151,16 @@ class Checkpoint(ABC):
                 "model."
             )
 
-    def check_unused(self, is_tied: bool = False) -> None:
+    def check_unused(self, is_tied: bool = False, is_text: bool = False) -> None:
         """Raise CheckpointError if tensors are unused: the model's output would depend on them.
 
-        `is_tied`: the head is tied to the embedding, of which the files may hold a copy; with a
-        head that differs the model would not be tied (`config_file`).
+        Args:
+            is_tied: the head is tied to the embedding, of which the files may hold a copy; with a
+                head that differs the model would not be tied (`config_file`).
+            is_text: the model is the text model of a larger one.
         """
         unused = self._shapes.keys() - self._used - ({HEAD} if is_tied else set())
+        unused |= set() if is_text else set(self._vision)
         leftovers = sorted(name for name in unused if not name.endswith(_DERIVED))
         if leftovers:
             raise CheckpointError(
@@ -274,6 +279,7 @@ class SafetensorsCheckpoint(Checkpoint):
             for stored_name in file.keys():  # noqa: SIM118 - a safetensors file, not a dict
                 name = text_tensor(stored_name)
                 if name is None:
+                    self._vision += [stored_name] if is_vision(stored_name) else []
                     continue
                 if name in self._headers:
                     before = self._headers[name].path.name

@@ -22,15 +22,15 @@ _TEXT_PREFIXES = {  # those of a text model in a larger one: its own
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-_OTHER_PARTS = (  # prefixes of images' parts, and of layers that predict further tokens
+_VISION = (  # prefixes of the parts for images in a larger model
     "vision_tower.",
     "visual.",
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.visual.",
     "model.multi_modal_projector.",
-    "model.mtp_layers.",
 )
+_UNUSED = ("model.mtp_layers.",)  # layers that predict further tokens
 
 
 class _Incomplete(Exception):
@@ -55,9 +55,14 @@ class StoredTensor(TensorHeader):
     nbytes: int
 
 
+def is_vision(name: str) -> bool:
+    """Return whether a tensor belongs to a larger model's part for images."""
+    return name.startswith(_VISION)
+
+
 def text_tensor(name: str) -> str | None:
     """Return the name of a tensor in the text model alone; None for one of another part."""
-    if name.startswith(_OTHER_PARTS):
+    if name.startswith((*_VISION, *_UNUSED)):
         return None
     for prefix, own in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
@@ -170,8 +175,11 @@ def _header(path: Path) -> dict[str, StoredTensor]:
                 )
                 if not 0 <= first <= last <= size - 8 - length:
                     raise _Incomplete
-                if (own_name := text_tensor(name)) is not None:
-                    tensors[own_name] = tensor
+                if (own_name := text_tensor(name)) is None:
+                    continue
+                if own_name in tensors:
+                    raise _Incomplete
+                tensors[own_name] = tensor
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _Incomplete from error
     return tensors

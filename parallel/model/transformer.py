@@ -289,7 +289,7 @@ class Transformer(Module):
         self.norm.load(checkpoint, "model.norm")
         if not self.config.tied:
             self.head.load(checkpoint, "lm_head")
-        checkpoint.check_unused(self.config.tied)
+        checkpoint.check_unused(self.config.tied, self.config.wrapper is not None)
 
     def reserve_scratch(self) -> None:
         """Allocate the memory in which a layer's packed matrices are unpacked."""

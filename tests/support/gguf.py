@@ -197,6 +197,13 @@ def _describe(writer: GGUFWriter, hf: Any) -> None:
     if is_hybrid:  # the model has no such layers
         writer.add_ssm_conv_kernel(4)
         writer.add_ssm_state_size(256)
+        writer.add_ssm_group_count(1)
+        writer.add_ssm_inner_size(2 * hf.hidden_size)
+        writer.add_ssm_time_step_rank(2)
+        writer.add_expert_shared_feed_forward_length(hf.shared_intermediate_size)
+        writer.add_rope_scaling_finetuned(True)
+        writer.add_expert_count(0)
+        writer.add_expert_used_count(0)
     writer.add_layer_norm_rms_eps(hf.rms_norm_eps)
     if getattr(hf, "head_dim", None):
         writer.add_key_length(hf.head_dim)

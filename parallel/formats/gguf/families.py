@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -46,7 +47,10 @@ class GgufFamily:
     interleaved_rope: bool = False
     fields: Mapping[str, str] = field(default_factory=dict)  # further metadata: config field
     rope: Mapping[str, str] = field(default_factory=dict)  # further metadata: field of RoPE
-    constants: Mapping[str, Any] = field(default_factory=dict)  # config fields that it implies
+    constants: Mapping[str, Any] = field(default_factory=dict)  # config fields unless it says so
+    expected: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # only these values
+    # parts that have a bias, in all layers or in none, each group of them on its own
+    biases: tuple[tuple[str, ...], ...] = ()
     ignored: tuple[str, ...] = ()  # prefixes of metadata without effect on the language model
 
     def expert_count(self, fields: Mapping[str, Any]) -> int:
@@ -59,11 +63,13 @@ class GgufFamily:
         None for a tensor the family does not have.
         """
         stem, _, kind = name.rpartition(".")
-        if stem in _NON_LAYER:
+        if stem in _NON_LAYER and kind == "weight":
             return f"{_NON_LAYER[stem]}.{kind}"
         head, _, rest = stem.partition(".")
         index, _, part = rest.partition(".")
         if head != "blk" or not index.isdecimal() or part not in self.tensors:
+            return None
+        if kind != "weight" and (kind != "bias" or part not in chain(*self.biases)):
             return None
         return f"model.layers.{index}.{self.tensors[part]}.{kind}"
 
@@ -72,7 +78,8 @@ class GgufFamily:
 
         Each with its location. Shapes are those that the metadata implies.
         """
-        name = self.tensor_name(info.name) or info.name
+        name = self.tensor_name(info.name)
+        assert name is not None
         if "{}" not in name:
             yield name, info
             return
@@ -83,7 +90,11 @@ class GgufFamily:
             yield name.format(index), replace(info, shape=shape, start=info.start + index * nbytes)
 
 
-_LLAMA_FAMILY = GgufFamily("llama", _LLAMA, interleaved_rope=True)
+_QKV = ("attn_q", "attn_k", "attn_v")
+_MLP_BIASES = tuple(_MLP)
+_LLAMA_FAMILY = GgufFamily(
+    "llama", _LLAMA, interleaved_rope=True, biases=((*_QKV, "attn_output"), _MLP_BIASES)
+)
 _MIXTRAL = GgufFamily(
     "mixtral",
     {
@@ -96,8 +107,8 @@ _MIXTRAL = GgufFamily(
     interleaved_rope=True,
     fields={"expert_count": "num_local_experts", **_EXPERT_COUNTS},
 )
-_QWEN2 = GgufFamily("qwen2", _LLAMA)
-_QWEN3 = GgufFamily("qwen3", {**_LLAMA, **_QK_NORMS})
+_QWEN2 = GgufFamily("qwen2", _LLAMA, biases=(_QKV,))
+_QWEN3 = GgufFamily("qwen3", {**_LLAMA, **_QK_NORMS}, biases=((*_QKV, "attn_output"),))
 _QWEN3_MOE = GgufFamily(
     "qwen3_moe",
     {
@@ -114,6 +125,7 @@ _QWEN3_MOE = GgufFamily(
         "expert_feed_forward_length": "moe_intermediate_size",
     },
     constants={"norm_topk_prob": True},
+    biases=((*_QKV, "attn_output"),),
 )
 _IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral and Mixtral
@@ -144,8 +156,16 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
         },
         rope={"rope.scaling.attn_factor": "attention_factor"},
     ),
-    "olmo2": GgufFamily("olmo2", {**_POST_NORMS, **_QK_NORMS, **_PROJECTIONS, **_MLP}),
-    "exaone4": GgufFamily("exaone4", {**_POST_NORMS, **_QK_NORMS, **_PROJECTIONS, **_MLP}),
+    "olmo2": GgufFamily(
+        "olmo2",
+        {**_POST_NORMS, **_QK_NORMS, **_PROJECTIONS, **_MLP},
+        biases=((*_QKV, "attn_output"),),
+    ),
+    "exaone4": GgufFamily(
+        "exaone4",
+        {**_POST_NORMS, **_QK_NORMS, **_PROJECTIONS, **_MLP},
+        constants={"sliding_window": None},
+    ),
     "seed_oss": GgufFamily(
         "seed_oss",
         {
@@ -154,6 +174,7 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             "attn_norm": "input_layernorm",
             "post_attention_norm": "post_attention_layernorm",
         },
+        biases=(_QKV, ("attn_output",), _MLP_BIASES),
     ),
     "glm4": GgufFamily(
         "glm4",
@@ -164,11 +185,13 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             "ffn_up": "mlp.gate_up_proj",
             "ffn_down": "mlp.down_proj",
         },
+        biases=(_QKV,),
     ),
     "granite": replace(  # also Granite 4 without recurrent layers, whose files describe such layers
         _LLAMA_FAMILY,
         model_type="granite",
-        ignored=("ssm.",),
+        ignored=("ssm.", "expert_shared_feed_forward_length"),
+        expected={"rope.scaling.finetuned": (True,)},  # false: no RoPE
         fields={
             "attention.scale": "attention_multiplier",
             "embedding_scale": "embedding_multiplier",

@@ -113,10 +113,13 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     check_tensor_offsets(header)
     values = _read_fields(header, family)
     known = {**FIELDS, **family.fields}
-    fields = {known[name]: value for name, value in values.items() if name in known}
+    fields = dict(family.constants)
+    fields |= {known[name]: value for name, value in values.items() if name in known}
     metadata, tensors = header.metadata, header.tensors
-    fields |= {"model_type": family.model_type, **family.constants}
-    fields["use_sliding_window"] = "sliding_window" in fields
+    fields["model_type"] = family.model_type
+    if family.model_type == "phi3" and fields["max_position_embeddings"] == 4096:
+        fields.setdefault("sliding_window", 2047)  # older files omit it
+    fields["use_sliding_window"] = fields.get("sliding_window") is not None
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     if "head_dim" not in fields:
         fields["head_dim"] = _head_dim(header, values)
@@ -128,7 +131,7 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
             f"{fields['vocab_size']}: the file is broken. Fetch it again."
         )
     fields["tie_word_embeddings"] = "output.weight" not in tensors
-    fields["attention_bias"] = "blk.0.attn_q.bias" in tensors or None
+    fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
     fields["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
     fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
     stops = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_TOKENS]
@@ -145,7 +148,8 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
     """
     prefix = header.metadata["general.architecture"] + "."
     own = {*family.fields, *family.rope}
-    known = {*FIELDS, *_ROPE, *_CHECKED, *_HARMLESS, *_EXPECTED, *own}
+    expected = {**_EXPECTED, **family.expected}
+    known = {*FIELDS, *_ROPE, *_CHECKED, *_HARMLESS, *expected, *own}
     values = {}
     required = [*_REQUIRED, *(name for name in _EXPERT_FIELDS if name in own)]
     if missing := [prefix + name for name in required if not header.metadata.get(prefix + name)]:
@@ -163,9 +167,11 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
         if name not in known:
             unknown.append(f"{key} = {str(value)[:40]!r}")
             continue
-        if isinstance(value, list) and len(value) > 1 and value.count(value[0]) == len(value):
-            value = value[0]  # the same for every layer
-        if reason := _field_error(name, value):
+        if isinstance(value, list) and len(value) == header.metadata[prefix + "block_count"]:
+            value = (
+                value[0] if value.count(value[0]) == len(value) else value
+            )  # the same for every layer
+        if reason := _field_error(name, value, expected):
             raise ConfigError(
                 f"{header.path}: its metadata has {key} = {quote(value)}; it must be {reason}."
             )
@@ -178,12 +184,12 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
     return values
 
 
-def _field_error(name: str, value: Any) -> str | None:
+def _field_error(name: str, value: Any, expected: Mapping[str, tuple[Any, ...]]) -> str | None:
     """Return what a known field must be; None if its value is valid."""
     if name in _STRINGS:
         return None if isinstance(value, str) else "a string"
-    if name in _EXPECTED:
-        return None if value in _EXPECTED[name] else f"{_EXPECTED[name][-1]}"
+    if name in expected:
+        return None if value in expected[name] else f"{expected[name][-1]}"
     if name == "rope.scaling.finetuned":
         return None if isinstance(value, bool) else "true or false"
     number = _NUMBERS.get(name, COUNT)
@@ -221,6 +227,11 @@ def _rope(
     if "rope_factors_long.weight" in header.tensors:
         rope["rope_type"] = "longrope"
     if rope.get("rope_type", "none") == "none":
+        if rope.get("llama_4_scaling_beta"):
+            raise ConfigError(
+                f"{header.path}: its metadata has attention.temperature_scale without a "
+                "rope.scaling.type of yarn, which is not supported."
+            )
         rope = {"rope_type": "default"}
     if rope.get("mscale_all_dim"):
         rope["mscale"] = 1.0  # absent from the file
@@ -280,10 +291,15 @@ def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, 
     shapes = _shapes(family, fields)
     for name, info in header.tensors.items():
         if name not in ROPE_FACTORS and family.tensor_name(name) is None:
+            is_old = re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight", name)
             raise CheckpointError(
                 f"{header.path}: tensor {name} is none of architecture "
-                f"{header.metadata['general.architecture']}'s: it indicates a part that is not "
-                "supported."
+                f"{header.metadata['general.architecture']}'s: "
+                + (
+                    "experts must be in one tensor. Fetch a newer file."
+                    if is_old
+                    else "it indicates a part that is not supported."
+                )
             )
         expected = shapes.get(re.sub(r"^blk\.\d+\.", "", name), info.shape)
         if info.shape != expected:
@@ -291,7 +307,10 @@ def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, 
                 f"{header.path}: tensor {name} has shape {info.shape}, but its metadata implies "
                 f"{expected}."
             )
-    needed = (f"blk.{layer}.{part}.weight" for layer in layers for part in family.tensors)
+    needed = [f"blk.{layer}.{part}.weight" for layer in layers for part in family.tensors]
+    for group in family.biases:
+        biases = [f"blk.{layer}.{part}.bias" for layer in layers for part in group]
+        needed += biases if any(name in header.tensors for name in biases) else []
     if missing := next((name for name in needed if name not in header.tensors), None):
         raise CheckpointError(
             f"{header.path}: tensor {missing} is missing. Was the download interrupted? Fetch it "

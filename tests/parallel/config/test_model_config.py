@@ -234,6 +234,15 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
         ),
         ({"model_type": "phi3", "sliding_window": 2047}, "sliding_window = 2047, of 4096"),
         ({"model_type": "granite", "attention_multiplier": 0}, "query_multiplier = 0.0"),
+        (
+            {"model_type": "exaone4", "sliding_window": 65_536, "use_sliding_window": False},
+            "sliding_window = 65536.* even one that has no effect",
+        ),
+        (
+            {"model_type": "granitemoehybrid", **FAMILY_NEEDED["granitemoehybrid"]}
+            | {"position_embedding_type": ["rope"]},
+            "position_embedding_type = .'rope'.; it must be rope",
+        ),
         ({"model_type": "mixtral"}, "lacks num_experts_per_tok, num_experts"),
         (
             {"model_type": "qwen3_moe", **MIXTURE, "num_experts_per_tok": 9},

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from parallel.config.model_config import ModelConfig
 from parallel.config.text_model import wrapper_notes
-from parallel.errors import ConfigError
+from parallel.errors import CheckpointError, ConfigError
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import TensorParallelGroup
 from support.loading import all_logits
@@ -22,39 +22,39 @@ from support.models import TINY, edit_weights, random_tokens, reference_logits, 
 from support.quantised import fp8, quantise
 
 TEXT = {name: value for name, value in TINY.items() if name != "tie_word_embeddings"}
-EYES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-EYES |= {"intermediate_size": 16, "image_size": 28, "patch_size": 14}
-QWEN_EYES = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2}
-QWEN_EYES |= {"intermediate_size": 16, "patch_size": 14}
+VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"intermediate_size": 16, "image_size": 28, "patch_size": 14}
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2}
+QWEN_VISION |= {"intermediate_size": 16, "patch_size": 14}
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}
 # arguments of transformers' configs
 WRAPPERS: dict[str, dict[str, Any]] = {
     "mistral3": {
         "text_config": {"model_type": "mistral", "sliding_window": None},
-        "vision_config": {**EYES, "head_dim": 8},
+        "vision_config": {**VISION, "head_dim": 8},
         "tie_word_embeddings": False,
     },
     "ministral3 in mistral3": {
         "text_config": tiny_config("ministral3").to_dict(),
-        "vision_config": {**EYES, "head_dim": 8},
+        "vision_config": {**VISION, "head_dim": 8},
         "tie_word_embeddings": True,
     },
     "llava": {
         "text_config": {"model_type": "llama", "head_dim": 12},
-        "vision_config": {"model_type": "clip_vision_model", **EYES},
+        "vision_config": {"model_type": "clip_vision_model", **VISION},
     },
     "internvl": {
         "text_config": {"model_type": "qwen2"},
-        "vision_config": {**EYES, "image_size": [28, 28], "patch_size": [14, 14]},
+        "vision_config": {**VISION, "image_size": [28, 28], "patch_size": [14, 14]},
     },
     "qwen2_vl": {
         "text_config": {"rope_parameters": MROPE},
-        "vision_config": {**QWEN_EYES, "hidden_size": 32, "embed_dim": 16, "mlp_ratio": 1},
+        "vision_config": {**QWEN_VISION, "hidden_size": 32, "embed_dim": 16, "mlp_ratio": 1},
     },
-    "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}, "vision_config": QWEN_EYES},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}, "vision_config": QWEN_VISION},
     "qwen3_vl": {
         "text_config": {"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8},
-        "vision_config": {**QWEN_EYES, "deepstack_visual_indexes": [0]},
+        "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
         "tie_word_embeddings": True,
     },
 }
@@ -177,12 +177,16 @@ def test_fields_of_the_whole_model_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"text_config": {"model_type": "mistral4"}}, "model_type 'mistral4' is not supported"),
-        ({"text_config": {"model_type": "mistral"}}, "lacks hidden_size"),
-        ({"text_config": {}}, "model_type None is not supported"),
-        ({"text_config": [1]}, "model_type 'mistral3' is not supported"),
-        ({}, "model_type 'mistral3' is not supported"),
-        ({"text_config": {**TEXT, "model_type": 3}}, "model_type 3 is not supported"),
+        (
+            {"text_config": {"model_type": "mistral4"}},
+            "model_type 'mistral4' of this mistral3 model's text is not supported",
+        ),
+        ({"text_config": {"model_type": "qwen2"}}, "lacks hidden_size"),
+        ({"text_config": {}}, "its model_type is None, which is not a name"),
+        ({"text_config": [1]}, "mistral3 model has no text_config"),
+        ({}, "mistral3 model has no text_config"),
+        ({"text_config": {**TEXT, "model_type": 3}}, "its model_type is 3, which is not a name"),
+        ({"text_config": {**TEXT, "model_type": ["a"]}}, "is not a name"),
     ],
     ids=str,
 )
@@ -192,6 +196,101 @@ def test_broken_configs(tmp_path: Path, fields: dict[str, Any], words: str) -> N
         with pytest.raises(ConfigError, match=words) as caught:
             read()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("outer", [True, False, None])
+@pytest.mark.parametrize("inner", [True, False, None])
+def test_either_config_may_tie_the_head(
+    outer: bool | None, inner: bool | None, tmp_path: Path
+) -> None:
+    """As in transformers; if neither says it, the files do. A head of their own is always used."""
+    tied = build("qwen3_vl", tmp_path / "tied")
+    untied = build("mistral3", tmp_path / "untied")
+
+    def edit(fields: dict[str, Any]) -> None:
+        for each, value in ((fields, outer), (fields["text_config"], inner)):
+            each.pop("tie_word_embeddings", None)
+            if value is not None:
+                each["tie_word_embeddings"] = value
+
+    for folder in (tied, untied):
+        edit_config(folder, edit)
+        config = ModelConfig.from_pretrained(folder)
+        assert config == ModelConfig.from_name(str(folder))
+        is_tied = folder == tied
+        if outer is not True and inner is not True and (outer, inner) != (None, None):
+            is_tied = False
+        assert config.tied == is_tied
+    text_logits(untied, random_tokens(3))
+
+
+PIXTRAL = {
+    "model_type": "llava",
+    "vision_config": {"model_type": "pixtral"},
+    "text_config": {
+        "model_type": "mistral",
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14_336,
+        "sliding_window": None,
+        "rope_theta": 1e9,
+        "vocab_size": 131_072,
+    },
+}
+LLAVA = {
+    "model_type": "llava",
+    "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32_064},
+}
+
+
+@pytest.mark.parametrize("fields", [PIXTRAL, LLAVA], ids=["pixtral", "llava"])
+def test_text_configs_leave_out_transformers_defaults(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = ModelConfig.from_name(str(tmp_path))
+    text = CONFIG_MAPPING[fields["model_type"]].from_dict(fields).text_config
+    assert config.heads == text.num_attention_heads == 32
+    assert (config.layers, config.hidden) == (text.num_hidden_layers, text.hidden_size)
+    assert (config.intermediate, config.vocab) == (text.intermediate_size, text.vocab_size)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_defaults_of_text_models_of_another_name(name: str, tmp_path: Path) -> None:
+    text = {each: value for each, value in TEXT.items() if each != "num_key_value_heads"}
+    text |= {"num_attention_heads": 32, "hidden_size": 128}
+    fields = {"model_type": name, "text_config": {"model_type": f"{name}_text", **text}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = ModelConfig.from_name(str(tmp_path))
+    assert config == ModelConfig.from_pretrained(tmp_path)
+    hf = CONFIG_MAPPING[name].from_dict(fields).text_config
+    assert config.kv_heads == hf.num_key_value_heads
+    assert config.rope["rope_theta"] == hf.rope_parameters["rope_theta"]
+    assert config.norm_eps == hf.rms_norm_eps
+
+
+def test_the_whole_config_says_how_weights_are_quantised(tmp_path: Path) -> None:
+    """Where both do, so that a plan and an engine agree."""
+    folder = build("ministral3 in mistral3", tmp_path / "model")
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    quantise(folder, tmp_path / "fp8", config, fp8((32, 32), torch.float32, "weight_scale_inv"))
+    other = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    edit_config(
+        tmp_path / "fp8", lambda fields: fields["text_config"].update(quantization_config=other)
+    )
+    assert ModelConfig.from_pretrained(tmp_path / "fp8", packed=True).kept_types
+    text_logits(tmp_path / "fp8", random_tokens(3))
+
+
+def test_tensors_for_images_belong_to_no_plain_model(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = copy_of(checkpoint(), tmp_path / "model")
+    edit_weights(folder, lambda tensors: tensors.update({"visual.x": torch.zeros(3)}))
+    with pytest.raises(CheckpointError, match=r"1 tensors are not part of the model.*visual\.x"):
+        load_model(folder, TensorParallelGroup())
 
 
 def from_pretrained(folder: Path) -> Callable[[], ModelConfig]:

@@ -134,13 +134,42 @@ def test_a_missing_layer(make: Make) -> None:
     assert_rejected(path, CheckpointError, "has tensors of 4 layers, but its metadata says 3")
 
 
-def test_unknown_tensors(make: Make) -> None:
+def test_biases_of_some_projections(make: Make) -> None:
+    """llama.cpp's files have those of all that the family has, in all layers."""
+    for layer in range(3):
+        path = make(model={"attention_bias": True}, without=f"blk.{layer}.attn_output.bias")
+        assert_rejected(path, CheckpointError, f"blk.{layer}.attn_output.bias is missing")
+
+
+def test_an_endless_stack(make: Make, tmp_path: Path) -> None:
+    """A stack's first dimension is the number of experts, whatever a tensor is called."""
+    path = make(model={"family": "mixtral"})
+    for name in ("blk.0.ffn_gate_exps.bias", "blk.0.ffn_gate_exps.weight"):
+        names = {"blk.0.attn_norm.weight": name} if "bias" in name else {}
+        named = rewrite_header(path, tmp_path / "named.gguf", names=names)
+        content = named.read_bytes()
+        place = content.index(name.encode()) + len(name)
+        dimensions = struct.unpack_from("<I", content, place)[0]
+        shape = place + 4 + 8 * (dimensions - 1)  # the slowest dimension is last
+        named.write_bytes(content[:shape] + struct.pack("<Q", 1 << 40) + content[shape + 8 :])
+        assert_rejected(named, CheckpointError, name)
+
+
+def test_unknown_tensors(make: Make, tmp_path: Path) -> None:
     path = rewrite(make(), b"blk.1.attn_k.weight", b"blk.1.attn_z.weight")
     assert_rejected(path, CheckpointError, "blk.1.attn_z.weight is none of architecture llama's")
     path = make(without="blk.1.attn_k.weight")
     assert_rejected(path, CheckpointError, "blk.1.attn_k.weight is missing")
     path = make(model={"attention_bias": True}, without="blk.1.attn_q.bias")
-    assert_rejected(path, CheckpointError, "model.layers.1.self_attn.q_proj.bias is missing")
+    assert_rejected(path, CheckpointError, "tensor blk.1.attn_q.bias is missing")
+    for old, name in (
+        ("blk.1.attn_q.weight", "blk.1.attn_q.scale"),  # as in files of NVFP4
+        ("blk.1.attn_norm.weight", "blk.1.attn_norm.bias"),
+        ("output.weight", "output.bias"),
+        ("blk.1.ffn_up.weight", "blk.1.ffn_up.0.weight"),
+    ):
+        path = rewrite_header(make(), tmp_path / "named.gguf", names={old: name})
+        assert_rejected(path, CheckpointError, f"{name} is none of architecture llama's")
     extra = make(model={"num_hidden_layers": 2})
     length = struct.pack("<Q", len("output.weight"))
     rewrite(extra, length + b"output.weight", length + b"spares.weight")  # the model is tied

@@ -85,6 +85,48 @@ def test_metadata_of_wrong_type_or_size(
     assert words in rejection_message(rewrite_header(whole, tmp_path / "model.gguf", {key: value}))
 
 
+@pytest.mark.parametrize(
+    ("options", "changes", "words"),
+    [
+        (
+            {"family": "phi3", "max_position_embeddings": 4096},
+            {"phi3.attention.sliding_window": ABSENT},
+            "sliding_window = 2047, of 4096 positions",
+        ),
+        (
+            {"family": "exaone4"},
+            {"exaone4.attention.sliding_window": 4096},
+            r"(sliding_window = 4096) is not supported: with any window",
+        ),
+        (
+            {"family": "granitemoehybrid"},
+            {"granite.rope.scaling.finetuned": False},
+            "granite.rope.scaling.finetuned = False; it must be True",
+        ),
+        (
+            {"family": "ministral3"},
+            {"mistral3.rope.scaling.type": "none"},
+            "has attention.temperature_scale without a rope.scaling.type of yarn",
+        ),
+        (
+            {"family": "granite"},
+            {"granite.attention.head_count_kv": [2, 2]},
+            "head_count_kv = [2, 2]; it must be a whole number",  # the model has three layers
+        ),
+    ],
+    ids=["phi3", "exaone4", "granite4", "ministral3", "granite"],
+)
+def test_models_that_would_be_read_as_others(
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    options: dict[str, Any],
+    changes: dict[str, Any],
+    words: str,
+) -> None:
+    path = convert(checkpoint(**options), tmp_path / "whole.gguf")
+    assert words in rejection_message(rewrite_header(path, tmp_path / "model.gguf", changes))
+
+
 def test_heads_that_do_not_divide(whole: Path, tmp_path: Path) -> None:
     changes = {
         f"llama.{name}": ABSENT for name in ("attention.key_length", "attention.value_length")
