@@ -149,3 +149,9 @@ def test_kernels_on_a_gpu(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(
             kernels.multiply(x[5 : 5 + count], planes, 0, torch.float32), whole[5 : 5 + count]
         )
+    experts = torch.tensor([2, 0, 2, 1], device="cuda")
+    chosen = kernels.multiply_experts(x[:2], planes, experts, 100, 2)
+    for slot, expert in enumerate(experts.tolist()):
+        exact = expected[expert * 100 : (expert + 1) * 100].double() @ x[slot // 2].double()
+        assert (chosen[slot] - exact).abs().max() <= 1e-2 * exact.abs().max()
+    assert torch.equal(kernels.multiply_experts(x[:1], planes, experts[:2], 100, 2), chosen[:2])
