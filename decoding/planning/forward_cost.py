@@ -67,14 +67,14 @@ def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
     return matmul, full_layers * attention_flops(config) * tokens * (tokens + 1) / 2
 
 
-def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype, tokens: int) -> int:
-    """Return the bytes of weights that a forward of `tokens` tokens reads.
+def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype, active: float) -> float:
+    """Return the bytes of weights that a forward reads.
 
-    Excludes the embedding unless it is tied to the head, and experts that no token is routed to.
+    Excludes the embedding unless it is tied to the head. `active` is the share of the experts that
+    it reads (`active_share`), above 1 if it reads them repeatedly.
     """
     sizes = weight_sizes(config, ranks, dtype.itemsize)
-    inactive = int((1 - active_share(config, tokens)) * sizes.experts)
-    return sizes.nbytes - sizes.embedding - inactive
+    return sizes.nbytes - sizes.embedding - (1 - active) * sizes.experts
 
 
 def choose_weights(
@@ -219,14 +219,13 @@ class ForwardCost:
     def _read_s(self, active: float) -> float:
         """Return the seconds of reading the weights of a forward, and of unpacking them.
 
-        `active` is the share of the experts that it reads, above 1 if it reads them repeatedly.
-        On a GPU kernels unpack what they read. Where there are none, plain operations move some
-        bytes for each weight, or on a CPU unpack at its rate, and 16 bits are read again.
+        `active` as in `read_bytes`. On a GPU kernels unpack what they read. Where there are none,
+        plain operations move some bytes for each weight, or on a CPU unpack at its rate, and 16
+        bits are read again.
         """
         hardware, itemsize = self.hardware, self.dtype.itemsize
         sizes = weight_sizes(self.config, self.ranks, itemsize)
-        nbytes = sizes.nbytes - sizes.embedding - (1 - active) * sizes.experts
-        read_s = nbytes / hardware.memory_rate
+        read_s = read_bytes(self.config, self.ranks, self.dtype, active) / hardware.memory_rate
         if not sizes.kept:
             return read_s
         kept = sizes.kept - (1 - active) * sizes.kept_experts

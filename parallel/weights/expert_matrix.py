@@ -19,11 +19,11 @@ class ExpertMatrix(Matrix):
     They stay packed only if all have the same format, in planes and in their own order of columns.
     """
 
-    is_layers_own = False  # experts are unpacked one by one
+    uses_scratch = False  # experts are unpacked one by one
 
     def __init__(self, experts: int, rows: int, columns: int):
         super().__init__(experts * rows, columns)
-        self.experts, self.each = experts, rows
+        self.experts, self.expert_rows = experts, rows
 
     @property
     def has_fused_products(self) -> bool:
@@ -32,7 +32,7 @@ class ExpertMatrix(Matrix):
 
     def of(self, expert: int) -> Tensor:
         """Return an expert's matrix (rows, columns)."""
-        own = slice(expert * self.each, (expert + 1) * self.each)
+        own = slice(expert * self.expert_rows, (expert + 1) * self.expert_rows)
         if self.packed is not None:
             return self.packed[own]
         assert self.values is not None
@@ -41,15 +41,15 @@ class ExpertMatrix(Matrix):
     def whole(self) -> Tensor:
         """Return the matrices (E, rows, columns) of all experts, which are not packed."""
         assert self.values is not None
-        return self.values.unflatten(0, (self.experts, self.each))
+        return self.values.unflatten(0, (self.experts, self.expert_rows))
 
     def select_experts(self, experts: Tensor) -> Tensor:
         """Return the matrices (S, rows, columns) of experts (S,), which are copied."""
         if self.packed is None:
             return self.whole()[experts]
-        steps = torch.arange(self.each, device=experts.device)
-        rows = (experts[:, None] * self.each + steps).flatten()
-        return self.packed.select(rows).unflatten(0, (len(experts), self.each))
+        steps = torch.arange(self.expert_rows, device=experts.device)
+        rows = (experts[:, None] * self.expert_rows + steps).flatten()
+        return self.packed.select(rows).unflatten(0, (len(experts), self.expert_rows))
 
     def fused_products(self, x: Tensor, experts: Tensor, repeats: int) -> Tensor:
         """Return the products (S, rows) of rows of x with one expert's matrix each.
@@ -63,7 +63,7 @@ class ExpertMatrix(Matrix):
         kernels = self.packed.kernels
         assert kernels is not None
         (planes,) = self.packed.parts
-        out: Tensor = kernels.multiply_experts(x, planes, experts, self.each, repeats)
+        out: Tensor = kernels.multiply_experts(x, planes, experts, self.expert_rows, repeats)
         return out
 
     def _stays_packed(self, slices: Sequence[Slice]) -> bool:

@@ -40,7 +40,7 @@ class Scratch:
 
     def reserve(self, name: str, matrix: Matrix) -> None:
         """Have room for a matrix of this name, if it is packed and unpacked as a whole."""
-        if matrix.packed is None or not matrix.is_layers_own:
+        if matrix.packed is None or not matrix.uses_scratch:
             return
         size, buffer = matrix.rows * matrix.columns, self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
@@ -67,7 +67,7 @@ class Matrix(Module):
     """
 
     values: Parameter | None
-    is_layers_own = True  # unpacked at once, in the memory that layers share
+    uses_scratch = True  # to be unpacked at once
 
     def __init__(self, rows: int, columns: int):
         super().__init__()

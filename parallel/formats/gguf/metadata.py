@@ -157,20 +157,18 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
             f"{header.path}: its metadata lacks {', '.join(missing)}: it does not say what the "
             "model is."
         )
-    unknown = []
+    layers, unknown = prefix + "block_count", []
     for key, value in header.metadata.items():
         name = key.removeprefix(prefix)
-        if name == key or not (value or name in known):  # no effect, such as `expert_count` 0
-            continue
-        if name.startswith(family.ignored):
+        has_no_effect = not (value or name in known)  # such as `expert_count` 0
+        if name == key or has_no_effect or name.startswith(family.ignored):
             continue
         if name not in known:
             unknown.append(f"{key} = {str(value)[:40]!r}")
             continue
-        if isinstance(value, list) and len(value) == header.metadata[prefix + "block_count"]:
-            value = (
-                value[0] if value.count(value[0]) == len(value) else value
-            )  # the same for every layer
+        is_by_layer = isinstance(value, list) and len(value) == header.metadata[layers]
+        if is_by_layer and value.count(value[0]) == len(value):
+            value = value[0]
         if reason := _field_error(name, value, expected):
             raise ConfigError(
                 f"{header.path}: its metadata has {key} = {quote(value)}; it must be {reason}."

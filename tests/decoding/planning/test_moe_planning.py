@@ -19,6 +19,7 @@ from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.request_spec import RequestSpec
 from decoding.planning.requirements import Requirements
 from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import active_share
 from parallel.config.weight_sizes import weight_sizes
 from parallel.formats.plane_format import PLANE_FORMATS
 from parallel.model.layers import ColumnParallelLinear, RowParallelLinear
@@ -40,10 +41,12 @@ def expert_numel() -> int:
 
 
 def test_a_token_reads_its_own_experts_and_a_long_forward_reads_all() -> None:
-    whole = read_bytes(MIXTURE, 1, torch.float32, 10_000)
-    one = read_bytes(MIXTURE, 1, torch.float32, 1)
+    whole, one = (
+        read_bytes(MIXTURE, 1, torch.float32, active_share(MIXTURE, tokens))
+        for tokens in (10_000, 1)
+    )
     assert whole - one == pytest.approx(4 * expert_numel() * 4 / 6, abs=4)
-    assert read_bytes(PLAIN, 1, torch.float32, 1) == read_bytes(PLAIN, 1, torch.float32, 100)
+    assert active_share(PLAIN, 1) == active_share(PLAIN, 100)
 
 
 def test_a_token_is_computed_by_its_own_experts() -> None:
@@ -90,7 +93,7 @@ def test_packed_experts_are_read_as_they_are_stored() -> None:
     assert 17.5e9 < sizes.nbytes < 18.5e9
     whole = replace(config, kept_types=())
     assert weight_sizes(whole, 1, 2).experts == 2 * experts
-    per_token = read_bytes(config, 1, torch.bfloat16, 1)
+    per_token = read_bytes(config, 1, torch.bfloat16, active_share(config, 1))
     assert per_token == pytest.approx(
         sizes.nbytes - sizes.embedding - sizes.experts * 120 / 128, abs=1
     )

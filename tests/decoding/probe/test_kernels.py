@@ -26,6 +26,7 @@ from offload.errors import TierForceError
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import active_share
 from support.measuring import measure_briefly
 from support.ranks import run_ranks
 
@@ -168,7 +169,7 @@ def test_batch_invariant_forward_reads_the_experts_of_each_row() -> None:
     machine = replace(SERIAL, layer_s=0.0, matmul=1e29)
     cost = ForwardCost(machine, moe, 1, torch.float32)
     shared = read_bytes(moe, 1, torch.float32, 0)
-    one = read_bytes(moe, 1, torch.float32, 1)
+    one = read_bytes(moe, 1, torch.float32, active_share(moe, 1))
     kv = moe.kv_layout(1, torch.float32).bytes(KEY_BLOCK)
     expected = shared + ROW_BLOCK * (one - shared) + kv
     assert cost.batch_invariant_seconds(1, 100) == pytest.approx(expected / machine.memory_rate)
