@@ -11,6 +11,7 @@ import pytest
 from decoding import GREEDY, Engine, Settings
 from support.commands import TARGET
 from support.models import WIDE, build_checkpoint, random_tokens
+from support.slow import slow_except
 
 pytestmark = pytest.mark.cuda
 PROMPT, NEW = random_tokens(70).tolist(), 24
@@ -36,8 +37,10 @@ def tokens_of(path: Path, device: str, weights: str, graphs: bool) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q2_K"])
-@pytest.mark.parametrize("has_experts", [False, True])
+CASES = [("Q4_0", False), ("Q4_K", False), ("Q2_K", False), ("Q4_K", True), ("Q2_K", True)]
+
+
+@pytest.mark.parametrize(("name", "has_experts"), slow_except(CASES, 0, 2, 3))
 def test_captured_forwards(tmp_path: Path, name: str, has_experts: bool) -> None:
     pytest.importorskip("gguf")
     from gguf import GGMLQuantizationType

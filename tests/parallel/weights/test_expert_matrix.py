@@ -71,24 +71,22 @@ def test_fused_products(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = import_interpreted("parallel.weights.kernels")
-    path = convert(checkpoint(**QWEN3), tmp_path / "m.gguf", Kind.Q4_K)
-    packed, whole = mixtures(path, "float32")
+    folder = checkpoint(**{**QWEN3, "moe_intermediate_size": 256})
+    packed, whole = mixtures(convert(folder, tmp_path / "m.gguf", Kind.Q4_K), "float32")
     for each in (packed.gate_up.packed, packed.down.packed):
         assert each is not None
         each.dtype = torch.float16
     monkeypatch.setattr(parallel.weights.packed, "plane_kernels", lambda *_: (kernels, ""))
-    x = torch.randn(5, 256).half()
-    weights, chosen = route(torch.randn(5, 6), 2, True)
+    x = torch.randn(2, 256).half()
+    weights, chosen = route(torch.randn(2, 6), 2, True)
     assert packed.gate_up.has_fused_products
     out = static_moe(x, weights, chosen, packed.gate_up, packed.down)
     assert out.dtype == torch.float16
     expected = moe_by_expert(x.float(), weights, chosen, whole.gate_up, whole.down)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
     # a token's result does not depend on the others
-    for token in range(5):
-        own = slice(token, token + 1)
-        alone = static_moe(x[own], weights[own], chosen[own], packed.gate_up, packed.down)
-        assert torch.equal(alone, out[own])
+    alone = static_moe(x[1:], weights[1:], chosen[1:], packed.gate_up, packed.down)
+    assert torch.equal(alone, out[1:])
 
 
 def logits_on_this_rank(path: Path) -> Any:
