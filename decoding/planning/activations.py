@@ -31,7 +31,8 @@ def moe_scratch_bytes(requirements: Requirements) -> int:
     """Return the scratch bytes of a static-shape MoE in the largest forward.
 
     They hold every expert's output for every token, or the weights gathered for a few tokens. If
-    all experts are packed, they hold the outputs of each token's own, or their unpacked weights.
+    experts are packed, they hold the outputs of each token's own, with the sums of two splits.
+    Where some are not, or have no kernels, the weights of a few are gathered.
     """
     experts, item = requirements.target.experts, requirements.dtype.itemsize
     if experts is None:
@@ -40,11 +41,19 @@ def moe_scratch_bytes(requirements: Requirements) -> int:
     columns = ceil_div(experts.intermediate, requirements.ranks)
     tokens = min(requirements.max_forward_tokens, MAX_STATIC_TOKENS)
     sizes = weight_sizes(requirements.target, requirements.ranks, item)
-    is_packed = not sizes.whole_experts
-    computed = experts.per_token if is_packed else experts.count
-    gathered = experts.per_token if is_packed else experts.count // 3
-    outputs = computed * tokens * (3 * columns * item + 8 * hidden)
-    return max(outputs, gathered * 3 * columns * hidden * item)
+    if not sizes.whole_experts and item == 2:
+        return experts.per_token * tokens * (columns * (3 * item + 16) + 8 * hidden)
+    outputs = experts.count * tokens * (3 * columns * item + 8 * hidden)
+    return max(outputs, experts.count // 3 * 3 * columns * hidden * item)
+
+
+def unpacked_expert_bytes(requirements: Requirements) -> int:
+    """Return the bytes of one packed expert while a prefill chunk is computed with it."""
+    config, item = requirements.target, requirements.dtype.itemsize
+    sizes = weight_sizes(config, requirements.ranks, item)
+    if config.experts is None or not sizes.kept_experts:
+        return 0
+    return 2 * ceil_div(config.experts.intermediate, requirements.ranks) * config.hidden * item
 
 
 def prefill_chunk(requirements: Requirements) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from decoding.config.defaults import HIGH_BYTE_SHARE, INNER_DRAFT, RECONSTRUCTION_TRAFFIC
+from decoding.planning.activations import prefill_chunk
 from decoding.planning.calibration import Calibration
 from decoding.planning.forecast import Forecast
 from decoding.planning.forward_cost import ForwardCost, selection_s
@@ -17,6 +18,7 @@ from decoding.planning.plan import Plan
 from decoding.planning.requirements import Requirements
 from decoding.planning.round_cost import Acceptance, RoundCost
 from decoding.speculation.draft_length import RoundStats, best_length, expected_tokens
+from offload.layout import ceil_div
 from offload.retrieval.policy_specs import POLICY_SPECS
 
 
@@ -55,8 +57,9 @@ class CostModel:
         drafting = self.calibration.drafting(plan)
         length, token_s = self._best_length(plan, cost)
         deferred_bytes = plan.prompt_spec.deferred_bytes(spec.prompt)
+        chunks = ceil_div(spec.prompt, prefill_chunk(needs))
         prefill_s, prefill_bound = self._target(needs).prefill(
-            spec.prompt, plan.link_bytes + deferred_bytes
+            spec.prompt, plan.link_bytes + deferred_bytes, chunks
         )
         prefill_s += deferred_bytes / self.hardware.link_in  # onloading after prefill
         return Forecast(

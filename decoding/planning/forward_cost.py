@@ -263,23 +263,37 @@ class ForwardCost:
             previous, seconds = measured, measured_s
         return seconds + (query_tokens - previous) * flops / hardware.matmul
 
-    def prefill(self, tokens: int, written: int) -> tuple[float, str]:
+    def prefill(self, tokens: int, written: int, chunks: int = 1) -> tuple[float, str]:
         """Return the seconds of a layer-major prefill, and its bound.
 
-        Arithmetic, all-reduces and write-back overlap. `written` is the bytes of KV that one
-        rank copies to the host.
+        Arithmetic, all-reduces and write-back overlap. Packed experts are unpacked for each chunk.
+
+        Args:
+            tokens: of the prompt.
+            written: bytes of KV that one rank copies to the host.
+            chunks: in which a layer is computed.
         """
         hardware = self.hardware
         matmul, scores = prefill_flops(self.config, tokens)
         arithmetic = matmul / hardware.matmul
         arithmetic += scores / (hardware.prefill_attention or hardware.matmul)
         times = {
-            "arithmetic": arithmetic / self.ranks,
+            "arithmetic": arithmetic / self.ranks + chunks * self._unpack_experts_s(),
             "all-reduce": 2 * (self.config.layers - 1) * self._all_reduce_s(tokens),
             "write-back": written / hardware.link_out,
         }
         bound = max(times, key=times.__getitem__)
         return times[bound], bound
+
+    def _unpack_experts_s(self) -> float:
+        """Return the seconds of unpacking all experts once, and of reading them in 16 bits."""
+        hardware, itemsize = self.hardware, self.dtype.itemsize
+        sizes = weight_sizes(self.config, self.ranks, itemsize)
+        packed_bytes = sizes.experts - sizes.whole_experts * itemsize
+        seconds = (packed_bytes + 2 * itemsize * sizes.kept_experts) / hardware.memory_rate
+        if sizes.kept_experts and not hardware.runs_ahead:
+            seconds += sizes.kept_experts / (hardware.packed_rate or hardware.memory_rate)
+        return seconds if sizes.kept_experts else 0.0
 
     def _all_reduce_s(self, tokens: float) -> float:
         """Return the seconds of one all-reduce of the hidden states of `tokens` tokens."""

@@ -17,7 +17,12 @@ from decoding.config.defaults import (
     SPLIT_RECENT,
     WHOLE_CONTEXT_STEP,
 )
-from decoding.planning.activations import activation_elements, moe_scratch_bytes, prefill_chunk
+from decoding.planning.activations import (
+    activation_elements,
+    moe_scratch_bytes,
+    prefill_chunk,
+    unpacked_expert_bytes,
+)
 from decoding.planning.memory_plan import MemoryRequirements
 from decoding.planning.requirements import Requirements
 from decoding.speculation.draft_length import NOISE_POSITIONS
@@ -132,7 +137,8 @@ class RequestSpec:
         needs = self.requirements
         chunk = min(tokens, prefill_chunk(needs))
         activations = ALLOCATOR_FACTOR * chunk * activation_elements(needs)
-        return (tokens * needs.target.hidden + activations) * needs.dtype.itemsize
+        nbytes = (tokens * needs.target.hidden + activations) * needs.dtype.itemsize
+        return nbytes + unpacked_expert_bytes(needs)
 
     def _captured_bytes(self, concurrency: int) -> int:
         """Return a request's share of the scratch bytes of captured forwards.

@@ -170,17 +170,25 @@ def whole_weight_bytes(requirements: Requirements) -> int:
 
 
 def weight_notes(requirements: Requirements) -> list[str]:
-    """Return a note for the user about matrices that are not packed, if there are any."""
-    ranks = requirements.ranks
-    cut = weight_sizes(requirements.target, ranks, requirements.dtype.itemsize).cut
+    """Return notes for the user about matrices that are not packed, if there are any."""
+    ranks, target = requirements.ranks, requirements.target
+    sizes = weight_sizes(target, ranks, requirements.dtype.itemsize)
+    cut, notes = sizes.cut, []
+    if target.kept_types and sizes.whole_experts:
+        share = sizes.whole_experts / (sizes.whole_experts + sizes.kept_experts)
+        notes.append(
+            f"{share:.0%} of the experts' weights are stored in 16 bits: only types of 4 bits and "
+            "more stay packed, the same for all experts of a layer, with columns in order."
+        )
     if not cut:
-        return []
+        return notes
     kinds = [kind for _, kind in requirements.target.kept_types]
     has_order = any(isinstance(kind, PlaneFormat) and kind.order for kind in kinds)
     why = "hold parts of all groups (act-order)" if has_order else "end inside of a block"
     return [
+        *notes,
         f"{cut} matrices of the model are not packed: with {ranks} GPUs, each GPU's columns of "
-        f"them {why}."
+        f"them {why}.",
     ]
 
 

@@ -6,7 +6,7 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from parallel.config_checks import bool_field
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.group_headers import GroupHeader, group_headers
 from parallel.formats.hub import fetch_headers
-from parallel.formats.plane_format import KeptType
+from parallel.formats.plane_format import KeptType, PlaneFormat
 from parallel.formats.quantisation import (
     FIELD,
     Quantisation,
@@ -117,7 +117,7 @@ class ConfigFile(NamedTuple):
 def _by_stack(types: Mapping[str, KeptType], experts: Any) -> dict[str, KeptType]:
     """Return types with one name, with {}, for the matrices of all experts that are alike.
 
-    Those of others are left out: they do not stay packed.
+    Those of others, and in an order of their own, are left out: they do not stay packed.
     """
     stacks: dict[str, list[KeptType]] = {}
     for name, kind in types.items():
@@ -125,8 +125,13 @@ def _by_stack(types: Mapping[str, KeptType], experts: Any) -> dict[str, KeptType
     return {
         name: kinds[0]
         for name, kinds in stacks.items()
-        if len(set(kinds)) == 1 and len(kinds) == (experts if "{}" in name else 1)
+        if "{}" not in name or (len(set(kinds)) == 1 and len(kinds) == experts and _is_plain(kinds))
     }
+
+
+def _is_plain(kinds: Sequence[KeptType]) -> bool:
+    """Return whether experts of these types stay packed: in planes, with columns in order."""
+    return all(isinstance(kind, PlaneFormat) and not kind.order for kind in kinds)
 
 
 def _read_fields(path: Path) -> dict[str, Any]:

@@ -41,6 +41,11 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
     )
 
 
+def max_gathered(experts: int) -> int:
+    """Return the number of experts whose weights are gathered at once, where that is necessary."""
+    return max(1, min(8, experts // 3))
+
+
 def active_share(config: ModelConfig, tokens: int) -> float:
     """Return the expected share of the experts that a forward of `tokens` tokens reads.
 

@@ -86,7 +86,7 @@ def weight_sizes(
     for parts in _stacks(config, ranks, rank) if types else ():
         kinds = {types.get(part.tensor) for part in parts}
         kind, size = next(iter(kinds)), sum(part.size for part in parts)
-        if len(kinds) > 1 or not isinstance(kind, PlaneFormat) or kind.order:
+        if len(kinds) > 1 or kind is None:
             continue
         if not is_kept(kind, parts[0].columns):
             cut += len(parts)

@@ -22,6 +22,7 @@ from parallel.weights.expert_matrix import ExpertMatrix
 from parallel.weights.matmul import linear
 from parallel.weights.matrix import empty_parameter
 from parallel.weights.packed import Slice
+from parallel.weights.routing import Routing
 
 
 class SparseMoE(Branch):
@@ -122,24 +123,21 @@ def static_moe(
 ) -> Tensor:
     """Return the result of `moe_by_expert`, with launches that do not depend on the routing.
 
-    Fused kernels multiply packed experts with the tokens that chose them. Otherwise, for few
-    tokens their experts' weights are gathered, which writes and reads them once more. More tokens,
-    which need most experts anyway, go through all of them; unselected ones have weight 0. Packed
-    experts without kernels are unpacked for one token after another.
+    If experts are packed, each token is multiplied with its own (`ExpertMatrix.products`).
+    Otherwise, for few tokens their experts' weights are gathered, which writes and reads them once
+    more. More tokens, which need most experts anyway, go through all of them; unselected ones have
+    weight 0.
     """
     tokens, per_token = chosen.shape
     flat = chosen.flatten()
-    if gate_up.has_fused_products and down.has_fused_products:
-        gate, up = gate_up.fused_products(x, flat, per_token).chunk(2, dim=-1)
-        y = down.fused_products(F.silu(gate) * up, flat, 1)
+    if gate_up.packed is not None or down.packed is not None:
+        routing = Routing.of(flat, down.experts)
+        gate, up = gate_up.products(x, routing, per_token).chunk(2, dim=-1)
+        y = down.products(F.silu(gate) * up, routing, 1)
         return _weighted(y.view(tokens, per_token, -1), weights[..., None], 1)
-    is_packed = gate_up.packed is not None or down.packed is not None
-    if is_packed and tokens > 1:
-        parts = zip(x.split(1), weights.split(1), chosen.split(1), strict=True)
-        return torch.cat([static_moe(*part, gate_up, down) for part in parts])
-    if is_packed or 3 * tokens * per_token <= down.experts:
+    if 3 * tokens * per_token <= down.experts:
         rows = x.repeat_interleave(per_token, dim=0)[:, None]  # (T * per_token, 1, hidden)
-        y = _expert_mlps(rows, gate_up.select_experts(flat), down.select_experts(flat))
+        y = _expert_mlps(rows, gate_up.whole()[flat], down.whole()[flat])
         return _weighted(y.view(tokens, per_token, -1), weights[..., None], 1)
     scales = weights.new_zeros(tokens, down.experts).scatter(1, chosen, weights)
     repeated = x.expand(down.experts, -1, -1)  # (E, T, hidden)

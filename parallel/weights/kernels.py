@@ -1,9 +1,10 @@
 """Fused GPU kernels for matrices in planes: products with few rows, and unpacking.
 
 A program unpacks a tile of the matrix in registers, to the very bits of `Planes.unpack`, and
-multiplies it with all rows of x at once: weights are read once, as stored. The sum over columns has
-one order whatever the number of rows, so a row's result does not depend on the others. Importing
-this needs triton, which comes with CUDA builds of torch.
+multiplies it with all rows of x at once: weights are read once, as stored; an expert's once for 16
+rows that chose it. The sum over columns has one order whatever the number of rows, so a row's
+result does not depend on the others. Importing this needs triton, which comes with CUDA builds of
+torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from offload.kernels.split_float import UPCAST
 from offload.layout import ceil_div
 from parallel.formats.plane_format import PlaneFormat
 from parallel.weights.planes import Planes, float_bytes
+from parallel.weights.routing import Routing
 
 MAX_ROWS = 64  # rows of x; with more, unpacking first is faster
 _TILE_ROWS = 64  # rows of the matrix per program
@@ -46,20 +48,22 @@ def multiply(x: Tensor, planes: Planes, first: int, out_dtype: torch.dtype) -> T
     return out
 
 
-def multiply_experts(x: Tensor, planes: Planes, experts: Tensor, rows: int, repeats: int) -> Tensor:
+def multiply_experts(
+    x: Tensor, planes: Planes, routing: Routing, rows: int, repeats: int
+) -> Tensor:
     """Return the products (S, rows) of rows of x with one expert's matrix each, in x's dtype.
 
     Args:
         x: rows (S / repeats, columns) in 16 bits, of which each is multiplied `repeats` times.
         planes: the matrices (experts * rows, columns).
-        experts: of each product, (S,) int64.
+        routing: the expert of each product.
         rows: of an expert.
         repeats: experts of a row of x.
     """
     fixed = planes.fixed or _fix(planes)
     splits = split_count(rows, fixed.groups)
-    out = torch.empty(len(experts), rows, dtype=x.dtype, device=x.device)
-    _launch(x, fixed, out, splits, experts=experts, repeats=repeats)
+    out = torch.empty(len(routing.order), rows, dtype=x.dtype, device=x.device)
+    _launch(x, fixed, out, splits, routing=routing, repeats=repeats)
     return out
 
 
@@ -69,21 +73,23 @@ def _launch(
     out: Tensor,
     splits: int,
     first: int = 0,
-    experts: Tensor | None = None,
+    routing: Routing | None = None,
     repeats: int = 1,
 ) -> None:
     """Write products into `out`: of all rows of x with a matrix, or of each with an expert's."""
     count, rows = out.shape
-    slots, tokens = (1, count) if experts is None else (count, 1)
-    sums = out
+    x, sums = x.contiguous(), out
+    order, ends = (x, x) if routing is None else (routing.order, routing.ends)
+    experts = 1 if routing is None else len(ends)
     if splits > 1:
         sums = torch.empty(splits, count, rows, dtype=torch.float32, device=x.device)
-    _multiply[(ceil_div(rows, _TILE_ROWS), splits, slots)](
-        x.contiguous(),
+    _multiply[(ceil_div(rows, _TILE_ROWS), splits, experts)](
+        x,
         *fixed.planes,
         sums,
-        x if experts is None else experts.contiguous(),
-        tokens,
+        order,
+        ends,
+        count,
         first,
         rows,
         repeats,
@@ -91,8 +97,8 @@ def _launch(
         fixed.groups,
         fixed.lead,
         ceil_div(ceil_div(fixed.groups, splits), _TILE_GROUPS) * _TILE_GROUPS,
-        **tile(tokens),
-        EXPERTS=experts is not None,
+        **tile(count if routing is None else 1),
+        EXPERTS=routing is not None,
         UPCAST=UPCAST,
         **fixed.constants,
         **OPTIONS,
@@ -294,7 +300,8 @@ def _multiply(
     submin,
     floats,
     out,
-    experts,
+    order,
+    ends,
     tokens,
     first,
     rows,
@@ -318,21 +325,103 @@ def _multiply(
     HAS_ZERO: tl.constexpr,
     FLOATS: tl.constexpr,
 ):
-    """Multiply a tile of rows with one split's groups of all tokens, or of a slot's only one.
+    """Multiply a tile of rows with one split's groups of all tokens.
 
-    With EXPERTS a slot has one of `experts`, whose rows follow those of the ones before it, and
-    `repeats` slots share a row of x.
+    With EXPERTS `tokens` is the number of products. A program has the rows of one expert, which
+    follow those of the ones before it, and the products in its part of `order`; `repeats` products
+    share a row of x.
     """
+    token = tl.arange(0, TOKENS)
+    begin = 0
+    stop = TOKENS
+    if EXPERTS:
+        expert = tl.program_id(2)
+        first = expert * rows
+        begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int32)
+        stop = tl.load(ends + expert).to(tl.int32)
+    end = first + rows
+    row = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    for base in range(begin, stop, TOKENS):
+        exists = token < tokens
+        product = token
+        source = token
+        if EXPERTS:
+            exists = base + token < stop
+            product = tl.load(order + base + token, mask=exists, other=0).to(tl.int32)
+            source = product // repeats
+        total = _products(
+            x,
+            low,
+            high,
+            scale,
+            minimum,
+            sub,
+            submin,
+            floats,
+            row,
+            source,
+            exists,
+            end,
+            columns,
+            groups,
+            lead,
+            per_split,
+            ROWS,
+            GROUPS,
+            TOKENS,
+            UPCAST,
+            BITS,
+            OFFSET,
+            VALUES,
+            SCALE_GROUPS,
+            SUB,
+            SUB_FLOATS,
+            HAS_MINIMUM,
+            HAS_ZERO,
+            FLOATS,
+        )
+        place = tl.program_id(1).to(tl.int64) * tokens + product[None, :]
+        result = place * rows + (row - first)[:, None]
+        mask = exists[None, :] & (row < end)[:, None]
+        tl.store(out + result, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _products(
+    x,
+    low,
+    high,
+    scale,
+    minimum,
+    sub,
+    submin,
+    floats,
+    row,
+    source,
+    exists,
+    end,
+    columns,
+    groups,
+    lead,
+    per_split,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    VALUES: tl.constexpr,
+    SCALE_GROUPS: tl.constexpr,
+    SUB: tl.constexpr,
+    SUB_FLOATS: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    FLOATS: tl.constexpr,
+):
+    """Return the products (ROWS, TOKENS) float32 of rows with one split's groups of rows of x."""
     HALF: tl.constexpr = GROUPS * 16
     dtype = x.dtype.element_ty
     dot_dtype = tl.float32 if UPCAST else dtype
-    slot = tl.program_id(2)
-    if EXPERTS:
-        first = tl.load(experts + slot).to(tl.int32) * rows
-        x += (slot // repeats).to(tl.int64) * columns
-    end = first + rows
-    row = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = tl.arange(0, TOKENS)
     half = tl.arange(0, HALF)
     start = tl.program_id(1) * per_split
     total = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
@@ -362,19 +451,15 @@ def _multiply(
             FLOATS,
         )
         column = (tile + half // 16) * 32 + half % 16
-        mask = (token[None, :] < tokens) & (column < columns)[:, None]
-        pointers = x + token[None, :] * columns + column[:, None]
+        mask = exists[None, :] & (column < columns)[:, None]
+        pointers = x + source[None, :] * columns + column[:, None]
         weights = tl.reshape(one, (ROWS, HALF)).to(dtype).to(dot_dtype)
         part = tl.load(pointers, mask=mask, other=0.0).to(dot_dtype)
         total = tl.dot(weights, part, total)
         weights = tl.reshape(two, (ROWS, HALF)).to(dtype).to(dot_dtype)
         part = tl.load(pointers + 16, mask=mask, other=0.0).to(dot_dtype)
         total = tl.dot(weights, part, total)
-    place = tl.program_id(1) * tl.num_programs(2) + slot
-    base = place.to(tl.int64) * tokens * rows
-    result = base + token[None, :] * rows + (row - first)[:, None]
-    mask = (token[None, :] < tokens) & (row < end)[:, None]
-    tl.store(out + result, total.to(out.dtype.element_ty), mask=mask)
+    return total
 
 
 @triton.jit(do_not_specialize=["splits", "count"])

@@ -10,6 +10,7 @@ import torch
 from offload.kernels.selection import Kernels, run_self_test
 from parallel.formats.plane_format import GROUP, PlaneFormat
 from parallel.weights.planes import Planes
+from parallel.weights.routing import Routing
 
 # sizes of the self-test: several tiles and splits, the last incomplete; and no splits
 _ROWS, _COLUMNS, _LEAD = 150, 67 * GROUP, 3
@@ -54,16 +55,6 @@ def _test_planes(
         alone = kernels.multiply(x[first:last], planes, 1, torch.float32)
         if not torch.equal(alone, whole[first:last]):
             raise RuntimeError(f"products with {name} depend on other rows")
-    # Experts of some rows each; rows of x are multiplied twice.
-    experts = torch.tensor([2, 0, 1, 2], device=device)
-    each = _ROWS // 3
-    chosen = kernels.multiply_experts(x[:2], planes, experts, each, 2)
-    for slot, expert in enumerate(experts.tolist()):
-        own = expected[expert * each : (expert + 1) * each].double()
-        exact = own @ x[slot // 2].double()
-        error = float((chosen[slot] - exact).abs().max() / exact.abs().max())
-        if not error < _TOLERANCE_IN_16_BITS:
-            raise RuntimeError(f"products of experts with {name} are off by {error:.3g}")
     # Without splits, results in 16 bits are written by another variant of the kernel.
     few = random_planes(fmt, _ROWS, _FEW_COLUMNS, _LEAD, device)
     weights = few.unpack(slice(None), expected.new_empty(_ROWS, _FEW_COLUMNS)).double()
@@ -73,6 +64,20 @@ def _test_planes(
         error = float((out - exact).abs().max() / exact.abs().max())
         if not error < _TOLERANCE_IN_16_BITS:
             raise RuntimeError(f"products with {name} in {dtype} are off by {error:.3g}")
+    # Three experts, one of which multiplies more rows than a program does at once; with splits and
+    # without them.
+    routing = Routing.of(torch.tensor([2, 0] + [1] * 17 + [2], device=device), 3)
+    each = _ROWS // 3
+    for matrix in (planes, few):
+        width = matrix.columns
+        weights = matrix.unpack(slice(None), expected.new_empty(_ROWS, width)).double()
+        own = x[: len(routing.experts) // 2, :width]
+        out = kernels.multiply_experts(own, matrix, routing, each, 2)
+        for at, expert in enumerate(routing.experts.tolist()):
+            exact = weights[expert * each :][:each] @ own[at // 2].double()
+            error = float((out[at] - exact).abs().max() / exact.abs().max())
+            if not error < _TOLERANCE_IN_16_BITS:
+                raise RuntimeError(f"products of experts with {name} are off by {error:.3g}")
 
 
 def random_planes(

@@ -178,7 +178,7 @@ def compile_weight_kernels(capability: int, element: str, formats: int | None) -
         planes["minimum"] = zeros if fmt.has_zero else "*fp16"
         planes |= {"sub": "*i8" if fmt.sub_kind == "int8" else "*u8", "submin": "*u8"}
         planes |= {"x": f"*{element}", "out": f"*{element}", "sums": "*fp32"}
-        planes["experts"] = "*i64"
+        planes |= {"order": "*i64", "ends": "*i64"}
         for tokens, experts in ((1, True), (16, False), (32, False), (64, False)):
             tile = sizes | weight_kernels.tile(tokens) | {"EXPERTS": experts}
             compile_kernel(

@@ -17,7 +17,7 @@ from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf.families import GgufFamily, family_of
 from parallel.formats.gguf.header import GgufHeader, TensorInfo
 from parallel.formats.gguf.tensors import TYPES, check_end, check_tensor_offsets
-from parallel.formats.plane_format import KeptType, kept_type
+from parallel.formats.plane_format import KeptType, PlaneFormat, kept_type
 
 FIELDS = {  # metadata key without the architecture: field of a config.json
     "block_count": "num_hidden_layers",
@@ -77,6 +77,7 @@ _NUMBERS = {  # ranges of known fields; all others are whole numbers of at least
     "rope.scaling.yarn_beta_slow": _NON_NEGATIVE,
     "rope.scaling.yarn_log_multiplier": _NON_NEGATIVE,
 }
+_MISSING = ". Was the download interrupted? Fetch it again."
 _STOP_TOKENS = ("eos", "eot", "eom")  # end of sequence, of turn, of message
 TOKENS = "tokenizer.ggml.tokens"
 ROPE_FACTORS = {  # divisors of the RoPE frequencies: field of rope_parameters
@@ -97,8 +98,10 @@ def kept_types(header: GgufHeader) -> dict[str, KeptType]:
         stored = TYPES.get(info.kind)
         kind = None if stored is None else kept_type(stored.name)
         name = family.tensor_name(info.name)
-        dimensions = 3 if "{}" in (name or "") else 2
-        if kind is not None and name is not None and len(info.shape) == dimensions:
+        if kind is None or name is None:
+            continue
+        is_stack = "{}" in name  # those of experts stay packed only in planes
+        if len(info.shape) == 2 + is_stack and (isinstance(kind, PlaneFormat) or not is_stack):
             types[name] = kind
     return types
 
@@ -310,9 +313,10 @@ def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, 
         biases = [f"blk.{layer}.{part}.bias" for layer in layers for part in group]
         needed += biases if any(name in header.tensors for name in biases) else []
     if missing := next((name for name in needed if name not in header.tensors), None):
+        is_bias = missing.endswith("bias")
         raise CheckpointError(
-            f"{header.path}: tensor {missing} is missing. Was the download interrupted? Fetch it "
-            "again."
+            f"{header.path}: tensor {missing} is missing"
+            + (", and biases of other parts alone are not supported." if is_bias else _MISSING)
         )
 
 

@@ -17,7 +17,7 @@ from decoding.planning.activations import (
 from decoding.planning.forward_cost import ForwardCost, matmul_flops, read_bytes
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.request_spec import RequestSpec
-from decoding.planning.requirements import Requirements
+from decoding.planning.requirements import Requirements, weight_notes
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import active_share
 from parallel.config.weight_sizes import weight_sizes
@@ -103,11 +103,21 @@ def test_packed_experts_are_read_as_they_are_stored() -> None:
         for each in (config, whole)
     )
     assert packed < plain
-    for each, smaller in ((config, whole), (whole, config)):
-        needs = Requirements(each, None, "plain", Settings(), torch.bfloat16, 1, 1, True)
-        other = replace(needs, target=smaller)
-        is_less = moe_scratch_bytes(needs) < moe_scratch_bytes(other) / 5
-        assert is_less == (each is config)
+    needs = Requirements(config, None, "plain", Settings(), torch.bfloat16, 1, 1, True)
+    needs_whole = replace(needs, target=whole)
+    assert moe_scratch_bytes(needs) < moe_scratch_bytes(needs_whole) / 5
+    specs = [RequestSpec(each, 10_000, 10) for each in (needs, needs_whole)]
+    hidden = [spec.hidden_bytes(10_000) for spec in specs]
+    assert hidden[0] - hidden[1] == 2 * 768 * 2048 * 2  # one expert's gate and up
+    costs = [ForwardCost(hardware, each, 1, torch.bfloat16) for each in (config, whole)]
+    one, many = (costs[0].prefill(10_000, 0, chunks)[0] for chunks in (1, 11))
+    unpacked = sizes.experts + 4 * sizes.kept_experts  # read, written and read again
+    assert many - one == pytest.approx(10 * unpacked / hardware.memory_rate)
+    assert costs[1].prefill(10_000, 0, 1) == costs[1].prefill(10_000, 0, 11)
+    assert weight_notes(needs) == weight_notes(needs_whole) == []
+    some = tuple(each for each in config.kept_types if "gate_proj" not in each[0])
+    (note,) = weight_notes(replace(needs, target=replace(config, kept_types=some)))
+    assert note.startswith("67% of the experts' weights are stored in 16 bits")
 
 
 def test_wide_heads_and_experts_need_more_memory() -> None:

@@ -15,9 +15,11 @@ from gguf import GGMLQuantizationType as Kind
 import parallel.weights.packed
 from parallel.config.model_config import ModelConfig
 from parallel.config.weight_sizes import weight_sizes
+from parallel.errors import CheckpointError
 from parallel.model.loading import load_model, parameter_bytes
 from parallel.model.moe import SparseMoE, moe_by_expert, route, static_moe
 from parallel.ranks.process_group import TensorParallelGroup
+from parallel.weights.routing import Routing
 from support.gguf import convert
 from support.interpreter import import_interpreted
 from support.loading import all_logits
@@ -57,8 +59,10 @@ def test_outputs_are_those_of_whole_experts(
     packed, whole = mixtures(convert(checkpoint(**QWEN3), tmp_path / "m.gguf", kind), "float32")
     for expert in (0, 3, 5):
         assert torch.equal(packed.gate_up.of(expert), whole.gate_up.of(expert))
-    experts = torch.tensor([5, 0, 5])
-    assert torch.equal(packed.down.select_experts(experts), whole.down.select_experts(experts))
+    routing = Routing.of(torch.tensor([5, 0, 5]), 6)
+    x = torch.randn(3, 512)
+    products = [each.down.products(x, routing, 1) for each in (packed, whole)]
+    assert torch.equal(*products)
     for tokens in (1, 5):
         x = torch.randn(tokens, 256)
         weights, chosen = route(torch.randn(tokens, 6), 2, True)
@@ -126,7 +130,7 @@ def test_safetensors(checkpoint: Checkpoints, tmp_path: Path, method: str, ranks
     quantise(checkpoint(**QWEN3), folder, config, convert_matrix, EXPERT_NAMES)
     packed = ModelConfig.from_pretrained(folder, packed=True)
     assert packed == ModelConfig.from_name(str(folder), packed=True)
-    assert len(packed.kept_types) == 2 * 3  # layers, and stacks of each
+    assert len(packed.kept_types) == (0 if method == "act-order" else 2 * 3)
     group = TensorParallelGroup(ranks - 1, ranks)
     model = load_model(folder, group, "bfloat16", packed)
     is_packed = model.layers[0].mlp.gate_up.packed is not None
@@ -137,6 +141,19 @@ def test_safetensors(checkpoint: Checkpoints, tmp_path: Path, method: str, ranks
     whole = load_model(folder, group, "bfloat16")
     for expert in (0, 5):
         assert torch.equal(model.layers[1].mlp.down.of(expert), whole.layers[1].mlp.down.of(expert))
+
+
+def test_an_unannounced_order_of_columns_is_refused(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    """A plan cannot know it from headers, and would count packed experts."""
+    config, _ = CONVERSIONS["gptq"]
+    folder = tmp_path / "quantised"
+    quantise(checkpoint(**QWEN3), folder, config, gptq(permuted=True), EXPERT_NAMES)
+    packed = ModelConfig.from_pretrained(folder, packed=True)
+    with pytest.raises(CheckpointError, match=r"has no desc_act: use `weights` 16-bit"):
+        load_model(folder, TensorParallelGroup(), "bfloat16", packed)
+    load_model(folder, TensorParallelGroup(), "bfloat16")
 
 
 def test_experts_of_different_types_are_whole(checkpoint: Checkpoints, tmp_path: Path) -> None:

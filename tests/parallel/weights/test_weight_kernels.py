@@ -9,6 +9,7 @@ import torch
 
 from parallel.formats.plane_format import PLANE_FORMATS, group_format
 from parallel.weights.planes import Planes
+from parallel.weights.routing import Routing
 from parallel.weights.selection import _test_planes, plane_kernels, random_planes
 from support.interpreter import import_interpreted
 from support.slow import slow_except
@@ -66,26 +67,39 @@ def test_products_of_any_number_of_rows(kernels: Any, rows: int) -> None:
 @pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "MXFP4"])
 def test_products_of_experts(kernels: Any, name: str, repeats: int) -> None:
-    """Each is that of the expert's own matrix, bit for bit."""
+    """Each is that of the expert's own matrix, bit for bit, and one expert has none."""
     planes = random_planes(FORMATS[name], 5 * 70, 416, 0, CPU)
     experts = torch.tensor([4, 0, 0, 2, 3, 4])
     x = torch.randn(len(experts) // repeats, 416).half()
-    out = kernels.multiply_experts(x, planes, experts, 70, repeats)
+    out = kernels.multiply_experts(x, planes, Routing.of(experts, 5), 70, repeats)
     assert out.shape == (6, 70)
-    for slot, expert in enumerate(experts.tolist()):
+    for product, expert in enumerate(experts.tolist()):
         own = Planes(planes.format, 70, 416, 0, CPU)
         for part, plane in own.named_parameters():
             plane.copy_(getattr(planes, part)[expert * 70 : (expert + 1) * 70])
-        row = slot // repeats
-        assert torch.equal(out[slot], kernels.multiply(x[row : row + 1], own, 0, x.dtype)[0])
+        row = product // repeats
+        assert torch.equal(out[product], kernels.multiply(x[row : row + 1], own, 0, x.dtype)[0])
+
+
+def test_an_expert_of_more_rows_than_a_program_has(kernels: Any) -> None:
+    planes = random_planes(FORMATS["Q4_K"], 2 * 64, 96, 0, CPU)
+    weights = planes.unpack(slice(None), torch.empty(128, 96, dtype=torch.float16)).double()
+    experts = torch.tensor([0] * 5 + [1] * 20 + [0] * 30)
+    x = torch.randn(55, 96).half()
+    out = kernels.multiply_experts(x, planes, Routing.of(experts, 2), 64, 1)
+    expected = torch.stack(
+        [weights[64 * expert :][:64] @ row for expert, row in zip(experts, x.double(), strict=True)]
+    )
+    torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
 
 
 def test_self_test_finds_wrong_experts(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MAX_ROWS", 16)
     multiply_experts = kernels.multiply_experts
 
-    def multiply_others(x: Any, planes: Any, experts: Any, *args: Any) -> Any:
-        return multiply_experts(x, planes, experts.flip(0), *args)
+    def multiply_others(x: Any, planes: Any, routing: Routing, *args: Any) -> Any:
+        others = Routing.of(routing.experts.flip(0), len(routing.ends))
+        return multiply_experts(x, planes, others, *args)
 
     monkeypatch.setattr(kernels, "multiply_experts", multiply_others)
     with pytest.raises(RuntimeError, match="products of experts with Q4_K are off"):
@@ -149,9 +163,14 @@ def test_kernels_on_a_gpu(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(
             kernels.multiply(x[5 : 5 + count], planes, 0, torch.float32), whole[5 : 5 + count]
         )
-    experts = torch.tensor([2, 0, 2, 1], device="cuda")
-    chosen = kernels.multiply_experts(x[:2], planes, experts, 100, 2)
-    for slot, expert in enumerate(experts.tolist()):
-        exact = expected[expert * 100 : (expert + 1) * 100].double() @ x[slot // 2].double()
-        assert (chosen[slot] - exact).abs().max() <= 1e-2 * exact.abs().max()
-    assert torch.equal(kernels.multiply_experts(x[:1], planes, experts[:2], 100, 2), chosen[:2])
+    few = random_planes(FORMATS[name], 300, 96, 3, torch.device("cuda"))  # not split
+    for matrix, width in ((planes, 2144), (few, 96)):
+        routing = Routing.of(torch.tensor([2, 0, 2, 1] * 16, device="cuda"), 3)
+        weights = matrix.unpack(slice(None), torch.empty(300, width, dtype=dtype, device="cuda"))
+        out = kernels.multiply_experts(x[:32, :width], matrix, routing, 100, 2)
+        for product, expert in enumerate(routing.experts.tolist()):
+            exact = weights[expert * 100 :][:100].double() @ x[product // 2, :width].double()
+            assert (out[product] - exact).abs().max() <= 1e-2 * exact.abs().max()
+        alone = Routing.of(routing.experts[:2], 3)
+        first = kernels.multiply_experts(x[:1, :width], matrix, alone, 100, 2)
+        assert torch.equal(first, out[:2])
