@@ -331,6 +331,11 @@ def _multiply(
     follow those of the ones before it, and the products in its part of `order`; `repeats` products
     share a row of x.
     """
+    HALF: tl.constexpr = GROUPS * 16
+    dtype = x.dtype.element_ty
+    dot_dtype = tl.float32 if UPCAST else dtype
+    half = tl.arange(0, HALF)
+    start = tl.program_id(1) * per_split
     token = tl.arange(0, TOKENS)
     begin = 0
     stop = TOKENS
@@ -349,117 +354,45 @@ def _multiply(
             exists = base + token < stop
             product = tl.load(order + base + token, mask=exists, other=0).to(tl.int32)
             source = product // repeats
-        total = _products(
-            x,
-            low,
-            high,
-            scale,
-            minimum,
-            sub,
-            submin,
-            floats,
-            row,
-            source,
-            exists,
-            end,
-            columns,
-            groups,
-            lead,
-            per_split,
-            ROWS,
-            GROUPS,
-            TOKENS,
-            UPCAST,
-            BITS,
-            OFFSET,
-            VALUES,
-            SCALE_GROUPS,
-            SUB,
-            SUB_FLOATS,
-            HAS_MINIMUM,
-            HAS_ZERO,
-            FLOATS,
-        )
+        total = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+        for tile in range(start, tl.minimum(start + per_split, groups), GROUPS):
+            group = tile + tl.arange(0, GROUPS)
+            one, two = _tile(
+                low,
+                high,
+                scale,
+                minimum,
+                sub,
+                submin,
+                floats,
+                row[:, None, None],
+                group[None, :, None],
+                end,
+                groups,
+                lead,
+                BITS,
+                OFFSET,
+                VALUES,
+                SCALE_GROUPS,
+                SUB,
+                SUB_FLOATS,
+                HAS_MINIMUM,
+                HAS_ZERO,
+                FLOATS,
+            )
+            column = (tile + half // 16) * 32 + half % 16
+            inside = exists[None, :] & (column < columns)[:, None]
+            pointers = x + source[None, :] * columns + column[:, None]
+            weights = tl.reshape(one, (ROWS, HALF)).to(dtype).to(dot_dtype)
+            part = tl.load(pointers, mask=inside, other=0.0).to(dot_dtype)
+            total = tl.dot(weights, part, total)
+            weights = tl.reshape(two, (ROWS, HALF)).to(dtype).to(dot_dtype)
+            part = tl.load(pointers + 16, mask=inside, other=0.0).to(dot_dtype)
+            total = tl.dot(weights, part, total)
         place = tl.program_id(1).to(tl.int64) * tokens + product[None, :]
         result = place * rows + (row - first)[:, None]
         mask = exists[None, :] & (row < end)[:, None]
         tl.store(out + result, total.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _products(
-    x,
-    low,
-    high,
-    scale,
-    minimum,
-    sub,
-    submin,
-    floats,
-    row,
-    source,
-    exists,
-    end,
-    columns,
-    groups,
-    lead,
-    per_split,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BITS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    VALUES: tl.constexpr,
-    SCALE_GROUPS: tl.constexpr,
-    SUB: tl.constexpr,
-    SUB_FLOATS: tl.constexpr,
-    HAS_MINIMUM: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-):
-    """Return the products (ROWS, TOKENS) float32 of rows with one split's groups of rows of x."""
-    HALF: tl.constexpr = GROUPS * 16
-    dtype = x.dtype.element_ty
-    dot_dtype = tl.float32 if UPCAST else dtype
-    half = tl.arange(0, HALF)
-    start = tl.program_id(1) * per_split
-    total = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
-    for tile in range(start, tl.minimum(start + per_split, groups), GROUPS):
-        group = tile + tl.arange(0, GROUPS)
-        one, two = _tile(
-            low,
-            high,
-            scale,
-            minimum,
-            sub,
-            submin,
-            floats,
-            row[:, None, None],
-            group[None, :, None],
-            end,
-            groups,
-            lead,
-            BITS,
-            OFFSET,
-            VALUES,
-            SCALE_GROUPS,
-            SUB,
-            SUB_FLOATS,
-            HAS_MINIMUM,
-            HAS_ZERO,
-            FLOATS,
-        )
-        column = (tile + half // 16) * 32 + half % 16
-        mask = exists[None, :] & (column < columns)[:, None]
-        pointers = x + source[None, :] * columns + column[:, None]
-        weights = tl.reshape(one, (ROWS, HALF)).to(dtype).to(dot_dtype)
-        part = tl.load(pointers, mask=mask, other=0.0).to(dot_dtype)
-        total = tl.dot(weights, part, total)
-        weights = tl.reshape(two, (ROWS, HALF)).to(dtype).to(dot_dtype)
-        part = tl.load(pointers + 16, mask=mask, other=0.0).to(dot_dtype)
-        total = tl.dot(weights, part, total)
-    return total
 
 
 @triton.jit(do_not_specialize=["splits", "count"])
