@@ -15,7 +15,7 @@ from offload.errors import TierForceError
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
-from parallel.config.parameter_count import active_share
+from parallel.config.parameter_count import active_share, moe_layers
 from parallel.config.weight_sizes import weight_sizes
 from parallel.formats.plane_format import PlaneFormat
 from parallel.ranks.partition import vocab_rows
@@ -38,8 +38,8 @@ def matmul_flops(config: ModelConfig) -> float:
     mlps = config.layers * config.intermediate
     if config.experts is not None:
         experts = config.experts
-        moe_layers = sum(config.has_experts(layer) for layer in range(config.layers))
-        mlps += moe_layers * (experts.per_token * experts.intermediate - config.intermediate)
+        expert_rows = experts.per_token * experts.intermediate
+        mlps += moe_layers(config) * (expert_rows - config.intermediate)
     return 2.0 * (config.layers * attention + 3 * config.hidden * mlps)
 
 
@@ -289,11 +289,13 @@ class ForwardCost:
         """Return the seconds of unpacking all experts once, and of reading them in 16 bits."""
         hardware, itemsize = self.hardware, self.dtype.itemsize
         sizes = weight_sizes(self.config, self.ranks, itemsize)
+        if not sizes.kept_experts:
+            return 0.0
         packed_bytes = sizes.experts - sizes.whole_experts * itemsize
         seconds = (packed_bytes + 2 * itemsize * sizes.kept_experts) / hardware.memory_rate
-        if sizes.kept_experts and not hardware.runs_ahead:
+        if not hardware.runs_ahead:
             seconds += sizes.kept_experts / (hardware.packed_rate or hardware.memory_rate)
-        return seconds if sizes.kept_experts else 0.0
+        return seconds
 
     def _all_reduce_s(self, tokens: float) -> float:
         """Return the seconds of one all-reduce of the hidden states of `tokens` tokens."""

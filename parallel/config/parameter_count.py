@@ -30,13 +30,14 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
     """
     rank = ranks - 1 if rank is None else rank
     embeddings = 1 if config.tied else 2
-    mixtures = sum(config.has_experts(layer) for layer in range(config.layers))
+    mixtures = moe_layers(config)
     mlps = config.layers - mixtures
     return (
         embeddings * vocab_rows(config.vocab, ranks) * config.hidden
         + config.layers * _attention_parameters(config, ranks, rank)
         + mlps * _mlp_parameters(config, ranks, rank)
-        + mixtures * (_router_parameters(config) + expert_parameters(config, ranks, rank))
+        + mixtures * _router_parameters(config)
+        + expert_parameters(config, ranks, rank)
         + config.hidden  # final norm
     )
 
@@ -81,8 +82,13 @@ def _router_parameters(config: ModelConfig) -> int:
 
 
 def expert_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
-    """Return the parameters of all experts of a layer on a rank."""
+    """Return the parameters of the experts of all layers on a rank."""
     if config.experts is None:
         return 0
     columns = share_size(config.experts.intermediate, rank, ranks)
-    return config.experts.count * 3 * columns * config.hidden
+    return moe_layers(config) * config.experts.count * 3 * columns * config.hidden
+
+
+def moe_layers(config: ModelConfig) -> int:
+    """Return the number of layers with experts."""
+    return sum(config.has_experts(layer) for layer in range(config.layers))

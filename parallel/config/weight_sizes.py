@@ -63,8 +63,7 @@ def weight_sizes(
     nbytes = parameter_count(config, ranks, rank) * itemsize
     embedding = 0 if config.tied else vocab_rows(config.vocab, ranks) * config.hidden * itemsize
     types = dict(config.kept_types)
-    mixtures = sum(config.has_experts(layer) for layer in range(config.layers))
-    whole_experts = mixtures * expert_parameters(config, ranks, rank)
+    whole_experts = expert_parameters(config, ranks, rank)
     experts = whole_experts * itemsize
     kept = kept_plain = cut = kept_experts = 0
     scratch: dict[str, int] = {}  # matrix of a layer -> bytes
