@@ -19,13 +19,14 @@ class Angles(NamedTuple):
     cos: Tensor  # (T, 1, D)
     sin: Tensor  # (T, 1, D)
     query_scale: Tensor | None = None  # (T, 1, 1)
+    # those of layers with a window, if these have others
+    windowed_cos: Tensor | None = None
+    windowed_sin: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Angles:
         """Return the results of a function on each."""
-        scale = self.query_scale
-        return Angles(
-            function(self.cos), function(self.sin), None if scale is None else function(scale)
-        )
+        rest = (None if each is None else function(each) for each in self[2:])
+        return Angles(function(self.cos), function(self.sin), *rest)
 
     def scaled(self, q: Tensor) -> Tensor:
         """Return queries (T, H, head_dim), scaled if the model's depend on their positions."""
@@ -54,31 +55,34 @@ class Rotary:
         `nope_layers` have no position embedding.
         """
         self.nope_layers = frozenset(nope_layers)
-        positions = torch.arange(length, dtype=torch.float32, device=device)
-        angles = positions[:, None] * inv_freq.to(device)  # (length, D / 2)
-        angles = torch.cat((angles, angles), dim=-1)[:, None]  # (length, 1, D)
-        self.cos = (angles.cos() * scale).to(dtype)
-        # includes the sign of rotate_half
-        first, second = _halves((angles.sin() * scale).to(dtype))
-        self.sin = torch.cat((-first, second), dim=-1)
-        self.query_scale: Tensor | None = None  # (length, 1, 1)
+        self.tables = Angles(*_tables(inv_freq, scale, length, dtype, device))
+        self._windowed_layers: frozenset[int] = frozenset()
+
+    def rotate_windowed(
+        self, inv_freq: Tensor, scale: float, windowed_layers: Collection[int]
+    ) -> None:
+        """Rotate some layers by tables of their own; arguments as those of the others'."""
+        self._windowed_layers = frozenset(windowed_layers)
+        cos = self.tables.cos
+        own = _tables(inv_freq, scale, self.length, cos.dtype, cos.device)
+        self.tables = self.tables._replace(windowed_cos=own[0], windowed_sin=own[1])
 
     def scale_queries(self, beta: float, positions: int) -> None:
         """Scale the queries of each position, by 1 + beta log(1 + floor(position / positions))."""
-        index = torch.arange(self.length, dtype=torch.float32, device=self.cos.device)
+        cos = self.tables.cos
+        index = torch.arange(self.length, dtype=torch.float32, device=cos.device)
         scale = 1 + beta * torch.log(1 + torch.floor(index / positions))
-        self.query_scale = scale.to(self.cos.dtype)[:, None, None]
+        self.tables = self.tables._replace(query_scale=scale.to(cos.dtype)[:, None, None])
 
     def first(self, length: int) -> Rotary:
         """Return the tables of the first positions alone, in memory of their own."""
         rotary = copy(self)
-        own = self.angles(0, length).map(torch.clone)
-        rotary.cos, rotary.sin, rotary.query_scale = own
+        rotary.tables = self.angles(0, length).map(torch.clone)
         return rotary
 
     @property
     def length(self) -> int:
-        return len(self.cos)
+        return len(self.tables.cos)
 
     def queries(self, q: Tensor, start: int, layer: int) -> Tensor:
         """Rotate a layer's queries (T, H, head_dim), whose first row is at position `start`."""
@@ -95,12 +99,33 @@ class Rotary:
             raise ValueError(
                 f"position {end - 1} is past the rotary table of {self.length} positions"
             )
-        scale = None if self.query_scale is None else self.query_scale[start:end]
-        return Angles(self.cos[start:end], self.sin[start:end], scale)
+        return self.tables.map(lambda table: table[start:end])
 
     def apply(self, x: Tensor, angles: Angles, layer: int) -> Tensor:
         """Rotate a layer's x (T, H, head_dim) by the angles of its rows."""
-        return x if layer in self.nope_layers else rotate(x, angles.cos, angles.sin)
+        own = self.of_layer(angles, layer)
+        return x if own is None else rotate(x, *own)
+
+    def of_layer(self, angles: Angles, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin for a layer; None if it has no position embedding."""
+        if layer in self.nope_layers:
+            return None
+        if layer in self._windowed_layers:
+            assert angles.windowed_cos is not None
+            assert angles.windowed_sin is not None
+            return angles.windowed_cos, angles.windowed_sin
+        return angles.cos, angles.sin
+
+
+def _tables(
+    inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (length, 1, D), with the sign of rotate_half in sin."""
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = positions[:, None] * inv_freq.to(device)  # (length, D / 2)
+    angles = torch.cat((angles, angles), dim=-1)[:, None]  # (length, 1, D)
+    first, second = _halves((angles.sin() * scale).to(dtype))
+    return (angles.cos() * scale).to(dtype), torch.cat((-first, second), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 from parallel.errors import ConfigError
 
 MAX_LAYERS = 100_000
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers in a config
 
 
 def quote(value: Any) -> str:

@@ -175,7 +175,7 @@ def main(
 ) -> Measurement:
     """Compare tokens and distributions with those of plain decoding on the device."""
     sampling, rows = Sampling(temperature, top_p=top_p), list[Row]()
-    layers = ModelConfig.from_name(target).layers
+    layers = ModelConfig.from_name(target).full_layers
     tokens = text_tokens(tokenizer_of(target), text)
     selected = select_prompts(tokens, context, prompts, new_tokens)
     for dtype in dtypes.split(","):

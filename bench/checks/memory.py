@@ -94,7 +94,7 @@ def _allowed_bytes(plan: MemoryPlan, share: float) -> int:
 
 def engine_for(setting: Setting, job: Job) -> Engine:
     """Return an engine; with deferred layers, in the minimum memory that they allow."""
-    layers = int(setting.resident * ModelConfig.from_name(job.target).layers)
+    layers = int(setting.resident * ModelConfig.from_name(job.target).full_layers)
     settings = Settings(
         mode=Settings(mode=setting.mode).resolved_mode(job.draft is not None),
         rope=job.rope,

@@ -168,7 +168,7 @@ def main(
     """Predict and measure time to first token and ms/token of every setting."""
     defaults = Settings(rope=rope, dtype=dtype, deterministic=deterministic)
     engine = Engine.from_pretrained(target, draft, defaults)
-    base, layers = engine.runtime.settings, engine.runtime.target.config.layers
+    base, layers = engine.runtime.settings, engine.runtime.target.config.full_layers
     tokens = prompt_tokens(engine.tokenizer, context, text)
     machine, rows = measured_profile(engine), list[Row]()
     # compiles kernels, once per process

@@ -37,7 +37,7 @@ _ROUNDS_S = 12.0  # time limit of decoding
 
 def resident(context: Context) -> None:
     """All KV on the device: forwards are compute alone, and short ones are captured."""
-    layers = load_models(context.choices, context.group)[0].config.layers
+    layers = load_models(context.choices, context.group)[0].config.full_layers
     mode = mode_of(context, context.choices.mode)
     int8 = context.choices.int8
     tokens = context.tokens(_TOKENS)
@@ -69,7 +69,7 @@ def streamed(context: Context) -> None:
 
 def split(context: Context) -> None:
     """Split layers, with high bytes on the device: approximate drafts, exact verifications."""
-    layers = load_models(context.choices, context.group)[0].config.layers
+    layers = load_models(context.choices, context.group)[0].config.full_layers
     mode = mode_of(context, "split-hierarchical")
     chosen: dict[str, Any] = {"gpu_kv_layers": 0, "split_kv_layers": layers}
     with prefilled_session(context, context.tokens(_TOKENS), mode, **chosen) as session:
@@ -88,7 +88,7 @@ def split(context: Context) -> None:
 
 def deterministic(context: Context) -> None:
     """A row's logits are the same bits, alone and in a batch, wherever the KV layers are."""
-    layers = load_models(context.choices, context.group)[0].config.layers
+    layers = load_models(context.choices, context.group)[0].config.full_layers
     tokens = min(context.tokens(_TOKENS), 8_192)
     batches: list[torch.Tensor] = []
     verdicts = []

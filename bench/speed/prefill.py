@@ -15,7 +15,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -133,7 +133,9 @@ def row_of(job: Job, name: str, runs: list[list[Prefill]], rate: float) -> Row:
     flops = sum(prefill_flops(config, context))
     if name == PEER:  # it computes its last layer completely
         pairs = context * (context + 1) / 2
-        flops = matmul_flops(config) * context + attention_flops(config) * pairs
+        flops = matmul_flops(config) * context + attention_flops(
+            replace(config, sliding_window=None), pairs
+        )
     return {
         "tokens": context,
         "method": name,

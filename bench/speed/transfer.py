@@ -74,7 +74,7 @@ def main(
     prompt = prompt_tokens(engine.tokenizer, context, text)
     codec_rates = split_rates(model.config, model.group.device, engine.runtime.dtype)
     for kind in kinds:
-        settings = settings_of(kind, model.config.layers, base)
+        settings = settings_of(kind, model.config.full_layers, base)
         on_device = SequenceState(engine.runtime.with_settings(settings), prompt, rows + 1)
         on_device.prefill()
         for rate in opt.decimals(rates):

@@ -155,8 +155,8 @@ class Settings:
         minimum=1,
     )
     gpu_kv_layers: int | None = option(
-        "Layers of the target whose KV cache stays on the device; that of the others is offloaded "
-        "to host memory.",
+        "Layers of the target, of those without a sliding window, whose KV cache stays on the "
+        "device; that of the others is offloaded to host memory.",
         value=None,
         group=MEMORY,
         unit="layers",
@@ -292,15 +292,20 @@ class Settings:
         return _lengths(self.num_inner_draft_tokens, MAX_INNER_DRAFT)
 
     def check_layers(self, layers: int) -> None:
-        """Raise TierForceError if more layers are requested than the model has."""
+        """Raise TierForceError if more layers are requested than the model has.
+
+        `layers` counts those with full attention: others are always on the device.
+        """
         resident, split = self.gpu_kv_layers or 0, self.split_kv_layers or 0
         for name, count in (("gpu_kv_layers", resident), ("split_kv_layers", split)):
             if count > layers:
-                raise TierForceError(f"`{name}` {count}: the model has {layers} layers.")
+                raise TierForceError(
+                    f"`{name}` {count}: the model has {layers} layers with full attention."
+                )
         if resident + split > layers:
             raise TierForceError(
                 f"`gpu_kv_layers` {resident} and `split_kv_layers` {split}: the model has "
-                f"{layers} layers."
+                f"{layers} layers with full attention."
             )
 
     def check_split_dtype(self, mode: str, dtype: str) -> None:

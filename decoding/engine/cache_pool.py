@@ -98,11 +98,9 @@ class CachePool:
         sequences = self._held()
         common = [each.common_tokens(*_size(request)) for each in sequences]
         pairs = list(zip(sequences, common, strict=True))
-        held = max((min(count, each.copyable) for each, count in pairs), default=0)
-        return any(
-            count >= held + MIN_TOKENS and 0 < each.missing <= 2 * (count - held)
-            for each, count in pairs
-        )
+        held = max((each.copyable(count) for each, count in pairs), default=0)
+        gains = [(each.missing, each.copyable_later(count) - held) for each, count in pairs]
+        return any(gain >= MIN_TOKENS and 0 < missing <= 2 * gain for missing, gain in gains)
 
     def prefill(self, state: RequestState, whole_layer: bool, waits: bool = False) -> Tensor | None:
         """Run the next step of a request's prefill; return the logits (1, V) after the last one.
@@ -217,7 +215,7 @@ class CachePool:
         cached = kept.reusable_tokens(*_size(request))
         if cached < self._source(request)[1]:
             return 0  # more can be copied
-        copied = min(cached, len(request.prompt) - OBSERVED_ROWS)
+        copied = kept.copyable(min(cached, len(request.prompt) - OBSERVED_ROWS))
         if copied < MIN_TOKENS and not _fits(request, kept):
             return 0  # too few to copy them to larger caches
         if len(request.prompt) - cached > MIN_TOKENS:  # more of it may be on disk
@@ -251,8 +249,8 @@ class CachePool:
         """Return the sequence with the longest prefix of a prompt to copy, and its length."""
         source, shared = None, MIN_TOKENS - 1
         for each in self._held():
-            common = min(each.common_tokens(*_size(request)), each.copyable)
-            if (common := min(common, len(request.prompt) - OBSERVED_ROWS)) > shared:
+            common = min(each.common_tokens(*_size(request)), len(request.prompt) - OBSERVED_ROWS)
+            if (common := each.copyable(common)) > shared:
                 source, shared = each, common
         return (source, shared) if source is not None else (None, 0)
 

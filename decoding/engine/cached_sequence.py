@@ -26,10 +26,17 @@ class HeldSequence:
     tokens: Tokens = ()
     missing: int = 0  # tokens that are still to be prefilled, or copied
 
-    @property
-    def copyable(self) -> int:
-        """Return how many of its first tokens may be copied: none during a prefill."""
-        return 0 if self.missing else self.caches.target.length
+    def copyable(self, tokens: int) -> int:
+        """Return how many of its first `tokens` may be copied: none during a prefill."""
+        target = self.caches.target
+        return 0 if self.missing else target.resumable(min(tokens, target.length))
+
+    def copyable_later(self, tokens: int) -> int:
+        """Return how many of its first `tokens` may be copied once its prefill has ended."""
+        window = self.caches.target.layout.window
+        if window is None:
+            return tokens
+        return window.resumable(tokens, window.segments(len(self.tokens)))
 
     def common_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
         """Return the length of the prefix that a prompt shares, whose KV is that of its own."""
@@ -54,7 +61,7 @@ class CachedSequence(HeldSequence):
         """Return how many tokens of a prompt stay in the caches; 0 to prefill all of it."""
         caches, tokens = self.caches, len(prompt)
         common = self.common_tokens(prompt, max_new_tokens)
-        cached = min(common, caches.target.length, tokens - 1)
+        cached = caches.target.resumable(min(common, caches.target.length, tokens - 1))
         # each chunk streams all cached KV, as a decoding forward does
         chunks = ceil_div(tokens - cached, caches.extend_chunk)
         is_slower = chunks > 1 and chunks * self.forward_s > cached * self.token_s

@@ -46,9 +46,12 @@ class SequenceSlot:
 
     def fit(self, plan: Plan) -> None:
         """Free the caches that the next sequence cannot reuse."""
-        needs = plan.requirements
+        needs, window = plan.requirements, plan.requirements.layout.window
         if self.retrieval is not None and not (
-            needs.has_retrieval and self.retrieval.shape.has_buffers_of(plan.spec.retrieval)
+            needs.has_retrieval
+            and self.retrieval.shape.has_buffers_of(
+                plan.spec.retrieval, None if window is None else window.tokens
+            )
         ):
             self.graphs.release(self.retrieval)
             self.retrieval = None

@@ -101,6 +101,18 @@ class SequenceState:
         self.stored = stored or StoredPrompt()
         self.copied: CopiedPrefix | None = None  # the beginning of the prompt
 
+    def copy(self, source: SequenceState | SwappedSequence, tokens: int) -> None:
+        """Let prefill copy the first tokens of a source, which is not closed before it has.
+
+        Raises InsufficientMemoryError, and is closed.
+        """
+        try:
+            steps = copy_prefix(source.target, self.target, tokens)
+        except BaseException:
+            self.close()
+            raise
+        self.copied = CopiedPrefix(source, tokens, steps)
+
     def prefill(self) -> Tensor:
         """Prefill the prompt at once (`prefill_steps`); return the logits (1, V)."""
         self.capture_graphs()
@@ -193,13 +205,10 @@ class SequenceState:
 
     def _prefix_steps(self) -> Iterator[int]:
         """Copy or load a prefix of the prompt, layer by layer; yield its length in each step."""
-        if (copied := self.copied) is None:
+        if self.copied is None:
             yield from self.stored.load(self.rope_key, self.prompt, self.target)
             return
-        assert isinstance(copied.source, SequenceState | SwappedSequence)
-        tokens = copied.tokens
-        layers = copy_prefix(copied.source.target, self.target, tokens)
-        del copied  # its source may be closed before the next step
+        tokens, layers = self.copied.tokens, self.copied.layers
         for is_last in [*[False] * self.target.layout.layers, True]:
             with self.runtime.target.group.sync_errors():
                 next(layers, None)

@@ -20,7 +20,6 @@ from offload.memory.host_arena import HostArena
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.execution.executor import (
     Close,
-    CopiedPrefix,
     Extend,
     Open,
     OpenSequence,
@@ -183,7 +182,9 @@ class SequenceManager:
             source = None
         with self.group.sync_errors():
             session = SequenceState(self.runtime, prompt, max_new_tokens, plan, stored, slot)
-        session.copied = CopiedPrefix(source, command.shared) if source is not None else None
+        if source is not None:
+            with self.group.sync_errors():
+                session.copy(source, command.shared)
         session.capture_graphs()
         session.extend_chunk = min(self.group.gather(session.extend_chunk))
         self.executor.add(session)

@@ -146,10 +146,10 @@ def _common(held: HeldSequence, sequence: CachedSequence) -> int:
     """Return the length of a sequence's prefix that another one holds, too."""
     if held.caches.rope_key != sequence.caches.rope_key:
         return 0
-    return min(common_prefix(held.tokens, sequence.tokens), held.copyable)
+    return held.copyable(common_prefix(held.tokens, sequence.tokens))
 
 
 def _kv_bytes(sequence: HeldSequence) -> int:
     """Return the bytes of a sequence's KV on this rank."""
     target = sequence.caches.target
-    return target.layout.bytes(target.length)
+    return target.layout.stored_bytes(target.length)

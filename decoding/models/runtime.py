@@ -99,7 +99,11 @@ class Runtime:
                 "`prompt_cache` must be set when the models are loaded: load them with it."
             )
         return PrefixCacheManager(
-            settings.prompt_cache, settings.prompt_cache_limit, self.identity, self.target.group
+            settings.prompt_cache,
+            settings.prompt_cache_limit,
+            self.identity,
+            self.target.group,
+            self.target.config.sliding_window,
         )
 
     @property

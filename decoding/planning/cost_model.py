@@ -20,6 +20,7 @@ from decoding.planning.round_cost import Acceptance, RoundCost
 from decoding.speculation.draft_length import RoundStats, best_length, expected_tokens
 from offload.layout import ceil_div
 from offload.retrieval.policy_specs import POLICY_SPECS
+from offload.tiered.shape import WINDOWED
 
 
 class CostModel:
@@ -62,6 +63,9 @@ class CostModel:
             spec.prompt, plan.link_bytes + deferred_bytes, chunks
         )
         prefill_s += deferred_bytes / self.hardware.link_in  # onloading after prefill
+        layers = plan.prompt_spec.counts.items()
+        windows = sum(count * each.host_bytes for each, count in layers if each.kind == WINDOWED)
+        prefill_s += windows / self.hardware.link_out  # prefill waits for these copies
         return Forecast(
             prefill_s=prefill_s,
             prefill_bound=prefill_bound,
@@ -181,7 +185,7 @@ class CostModel:
 
     def _selection_s(self, plan: Plan, tokens: float) -> float:
         """Return the seconds of selection per verification, which yields `tokens`."""
-        needs, layers = plan.requirements, len(plan.retrieval_layers)
+        needs, layers = plan.requirements, plan.selecting_layers
         if not layers or not POLICY_SPECS[needs.settings.policy].reselects:
             return 0.0
         selections = min(1.0, tokens / plan.selection_interval)

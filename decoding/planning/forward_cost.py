@@ -6,6 +6,7 @@ FLOPs are totals over all ranks; bytes are per rank.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from decoding.config.defaults import MAX_WHOLE_SHARE
@@ -48,12 +49,12 @@ def head_flops(config: ModelConfig, ranks: int) -> float:
     return 2.0 * config.hidden * vocab_rows(config.vocab, ranks)
 
 
-def attention_flops(config: ModelConfig) -> float:
-    """Return the attention FLOPs of all layers per query token and attended token.
+def attention_flops(config: ModelConfig, attended: float) -> float:
+    """Return the attention FLOPs of all layers for a query token that sees `attended` tokens.
 
-    Two for QK^T and two for PV per dimension.
+    In layers with a window it sees no more than that.
     """
-    return 4.0 * config.layers * config.heads * config.head_dim
+    return _attention_flops(config, attended, min(attended, _window(config)))
 
 
 def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
@@ -61,10 +62,25 @@ def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
 
     The last layer computes only keys and values.
     """
-    full_layers = (config.layers - 1) / config.layers
+    other_layers = (config.layers - 1) / config.layers
     last_layer = 4.0 * config.hidden * config.kv_heads * config.head_dim
-    matmul = (full_layers * matmul_flops(config) + last_layer) * tokens
-    return matmul, full_layers * attention_flops(config) * tokens * (tokens + 1) / 2
+    matmul = (other_layers * matmul_flops(config) + last_layer) * tokens
+    first = min(tokens, _window(config))  # tokens that see all before them
+    windowed = first * (first + 1) / 2 + (tokens - first) * first
+    return matmul, other_layers * _attention_flops(config, tokens * (tokens + 1) / 2, windowed)
+
+
+def _attention_flops(config: ModelConfig, full: float, windowed: float) -> float:
+    """Return the attention FLOPs of these numbers of pairs of tokens in each kind of layer.
+
+    Two for QK^T and two for PV per dimension.
+    """
+    pairs = config.full_layers * full + (config.layers - config.full_layers) * windowed
+    return 4.0 * pairs * config.heads * config.head_dim
+
+
+def _window(config: ModelConfig) -> float:
+    return inf if config.sliding_window is None else config.sliding_window.tokens
 
 
 def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype, active: float) -> float:
@@ -174,7 +190,9 @@ class ForwardCost:
         weights_s = self._read_s(ROW_BLOCK * active_share(config, 1))  # read separately per token
         key_blocks = ceil_div(attended, KEY_BLOCK)
         attended = key_blocks * KEY_BLOCK
-        key_blocks_s = config.layers * layout.heads * key_blocks * hardware.chunk_s
+        # layers with a window have one block of keys for all heads
+        chunks = config.full_layers * layout.heads * key_blocks
+        key_blocks_s = (chunks + config.layers - config.full_layers) * hardware.chunk_s
         kv = layout.bytes(attended)
         block_s = self._compute_s(ROW_BLOCK, attended, weights_s, kv, ROW_BLOCK - 1, key_blocks_s)
         blocks = 1 + (query_tokens - 1) / ROW_BLOCK
@@ -209,7 +227,7 @@ class ForwardCost:
         hardware, config, ranks = self.hardware, self.config, self.ranks
         memory = weights_s + kv / (hardware.kv_rate or hardware.memory_rate)
         matmul_s = self._matmul_s(query_tokens)
-        score_s = attention_flops(config) * attended / ranks
+        score_s = attention_flops(config, attended) / ranks
         score_s /= hardware.attention or hardware.matmul
         small_s = config.layers * hardware.layer_s + overhead_s  # small kernels, one after another
         if hardware.runs_ahead:

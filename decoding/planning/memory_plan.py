@@ -99,14 +99,15 @@ def plan_memory(
     few layers as possible are deferred. `resident_layers` and `split_kv_layers` override the
     counts. Raises InsufficientMemoryError, stating the required and the available memory.
     """
-    layers = requirements.target.layout.layers
+    layers = requirements.target.layout.full_layers
     if resident_layers is None:
         counts: Sequence[int] = range(layers, -1, -1)
     elif 0 <= resident_layers <= layers:
         counts = [resident_layers]
     else:
         raise InsufficientMemoryError(
-            f"`gpu_kv_layers` {resident_layers} is not between 0 and the model's {layers} layers."
+            f"`gpu_kv_layers` {resident_layers} is not between 0 and the model's {layers} layers "
+            "with full attention."
         )
     placements = list(_placements(requirements, counts, split_kv_layers))
     for placement in placements:
@@ -123,7 +124,7 @@ def _placements(
 ) -> Iterator[TieredCacheSpec]:
     """Yield the placements with these counts of resident layers, in order of preference."""
     target = requirements.target
-    layers = target.layout.layers
+    layers = target.layout.full_layers
     count = 0
     for count in counts:
         split = 0
@@ -204,10 +205,13 @@ def _check_host(shape: TieredCacheSpec, host: int) -> None:
     if lacking > 0:
         saves = shape.copies and not shape.compressed and compression_saves(shape.layout.dtype)
         hint = "`compress_offload`, " if saves and shape.streamed_layers else ""
+        more = "more host memory or more device memory"
+        if not shape.offloaded_layers:  # the windows of some layers at some positions
+            more = "more host memory"
         raise InsufficientMemoryError(
             f"the KV cache of {shape.capacity} tokens needs {shape.host_bytes / 1e9:.2f} GB of "
             f"host memory per rank and {host / 1e9:.2f} GB are available. Use {hint}a shorter "
-            "`context`, more host memory or more device memory.",
+            f"`context`, {more}.",
             lacking,
         )
 

@@ -93,9 +93,15 @@ class Plan:
         return [index for index, each in layers if needs.has_split and each.kind == OFFLOADED]
 
     @property
+    def selecting_layers(self) -> int:
+        """Return the number of layers of which chunks are selected: none with a window are."""
+        window_of = self.requirements.layout.window_of
+        return sum(window_of(layer) is None for layer in self.retrieval_layers)
+
+    @property
     def layers_on_host(self) -> int:
         """Return the number of layers with KV on the host during decoding."""
-        return self.requirements.target.layers - self.memory.resident_layers
+        return self.requirements.target.full_layers - self.memory.resident_layers
 
     @property
     def uses_link(self) -> bool:
@@ -114,7 +120,8 @@ class Plan:
         Link-bound verifications already include it.
         """
         needs = self.requirements
-        if self.memory.resident_layers or not needs.copies:
+        on_device = self.memory.resident_layers + needs.target.layers - needs.target.full_layers
+        if on_device or not needs.copies:
             return 0
         return self.prompt_spec.buffers.slot_numel * needs.dtype.itemsize
 
@@ -155,10 +162,13 @@ class Plan:
     def effective_device_tokens(self, split_share: float) -> float:
         """Return the 16-bit equivalent number of tokens that attention reads on the device.
 
+        It is the mean over the layers with full attention.
         `split_share` is the time to read a high byte, relative to a 16-bit element.
         """
         needs, plan, tokens = self.requirements, self.memory, self.spec.prompt
-        layers, split = needs.target.layers, plan.split_layers
+        layers, split = needs.target.full_layers, plan.split_layers
+        if not layers:
+            return tokens
         streamed = layers - plan.resident_layers - split
         whole = plan.resident_layers + split * split_share
         return (whole * tokens + streamed * min(needs.strategy.budget, tokens)) / layers

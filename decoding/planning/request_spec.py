@@ -30,7 +30,7 @@ from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.codec.format import compression_saves
 from offload.errors import InvalidRequestError
 from offload.kernels.batch_invariant_shape import ROW_BLOCK, working_bytes
-from offload.layout import ceil_div
+from offload.layout import MASKED_SCORES, ceil_div
 from offload.retrieval.policy_specs import POLICY_SPECS
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.shape import TieredCacheSpec
@@ -115,11 +115,15 @@ class RequestSpec:
         """Return the memory requirements beside the weights, by purpose."""
         needs, target = self.requirements, self.requirements.target
         layer, shared = self._retrieval_bytes
+        whole_retrieval = target.full_layers * layer + shared
+        whole_retrieval += self.retrieval.windowed_bytes(needs.layout)
+        has_own_rope = target.windowed_rope is not None and target.sliding_window is not None
+        tables = 4 if has_own_rope else 2
         return MemoryRequirements(
             target=self.target,
-            retrieval=target.layers * layer + shared if needs.has_retrieval else 0,
+            retrieval=whole_retrieval if needs.has_retrieval else 0,
             draft=self._draft_bytes,
-            tables=2 * self.tokens * target.rotary_dim * needs.dtype.itemsize,
+            tables=tables * self.tokens * target.rotary_dim * needs.dtype.itemsize,
             hidden=self.hidden_bytes(self.prompt),
             forwards=self._forward_bytes,
             captured=self._captured_bytes(1),
@@ -138,6 +142,9 @@ class RequestSpec:
         chunk = min(tokens, prefill_chunk(needs))
         activations = ALLOCATOR_FACTOR * chunk * activation_elements(needs)
         nbytes = (tokens * needs.target.hidden + activations) * needs.dtype.itemsize
+        window, layout = needs.layout.window, needs.layout
+        if window is not None:  # a chunk's keys with those before it that it sees, and reversed
+            nbytes += 3 * layout.bytes(min(tokens, chunk + window.tokens), 1)
         return nbytes + unpacked_expert_bytes(needs)
 
     def _captured_bytes(self, concurrency: int) -> int:
@@ -178,7 +185,8 @@ class RequestSpec:
             groups = target.heads // target.kv_heads
             batch_invariant = working_bytes(needs.layout, self.tokens, rows, groups)
             batch_invariant += 8 * NOISE_POSITIONS * target.vocab  # float64
-        return rows * row + self._masked_bytes + moe_scratch_bytes(needs) + batch_invariant
+        masked = self._masked_bytes + _windowed_bytes(needs)
+        return rows * row + masked + moe_scratch_bytes(needs) + batch_invariant
 
     @property
     def _retrieval_bytes(self) -> tuple[int, int]:
@@ -186,7 +194,7 @@ class RequestSpec:
         needs, target = self.requirements, self.requirements.target
         if not needs.may_retrieve:
             return 0, 0
-        layout, shape = replace(needs.layout, layers=1), self.retrieval
+        layout, shape = needs.layout.without_windows(1), self.retrieval
         policy = POLICY_SPECS[needs.settings.policy]
         rows = policy.query_rows * target.heads // target.kv_heads
         policy_state = policy.state_bytes(layout, shape.context, shape.chunk)
@@ -199,8 +207,10 @@ class RequestSpec:
         needs = self.requirements
         if not needs.has_retrieval:
             return 0
-        heads = needs.layout.heads * needs.target.heads // needs.target.kv_heads
-        scores = self._captured_tokens * heads * self.retrieval.slots
+        slots = self.retrieval.slots
+        if (window := needs.layout.window) is not None:
+            slots += self.retrieval.windowed_slots(window.tokens)  # has a mask of its own
+        scores = self._captured_tokens * _query_heads(needs) * slots
         return 4 * MASKED_VALUES_PER_SCORE * scores
 
     @property
@@ -211,3 +221,20 @@ class RequestSpec:
             return 0
         rank = needs.rank if needs.draft_ranks > 1 else None
         return self.draft.device_bytes(needs.draft.kv_layout(needs.draft_ranks, needs.dtype, rank))
+
+
+def _windowed_bytes(requirements: Requirements) -> int:
+    """Return the scratch bytes of attention to windows in a forward that is not captured."""
+    window, layout = requirements.layout.window, requirements.layout
+    if window is None:
+        return 0
+    masked = 4 * MASKED_VALUES_PER_SCORE * MASKED_SCORES * _query_heads(requirements)
+    if requirements.settings.deterministic:  # one block of rows, always masked
+        scores = ROW_BLOCK * (window.tokens + ROW_BLOCK) * _query_heads(requirements)
+        masked = max(masked, 4 * MASKED_VALUES_PER_SCORE * scores)
+    return masked + 2 * layout.bytes(window.tokens, 1)
+
+
+def _query_heads(requirements: Requirements) -> int:
+    """Return the number of query heads on a rank."""
+    return requirements.layout.heads * requirements.layout.groups

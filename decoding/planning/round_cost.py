@@ -109,7 +109,7 @@ def rejection_ratio(plan: Plan) -> float:
     retrieval = retrieval_rejection_ratio(needs.strategy.budget)
     if not needs.has_split:
         return retrieval
-    layers = needs.target.layers
+    layers = max(1, needs.target.full_layers)
     split = SPLIT_REJECTION * memory.split_layers / layers
     uncovered = (layers - memory.resident_layers - memory.split_layers) / layers
     return split + max(0.0, retrieval - split) * uncovered**UNCOVERED_EXPONENT

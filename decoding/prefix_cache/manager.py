@@ -23,8 +23,9 @@ from decoding.prefix_cache.store import (
 )
 from decoding.prefix_cache.writer import BackgroundWriter, files_of, load_saved
 from offload.errors import CorruptCacheError, TierForceError, one_line
+from offload.layout import SlidingWindow
 from offload.tiered.cache import TieredCache
-from offload.tiered.prefill import OBSERVED_ROWS, Prefill
+from offload.tiered.prefill import OBSERVED_ROWS, Prefill, loaded_segments
 from parallel.ranks.process_group import TensorParallelGroup
 
 
@@ -49,9 +50,13 @@ class PrefixCacheManager:
         limit: int | None,
         fingerprint: ModelFingerprint,
         group: TensorParallelGroup,
+        window: SlidingWindow | None = None,
     ):
-        """Open the folder; all ranks call it. Raises TierForceError on all ranks."""
-        self.fingerprint, self.group = fingerprint, group
+        """Open the folder; all ranks call it. Raises TierForceError on all ranks.
+
+        `window`: that of some of the model's layers.
+        """
+        self.fingerprint, self.group, self._window = fingerprint, group, window
         # called on rank 0, from any thread
         self.warn: Callable[[str], None] = partial(warnings.warn, stacklevel=2)
         self._cache: PromptCache | None = None
@@ -60,6 +65,7 @@ class PrefixCacheManager:
             if group.rank == 0:
                 self._cache = PromptCache(Path(folder).absolute(), limit)
                 self._cache.warn = lambda line: self.warn(line)  # `warn` may be replaced later
+                self._cache.usable = self._usable
                 self._cache.create()
 
     def find(self, identity: str, prompt: Sequence[int]) -> int:
@@ -117,7 +123,7 @@ class PrefixCacheManager:
         Nothing is saved if `may_save` is False on rank 0.
         """
         group, layout = self.group, cache.layout
-        nbytes = sum(group.gather(layout.bytes(len(prompt))))
+        nbytes = sum(group.gather(layout.stored_bytes(len(prompt))))
         entry, lock = None, None
         if group.rank == 0 and may_save and (begun := self._begin(identity, prompt, nbytes)):
             lock = begun[1]
@@ -138,8 +144,9 @@ class PrefixCacheManager:
             manifest = Manifest(identity, name, self.fingerprint.model, *counts)
             finish = partial(self._finish, folder, manifest, list(prompt))
         try:
+            readers = cache.host_readers()
             files = files_of(folder, group.rank, layout, len(prompt), digest)
-            layers = list(zip(files, cache.host_readers(), strict=True))
+            layers = [(each.file, readers[each.layer]) for each in files]
             return BackgroundWriter(folder, group.rank, lock, layers, finish)
         except (RuntimeError, MemoryError, TierForceError) as error:  # out of memory or threads
             lock.close()
@@ -158,10 +165,21 @@ class PrefixCacheManager:
             return self._cache.find(identity, prompt)
         return None, 0
 
+    def _usable(self, common: int, tokens: int) -> int:
+        """Return how many of the `common` tokens with a cached prompt of `tokens` can be used.
+
+        Where layers have a window, a prompt goes on from where it is kept.
+        """
+        if self._window is None:
+            return common
+        return self._window.resumable(common, self._window.segments(tokens))
+
     def _find_usable(self, identity: str, prompt: Sequence[int]) -> tuple[CachedPrompt | None, int]:
         """Return the best match, and the number of tokens to load; none if these are too few."""
         cached, count = self._find(identity, prompt)
         count = min(count, len(prompt) - OBSERVED_ROWS)
+        if cached is not None:
+            count = self._usable(count, cached.manifest.tokens)
         return (cached, count) if count >= MIN_TOKENS else (None, 0)
 
     def _load(
@@ -171,12 +189,16 @@ class PrefixCacheManager:
 
         Raises CorruptCacheError, OSError.
         """
-        rank = self.group.rank
-        files = files_of(cached.folder, rank, cache.layout, cached.manifest.tokens, digest)
+        rank, layout = self.group.rank, cache.layout
+        files = files_of(cached.folder, rank, layout, cached.manifest.tokens, digest)
         with Prefill(cache, count) as prefill:
-            for layer, blocks in load_saved(cached.folder, rank, files, count):
-                prefill.load_blocks(layer, blocks)
-                yield layer
+            for each, blocks in load_saved(cached.folder, rank, files, count):
+                held = [other.segment for other in files if other.layer == each.layer]
+                parts = dict(loaded_segments(layout, each.layer, held, count))
+                if each.segment in parts:
+                    prefill.load_blocks(each.layer, blocks, parts[each.segment])
+                if each.segment == held[-1]:
+                    yield each.layer
 
     def _finish_load(self, cached: CachedPrompt, failures: list[tuple[str, bool]]) -> None:
         """Mark a prompt as used, or warn why it was not, and remove it if it is corrupt."""

@@ -115,6 +115,8 @@ class PromptCache:
         """
         self.folder, self.limit = folder, limit
         self.warn: Callable[[str], None] = lambda line: None
+        # returns how many of the first tokens of a prompt can be used: usable(common, tokens)
+        self.usable: Callable[[int, int], int] = lambda common, tokens: common
 
     def create(self) -> None:
         """Create the folder if it is missing. Raises TierForceError if it cannot be used."""
@@ -134,7 +136,7 @@ class PromptCache:
         return sorted(prompts, key=lambda each: (each.used, each.id))
 
     def find(self, identity: str, prompt: Sequence[int]) -> tuple[CachedPrompt | None, int]:
-        """Return the cached prompt with the longest common prefix, and the prefix's length.
+        """Return the cached prompt with the longest usable prefix, and the prefix's length.
 
         Of several the most recently used is returned; None and 0 if there is none. Tokens are
         compared one by one. Raises TierForceError.
@@ -143,7 +145,8 @@ class PromptCache:
         tokens = np.array(prompt, dtype=np.int64)
         for cached in self.prompts():
             if cached.manifest.identity == identity:
-                count = common_prefix(cached.tokens(), tokens)
+                stored = cached.tokens()
+                count = self.usable(common_prefix(stored, tokens), len(stored))
                 if count >= max(1, longest):
                     best, longest = cached, count
         return best, longest
@@ -212,7 +215,7 @@ class PromptCache:
             with suppress(OSError, TierForceError):  # the prompt is published already
                 sync_folder(self.folder)
                 for other in self.prompts():
-                    if _extends(manifest, prompt, other):
+                    if _extends(manifest, prompt, other, self.usable):
                         self._remove(other.folder)
                 self._evict()
 
@@ -287,12 +290,18 @@ def is_worth_saving(tokens: int, cached: int) -> bool:
     return tokens - cached > tokens // _GROWTH
 
 
-def _extends(manifest: Manifest, prompt: Sequence[int], other: CachedPrompt) -> bool:
-    """Return whether a prompt contains nearly all of a shorter one."""
+def _extends(
+    manifest: Manifest,
+    prompt: Sequence[int],
+    other: CachedPrompt,
+    usable: Callable[[int, int], int],
+) -> bool:
+    """Return whether nearly all of a shorter prompt can be used of this one."""
     older = other.manifest
     if older.identity != manifest.identity or older.tokens >= manifest.tokens:
         return False
-    return not is_worth_saving(older.tokens, common_prefix(other.tokens(), prompt))
+    common = usable(common_prefix(other.tokens(), prompt), manifest.tokens)
+    return not is_worth_saving(older.tokens, common)
 
 
 def prompt_digest(identity: str, tokens: Sequence[int] | npt.NDArray[np.int64]) -> bytes:

@@ -12,12 +12,13 @@ from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
 from threading import Event, Thread, get_native_id
+from typing import NamedTuple
 
 from torch import Tensor
 
 from decoding.prefix_cache.files import rank_file, write_synced
 from offload.errors import CorruptCacheError, one_line
-from offload.layout import KVLayout
+from offload.layout import KVLayout, Segment
 from offload.regular_files import UnsuitableFileError, read_json
 from offload.tiered.kv_file import HostReader, KVBlock, KVFile
 
@@ -109,34 +110,50 @@ class BackgroundWriter:
                 raise WriteCancelled("it was cancelled")
             return reader(head, start, end)
 
-        return read
+        return HostReader(read)
 
 
-def files_of(folder: Path, rank: int, layout: KVLayout, tokens: int, digest: bytes) -> list[KVFile]:
-    """Return the files of a rank's layers.
+class LayerFile(NamedTuple):
+    """A file with a layer's KV, or with a segment of it."""
+
+    layer: int
+    segment: Segment
+    file: KVFile
+
+
+def files_of(
+    folder: Path, rank: int, layout: KVLayout, tokens: int, digest: bytes
+) -> list[LayerFile]:
+    """Return the files of a rank's layers, in order: of one with a window several, by segment.
 
     Their checksums depend on `digest`, that of all that the KV depends on, tokens included, and on
     rank and layer: a file swapped for another one is detected.
     """
 
-    def file_of(layer: int) -> KVFile:
-        name = f"rank-{rank}-layer-{layer}.kv"
-        return KVFile(folder / name, layout, tokens, zlib.crc32(digest + name.encode()))
-
-    return [file_of(layer) for layer in range(layout.layers)]
+    files = []
+    for layer in range(layout.layers):
+        stem, segments = f"rank-{rank}-layer-{layer}", [Segment(0, tokens)]
+        if layout.window is not None and layer in layout.window.layers:
+            segments = layout.window.segments(tokens)
+        for start, end in segments:
+            name = f"{stem}.kv" if end == tokens else f"{stem}-{end}.kv"
+            seed = zlib.crc32(digest + name.encode())
+            file = KVFile(folder / name, layout, end, seed, start)
+            files.append(LayerFile(layer, Segment(start, end), file))
+    return files
 
 
 def load_saved(
-    folder: Path, rank: int, files: Sequence[KVFile], tokens: int
-) -> Iterator[tuple[int, Iterator[KVBlock]]]:
-    """Yield each layer with the blocks of its first `tokens`; some blocks are read ahead.
+    folder: Path, rank: int, files: Sequence[LayerFile], tokens: int
+) -> Iterator[tuple[LayerFile, Iterator[KVBlock]]]:
+    """Yield each file with the blocks of its tokens up to `tokens`; some blocks are read ahead.
 
     Raises CorruptCacheError if they do not match their checksums, and OSError.
     """
     checksums = _read_checksums(folder, rank, files)
     with ThreadPoolExecutor(_THREADS) as pool:
-        for layer, (file, sums) in enumerate(zip(files, checksums, strict=True)):
-            yield layer, _read_ahead(pool, file.readers(tokens, sums))
+        for each, sums in zip(files, checksums, strict=True):
+            yield each, _read_ahead(pool, each.file.readers(tokens, sums))
 
 
 def _read_ahead(
@@ -150,9 +167,9 @@ def _read_ahead(
         yield block
 
 
-def _read_checksums(folder: Path, rank: int, files: Sequence[KVFile]) -> list[list[int]]:
-    """Return a rank's checksums by layer. Raises CorruptCacheError, OSError."""
-    limit = _CHECKSUM_BYTES * sum(1 + file.blocks for file in files)
+def _read_checksums(folder: Path, rank: int, files: Sequence[LayerFile]) -> list[list[int]]:
+    """Return a rank's checksums by file. Raises CorruptCacheError, OSError."""
+    limit = _CHECKSUM_BYTES * sum(1 + each.file.blocks for each in files)
     try:
         raw = read_json(rank_file(folder, rank, "json"), limit)
         checksums = [list(map(int, each)) for each in raw]
@@ -162,6 +179,6 @@ def _read_checksums(folder: Path, rank: int, files: Sequence[KVFile]) -> list[li
         raise CorruptCacheError(f"the checksums of rank {rank} are invalid") from error
     if len(checksums) != len(files):
         raise CorruptCacheError(
-            f"the checksums of rank {rank} are those of {len(checksums)} layers, not {len(files)}"
+            f"the checksums of rank {rank} are those of {len(checksums)} files, not {len(files)}"
         )
     return checksums

@@ -102,8 +102,9 @@ class _Kernels:
     """The kernels of a model's layers on one device."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype):
-        self.config, self.device, self.dtype = config, device, dtype
-        self.layer = replace(config, layers=1)
+        self.config = replace(config, sliding_window=None, windowed_rope=None)
+        self.device, self.dtype = device, dtype
+        self.layer = replace(self.config, layers=1)
         self.layout = self.layer.kv_layout(1, dtype)
         self._captured: list[Callable[[], Tensor]] = []  # with the tensors that graphs access
 
@@ -188,7 +189,7 @@ class _Kernels:
 
     def attention_rates(self) -> dict[str, float]:
         """Measure attention of one query token, of extra query tokens, and of a prefill."""
-        layout, flops = self.layout, attention_flops(self.layer)
+        layout, flops = self.layout, attention_flops(self.layer, 1)
         room = _KV_BYTES[self.device.type] // layout.bytes(1)
         tokens = max(2 * _PREFILL_ROWS, min(1 << 17, room))
         # (2, N, Hkv, D)
@@ -236,7 +237,7 @@ class _Kernels:
         seconds = median_seconds(lambda: batch_invariant_attention(q, [kv], traffic))
         if self.device.type == "cpu":
             seconds -= layout.bytes(tokens) / rates["kv_rate"]
-            scores = (ROW_BLOCK - 1) * attention_flops(self.layer) * tokens
+            scores = (ROW_BLOCK - 1) * attention_flops(self.layer, tokens)
             seconds -= scores / rates["attention"] if "attention" in rates else 0.0
         return max(0.0, seconds) / (_KEY_BLOCKS * layout.heads)
 

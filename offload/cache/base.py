@@ -7,13 +7,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from copy import deepcopy
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from offload.layout import KVLayout
 from offload.traffic import ByteCounters
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A part of a cache with a state of its own, in a list that `_state` names."""
+
+    def snapshot(self) -> Any:
+        """Return the state that `restore` returns to."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Return to the state of a snapshot."""
+        ...
 
 
 class Cache(ABC):
@@ -63,7 +76,10 @@ class Cache(ABC):
         state: dict[str, Any] = {}
         for name in self._state:
             value = getattr(self, name)
-            state[name] = value.clone() if isinstance(value, Tensor) else deepcopy(value)
+            if isinstance(value, list):
+                state[name] = [each.snapshot() for each in value if isinstance(each, Stateful)]
+            else:
+                state[name] = value.clone() if isinstance(value, Tensor) else deepcopy(value)
         state["tensors"] = [tensor.clone() for tensor in self.state_tensors]
         return state
 
@@ -81,6 +97,10 @@ class Cache(ABC):
         for name, value in state.items():
             if isinstance(value, Tensor):
                 getattr(self, name).copy_(value)  # in place: captured graphs use its address
+            elif isinstance(value, list):
+                parts = (each for each in getattr(self, name) if isinstance(each, Stateful))
+                for part, saved in zip(parts, value, strict=True):
+                    part.restore(saved)
             else:
                 setattr(self, name, deepcopy(value))
 

@@ -31,6 +31,9 @@ class Place:
     slot: int = 0  # the first token's
     position: int = 0  # the first token's
     first_valid_slot: int = 0
+    # the same in layers with a window
+    windowed_slot: int = 0
+    first_valid_windowed_slot: int = 0
 
     @classmethod
     def after(cls, cache: StaticCache, tokens: int) -> Place:
@@ -43,7 +46,8 @@ class Place:
         if not cache.has_room(tokens):  # a sliding cache raises in `begin_forward`
             raise ValueError(f"{tokens} tokens at slot {slot} do not fit a buffer of {cache.slots}")
         cache.traffic.attended += cache.slot_bytes(0, cache.slots)
-        return cls(tokens, slot, position, cache.first_valid_slot())
+        windowed = cache.windowed_slot(cache.length)
+        return cls(tokens, slot, position, cache.first_valid_slot(), *windowed[:2])
 
 
 class StaticForward:
@@ -59,8 +63,11 @@ class StaticForward:
     def __init__(self, caches: Sequence[StaticCache], rows: int):
         kv, layout = caches[0].buffers(0).kv, caches[0].layout
         self.caches, self._rows = list(caches), rows
-        # (B, 3): number of tokens, slot of the first one, and the first valid slot
-        self._places = torch.zeros(len(caches), 3, dtype=torch.int64, device=kv.device)
+        # number of tokens, slot of the first one, and the first valid slot (B, 3): in layers of
+        # full attention, and in those with a window
+        self._places = [
+            torch.zeros(len(caches), 3, dtype=torch.int64, device=kv.device) for _ in range(2)
+        ]
         # copied from the sequences' tables: the next sequence on a cache has others
         count = len(caches) * rows
         self._angles = caches[0].rotary.angles(0, 1).map(lambda table: table.repeat(count, 1, 1))
@@ -73,9 +80,13 @@ class StaticForward:
 
     def place(self, index: int, place: Place) -> None:
         """Set where the next forward's tokens on a cache are."""
-        numbers = (place.tokens, place.slot, place.first_valid_slot)
-        for tensor, number in zip(self._places[index], numbers, strict=True):
-            tensor.fill_(number)
+        slots = (
+            (place.slot, place.first_valid_slot),
+            (place.windowed_slot, place.first_valid_windowed_slot),
+        )
+        for places, numbers in zip(self._places, slots, strict=True):
+            for tensor, number in zip(places[index], (place.tokens, *numbers), strict=True):
+                tensor.fill_(number)
         rotary, first = self.caches[index].rotary, index * self._rows
         own = rotary.angles(place.position, place.position + place.tokens)
         for table, rows in zip(self._angles, own, strict=True):
@@ -90,6 +101,8 @@ class StaticForward:
         """
         cache = self.caches[index]
         first = place.slot - cache.window_offset
+        if cache.layout.window_of(0) is not None:
+            first = place.windowed_slot
         return token_slice(cache.buffers(0).kv, first, first + place.tokens)
 
     def begin_forward(self, rows: int) -> None:
@@ -105,21 +118,22 @@ class _FusedAttention:
     """The tokens of all sequences are written and attended to by kernels."""
 
     def __init__(self, caches: Sequence[StaticCache], kernels: ModuleType):
-        self._kernels, self._nope_layers = kernels, caches[0].rotary.nope_layers
-        layers = range(caches[0].layout.layers)
+        self._kernels, self._layout, self._rotary = kernels, caches[0].layout, caches[0].rotary
+        layers = range(self._layout.layers)
         self._table = kernels.SlotTable.of(
             [each.buffers(layer) for each in caches] for layer in layers
         )
 
-    def begin(self, places: Tensor) -> None:
-        """Begin a forward with the places (B, 3) of a StaticForward."""
+    def begin(self, places: Sequence[Tensor]) -> None:
+        """Begin a forward with the places of a StaticForward, (B, 3) for each kind of layer."""
         self._places = places
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
         """Return the attention (B * T, Hq, D), as `StaticForward.attend`."""
-        turns = None if layer in self._nope_layers else angles[:2]
-        q = self._kernels.write(q, k, v, turns, self._table, layer, self._places)
-        out: Tensor = self._kernels.attend(q, self._table, layer, self._places)
+        turns, window = self._rotary.of_layer(angles, layer), self._layout.window_of(layer)
+        places = self._places[int(window is not None)]
+        q = self._kernels.write(q, k, v, turns, self._table, layer, places)
+        out: Tensor = self._kernels.attend(q, self._table, layer, places, window)
         return out
 
 
@@ -128,35 +142,56 @@ class _PlainAttention:
 
     def __init__(self, caches: Sequence[StaticCache], rows: int):
         device = caches[0].buffers(0).kv.device
-        self._caches = caches
+        self._caches, self._layout = caches, caches[0].layout
         self._steps = torch.arange(rows, device=device)
-        self._columns = torch.arange(max(cache.slots for cache in caches), device=device)
+        self._windowed_slots = [cache.windowed_slot(cache.length).slots for cache in caches]
+        slots = max(max(cache.slots for cache in caches), *self._windowed_slots)
+        self._columns = torch.arange(slots, device=device)
 
-    def begin(self, places: Tensor) -> None:
-        """Compute slots and masks from the places (B, 3) of a StaticForward."""
-        self._slots, self._masks = list[Tensor](), list[Tensor]()
-        for cache, (tokens, slot, first) in zip(self._caches, places, strict=True):
-            slots = torch.where(self._steps < tokens, slot + self._steps, cache.slots)  # (T,)
-            columns = self._columns[: cache.slots]
-            hidden = (columns > slots[:, None]) | (columns < first)  # (T, slots)
-            mask = torch.zeros_like(hidden, dtype=torch.float32)
-            self._masks.append(mask.masked_fill(hidden, -torch.inf))
-            self._slots.append(slots - cache.window_offset)  # in a layer's own buffer
+    def begin(self, places: Sequence[Tensor]) -> None:
+        """Compute slots and masks from the places of a StaticForward, (B, 3) each."""
+        window = self._layout.window
+        windows = [None] if window is None else [None, window.tokens]
+        # each cache's, in a layer's own buffer; with full attention, and with a window
+        self._slots = [list[Tensor]() for _ in windows]
+        self._masks = [list[Tensor]() for _ in windows]
+        for kind, window_tokens in enumerate(windows):
+            for index, place in enumerate(places[kind]):
+                slots, mask = self._slots_and_mask(index, place, window_tokens)
+                self._slots[kind].append(slots)
+                self._masks[kind].append(mask)
+
+    def _slots_and_mask(
+        self, index: int, place: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens' slots (T,) in a layer's own buffer, and their mask (T, slots)."""
+        tokens, slot, first = place
+        cache = self._caches[index]
+        count, offset = cache.slots, cache.window_offset
+        if window is not None:
+            count, offset = self._windowed_slots[index], 0
+        slots = torch.where(self._steps < tokens, slot + self._steps, count)  # (T,)
+        columns = self._columns[:count]
+        hidden = (columns > slots[:, None]) | (columns < first)  # (T, slots)
+        if window is not None:
+            hidden |= columns <= slots[:, None] - window
+        mask = torch.zeros_like(hidden, dtype=torch.float32)
+        return slots - offset, mask.masked_fill(hidden, -torch.inf)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
         """Return the attention (B * T, Hq, D), as `StaticForward.attend`."""
-        rotary = self._caches[0].rotary
+        rotary, kind = self._caches[0].rotary, int(self._layout.window_of(layer) is not None)
         rotated = (rotary.apply(x, angles, layer) for x in (q, k))
         parts = [x.split(len(self._steps)) for x in (*rotated, k, v)]
         outs = []
         for index, (own_q, own_k, own_raw, own_v) in enumerate(zip(*parts, strict=True)):
-            cache, slots = self._caches[index], self._slots[index]
+            cache, slots = self._caches[index], self._slots[kind][index]
             kv, raw, *_ = cache.buffers(layer)
             _write(kv[0], slots, own_k)
             _write(kv[1], slots, own_v)
             if raw is not None:
                 _write(raw, slots, own_raw)
-            attend = partial(_masked, self._masks[index])
+            attend = partial(_masked, self._masks[kind][index])
             outs.append(attend_by_heads(own_q, k.shape[1], cache.head_groups(layer), attend))
         return torch.cat(outs)
 

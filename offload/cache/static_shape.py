@@ -25,6 +25,14 @@ class SlotBuffers(NamedTuple):
     scales: Tensor | None = None  # (2, Hkv, m, 1)
 
 
+class WindowedSlot(NamedTuple):
+    """The slot of a token in layers with a window."""
+
+    slot: int
+    first_valid: int  # the first slot that holds a token
+    slots: int  # their number, without the one for padding
+
+
 class StaticCache(Cache):
     """A cache with a slot for each token that a forward attends to, as a `StaticForward` needs.
 
@@ -46,9 +54,17 @@ class StaticCache(Cache):
     def buffers(self, layer: int) -> SlotBuffers:
         """Return the layer's buffers. They keep their addresses; every slot's content is finite."""
 
+    def windowed_slot(self, start: int) -> WindowedSlot:
+        """Return the slot of the token at `start` in layers with a window."""
+        slot, _ = self.slot_and_position(start)
+        return WindowedSlot(slot, self.first_valid_slot(), self.slots)
+
     def has_room(self, rows: int) -> bool:
         """Return whether a forward of `rows` tokens would fit after the cached ones."""
         slot, position = self.slot_and_position(self.length)
+        windowed = self.windowed_slot(self.length)
+        if self.layout.window is not None and windowed.slot + rows > windowed.slots:
+            return False
         return slot + rows <= self.slots and position + rows <= self.rotary.length
 
     def first_valid_slot(self) -> int:
@@ -60,7 +76,7 @@ class StaticCache(Cache):
         return self.layout.bytes(end - first)
 
     def head_groups(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield heads of a layer, and their KV (2, h, slots, D) in all slots.
+        """Yield heads of a layer, and their KV (2, h, slots, D) in all of its slots.
 
         The KV is valid until the next is yielded.
         """

@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from offload.attention.head_major import attend_prefix, token_slice, write_tokens
+from offload.attention.head_major import token_slice, write_tokens
+from offload.attention.window import attend_slots
 from offload.cache.static_shape import SlotBuffers, StaticCache
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.layout import KVLayout
@@ -23,7 +24,8 @@ class StreamingCache(StaticCache):
 
     Sliding moves the last `window` tokens down and rotates them again, once every `slack` tokens.
     In between, slots and so positions stay fixed, and `crop` can remove any draft. Tokens that left
-    the window are lost: `crop` raises if it would need them. The rotary table needs as many
+    the window are lost: `crop` raises if it would need them. A layer with a window of its own sees
+    no more slots than that. The rotary table needs as many
     positions as there are slots, however long the sequence.
     """
 
@@ -73,8 +75,8 @@ class StreamingCache(StaticCache):
         raw.copy_(k.transpose(0, 1))
         write_tokens(kv, self.rotary.keys(k, slot, layer), v, slot)
         q = self.rotary.queries(q, slot, layer)
-        out, _ = attend_prefix(kv, q, end, self.traffic)
-        return out
+        window = self.layout.window_of(layer)
+        return attend_slots(kv, q, end, self.traffic, window)
 
     def skip_tokens(self, tokens: int) -> None:
         """Count `tokens` tokens that are never computed: those between the sinks and the window."""

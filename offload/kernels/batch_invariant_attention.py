@@ -60,6 +60,59 @@ def batch_invariant_attention(q: Tensor, parts: Sequence[Tensor], traffic: ByteC
     return torch.cat(outs)[lead : lead + len(q)]
 
 
+def batch_invariant_window(
+    q: Tensor, kv: Tensor, start: int, window: int, traffic: ByteCounters
+) -> Tensor:
+    """Return the attention (T, Hq, D) of the last T tokens of kv, each to its window.
+
+    A block of rows attends in one call to its own keys and as many before it as its first row sees,
+    rounded up to whole blocks: in a shape that depends on its position alone, and for all heads
+    together. There is no kernel of its own.
+
+    Args:
+        q: (T, Hq, D).
+        kv: keys and values (2, Hkv, N, D), at least those in the window of any query.
+        start: position of the first of them.
+        window: number of tokens that each query sees, its own the last of them.
+        traffic: counts the bytes read.
+    """
+    end = start + kv.shape[2]
+    first = end - len(q)
+    lead = first % ROW_BLOCK
+    padded = F.pad(q, (0, 0, 0, 0, lead, -end % ROW_BLOCK))
+    span = ceil_div(window - 1, ROW_BLOCK) * ROW_BLOCK + ROW_BLOCK
+    outs = []
+    stop = first - lead
+    for rows in padded.split(ROW_BLOCK):
+        stop += ROW_BLOCK
+        tokens = min(span, stop)  # there are none before the sequence
+        block = _block(kv, stop - tokens - start, tokens)
+        traffic.attended += block.nbytes
+        k, v = block.transpose(1, 2)
+        mask = _window_mask(window, span, q.device)[:, span - tokens :]
+        outs.append(masked_attention(rows, k, v, mask)[0])
+    return torch.cat(outs)[lead : lead + len(q)]
+
+
+def _block(kv: Tensor, start: int, tokens: int) -> Tensor:
+    """Return so many tokens of kv (2, Hkv, N, D) from index `start` on; those it lacks are zero."""
+    first, last = max(0, start), min(kv.shape[2], start + tokens)
+    piece = token_slice(kv, first, last)
+    if last - first == tokens:
+        return piece
+    return F.pad(piece, (0, 0, first - start, start + tokens - last))
+
+
+@cache
+def _window_mask(window: int, span: int, device: torch.device) -> Tensor:
+    """Return the mask (ROW_BLOCK, span) of the last rows of so many keys."""
+    with torch.inference_mode(False):
+        rows = torch.arange(span - ROW_BLOCK, span, device=device)[:, None]
+        keys = torch.arange(span, device=device)
+        mask = torch.zeros(ROW_BLOCK, span, device=device)
+        return mask.masked_fill((keys > rows) | (keys <= rows - window), -torch.inf)
+
+
 def _attend(rows: Tensor, kv: Tensor, offset: int) -> Partial:
     """Attend with rows (ROW_BLOCK, Hq, D) to a block kv (2, Hkv, KEY_BLOCK, D), head by head.
 

@@ -14,7 +14,11 @@ from torch import Tensor
 
 from offload.attention.folding import merge
 from offload.attention.head_major import attend_prefix
-from offload.kernels.batch_invariant_attention import batch_invariant_attention
+from offload.attention.window import attend_slots
+from offload.kernels.batch_invariant_attention import (
+    batch_invariant_attention,
+    batch_invariant_window,
+)
 from offload.traffic import ByteCounters
 
 
@@ -28,6 +32,16 @@ class GroupAttention:
         """
         first = segments[0]
         return attend_prefix(first, q, first.shape[2], traffic, causal=len(segments) == 1)
+
+    def attend_window(
+        self, q: Tensor, kv: Tensor, start: int, window: int, traffic: ByteCounters
+    ) -> Any:
+        """Attend with the queries q (T, Hq, D) of the last T tokens of kv, each to its window.
+
+        kv (2, Hkv, n, D) are all heads of a layer, from position `start` on: they are the only
+        group. `window` counts tokens.
+        """
+        return attend_slots(kv, q, kv.shape[2], traffic, window), None
 
     def join(
         self, parts: list[Any], q: Tensor, tail: Tensor | None, traffic: ByteCounters
@@ -48,6 +62,11 @@ class BatchInvariantAttention(GroupAttention):
 
     def attend(self, q: Tensor, segments: Sequence[Tensor], traffic: ByteCounters) -> Any:
         return batch_invariant_attention(q, segments, traffic)
+
+    def attend_window(
+        self, q: Tensor, kv: Tensor, start: int, window: int, traffic: ByteCounters
+    ) -> Any:
+        return batch_invariant_window(q, kv, start, window, traffic)
 
     def join(
         self, parts: list[Any], q: Tensor, tail: Tensor | None, traffic: ByteCounters

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
+from offload.attention.window import windowed_attention
 from offload.codec.format import split_format
 from offload.codec.int8 import LARGEST, dequantise, quantise
 from offload.codec.outliers import Outliers
@@ -24,6 +25,7 @@ from offload.rotary import rotate
 
 _HEADS, _TOKENS = 2, 300  # size of the self-test
 _RECENT = 20  # keys of it that are not split
+_WINDOW = 25  # slots of it: with some in 8 bits, if there are any
 _CODES = 1100  # slots in 8 bits: several programs for each head
 _CHUNK = 8  # tokens per chunk, the default of the retrieval cache
 _BLOCKS = 16, 32, 64  # rows of a KV head per program: a kernel is compiled for each
@@ -259,6 +261,7 @@ def _test_slots(
         rotated = kernels.write(q, k, v, angles, table, 0, places)
         _check_close(f"rotation in {dtype}", rotated / 8, queries / 8)  # numbers of up to 8
         outs = kernels.attend(rotated, table, 0, places).split(rows)
+        windowed = kernels.attend(rotated, table, 0, places, _WINDOW).split(rows)
         for index, (_, count) in enumerate(sizes):
             own, end = slice(index * rows, index * rows + count), _RECENT + count
             window, raw, *_ = buffers[index]
@@ -277,6 +280,8 @@ def _test_slots(
             k_seen, v_seen = visible.transpose(1, 2)
             expected, _ = partial_attention(queries[own], k_seen, v_seen, causal=True)
             _check_close(f"attention to slots in {dtype}", outs[index][:count], expected)
+            expected = windowed_attention(queries[own], k_seen, v_seen, _WINDOW)
+            _check_close(f"attention to windows in {dtype}", windowed[index][:count], expected)
 
 
 def _slot_buffers(kv: Tensor, offset: int, slots: int) -> tuple[Tensor, tuple[Tensor | None, ...]]:

@@ -24,6 +24,7 @@ from offload.layout import ceil_div
 _KEYS = 64  # keys per tile
 # keys per program: with 32 KV heads a budget of 4,096 makes four for each of a 4090's processors
 _SPLIT_KEYS = 256
+_NO_WINDOW = 1 << 30  # more slots than any buffer has
 _MAX_SPLITS = 64  # programs that share the keys of a head
 _COLUMNS: tl.constexpr = tl.constexpr(6)  # numbers in a row of a table
 
@@ -110,11 +111,13 @@ def write(
     return out
 
 
-def attend(q: Tensor, table: SlotTable, layer: int, places: Tensor) -> Tensor:
+def attend(
+    q: Tensor, table: SlotTable, layer: int, places: Tensor, window: int | None = None
+) -> Tensor:
     """Return the attention (B * T, Hq, D) of q over a layer's slots, from `write`.
 
-    Each token sees the slots from its sequence's first valid one to its own. The arguments are
-    those of `write`. Results of padding are zero.
+    Each token sees the slots from its sequence's first valid one to its own, the last `window` of
+    them if that is not None. The other arguments are those of `write`. Results of padding are zero.
     """
     rows, query_heads, dim = q.shape
     sequences, heads = len(places), table.heads
@@ -145,6 +148,7 @@ def attend(q: Tensor, table: SlotTable, layer: int, places: Tensor) -> Tensor:
         dim**-0.5,
         code_splits,
         split_keys,
+        _NO_WINDOW if window is None else window,
         GROUPS=groups,
         ROWS=block,
         KEYS=_KEYS,
@@ -245,6 +249,7 @@ def _attend_segment(
     end,
     first,
     last,
+    window,
     scale,
     dim,
     ROWS: tl.constexpr,
@@ -255,7 +260,7 @@ def _attend_segment(
 ):
     """Return attention (ROWS, DIM) and log-sum-exp of tokens from `begin` to `end` of a buffer.
 
-    A row sees those from `first` to its own of `last`.
+    A row sees those from `first` to its own of `last`, of which only the last `window`.
     """
     column = tl.arange(0, DIM)
     in_head = column < dim
@@ -273,6 +278,7 @@ def _attend_segment(
             tile = (tile.to(tl.float32) * scales[None, :]).to(dtype)
         scores = tl.dot(queries, tile.to(dot_dtype)) * scale
         visible = (token >= first)[None, :] & (token[None, :] <= last[:, None])
+        visible = visible & (token[None, :] > last[:, None] - window)
         scores = tl.where(visible & in_range[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that sees no key yet
@@ -292,7 +298,9 @@ def _attend_segment(
 
 
 # Not specialised: these differ between forwards, or between the self-test and a model.
-@triton.jit(do_not_specialize=["tokens", "heads", "query_heads", "code_splits", "split_keys"])
+@triton.jit(
+    do_not_specialize=["tokens", "heads", "query_heads", "code_splits", "split_keys", "window"]
+)
 def _attend(
     q,
     table,
@@ -306,6 +314,7 @@ def _attend(
     scale,
     code_splits,
     split_keys,
+    window,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -334,7 +343,7 @@ def _attend(
     slots = tl.load(entry + 5)
     count = tl.load(places + sequence * 3)
     slot = tl.load(places + sequence * 3 + 1)
-    first = tl.load(places + sequence * 3 + 2)
+    first = tl.maximum(tl.load(places + sequence * 3 + 2), slot - window + 1)
     end = tl.where(count > 0, slot + count, 0)  # end of the slots that any row sees
     last = tl.where(step < count, slot + step, -1)
     out = tl.zeros((ROWS, DIM), tl.float32)
@@ -356,6 +365,7 @@ def _attend(
                 stop.to(tl.int32),
                 first.to(tl.int32),
                 last.to(tl.int32),
+                window,
                 scale,
                 dim,
                 ROWS,
@@ -380,6 +390,7 @@ def _attend(
             stop.to(tl.int32),
             first.to(tl.int32),
             (last - code_slots).to(tl.int32),
+            window,
             scale,
             dim,
             ROWS,

@@ -8,7 +8,6 @@ grows (docs/algorithm.md).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -16,11 +15,12 @@ from torch import Tensor
 
 from offload.attention import partial_attention
 from offload.attention.head_major import attend_by_heads, token_slice, write_tokens
-from offload.cache.static_shape import SlotBuffers, StaticCache
+from offload.cache.static_shape import SlotBuffers, StaticCache, WindowedSlot
 from offload.layout import KVLayout
 from offload.retrieval.selection import SelectionPolicy, Selector
 from offload.retrieval.shape import OBSERVED_KEYS, RetrievalCacheSpec
 from offload.retrieval.store import make_store
+from offload.retrieval.windows import RetrievalWindows
 from offload.rotary import Rotary
 from offload.traffic import ByteCounters
 
@@ -30,7 +30,8 @@ class RetrievalCache(StaticCache):
 
     They hold the selected tokens, then the window and the draft, so that a forward attends to one
     contiguous segment. Keys are rotated at their absolute positions. The memory is a
-    `RetrievalStore`.
+    `RetrievalStore`. In a layer with a window of its own nothing is selected: it keeps that many
+    tokens before the window, instead.
     """
 
     _state: ClassVar[tuple[str, ...]] = ("length", "selector")
@@ -59,9 +60,12 @@ class RetrievalCache(StaticCache):
         super().__init__(layout)
         if layers is None:
             layers = range(layout.layers)
-        self._index = {layer: index for index, layer in enumerate(layers)}  # layer -> buffer
+        windowed = [layer for layer in layers if layout.window_of(layer) is not None]
+        full = [layer for layer in layers if layer not in windowed]
+        self._index = {layer: index for index, layer in enumerate(full)}  # layer -> buffer
+        self._windows = RetrievalWindows(layout, shape, windowed, device)
         self.slots = shape.slots
-        self._store = make_store(replace(layout, layers=len(layers)), shape, device)
+        self._store = make_store(layout.without_windows(len(full)), shape, device)
         self.window_offset = self._store.window_offset
         self.reset(shape, policy, rotary, min_interval)
 
@@ -73,22 +77,25 @@ class RetrievalCache(StaticCache):
 
         Slots that are not visible are read by static forwards: what was not finite may not stay.
         """
-        self.length = 0
+        super().crop(0)
         self.traffic = ByteCounters()
         self.shape = shape
         self.selector = Selector(policy, shape, min_interval)
         self.rotary = rotary
-        for tensor in self._store.tensors:
+        for tensor in self.state_tensors:
             tensor.zero_()
 
     @property
     def device_bytes(self) -> int:
-        return self._store.nbytes
+        return self._store.nbytes + self._windows.kv.nbytes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         k = self.rotary.keys(k, start, layer)
         q = self.rotary.queries(q, start, layer)
-        self._write(layer, slice(None), k, v, start)
+        if layer in self._windows:
+            args = layer, q, k, v, start, self.selector.base, self.traffic
+            return self._windows.attend(*args)
+        _write(self, self._store.window(self._index[layer]), slice(None), k, v, start)
         first = self.first_valid_slot()
         slot, _ = self.slot_and_position(start)
         end = slot + len(q)
@@ -105,7 +112,12 @@ class RetrievalCache(StaticCache):
         _, window = self._store.slots_of(self.selector.selected)
         return window + start - base, start
 
+    def windowed_slot(self, start: int) -> WindowedSlot:
+        return self._windows.slot(start, self.selector.base)
+
     def buffers(self, layer: int) -> SlotBuffers:
+        if layer in self._windows:
+            return SlotBuffers(self._windows.buffer(layer))
         index = self._index[layer]
         return SlotBuffers(self._store.window(index), None, *self._store.codes(index))
 
@@ -114,14 +126,17 @@ class RetrievalCache(StaticCache):
         return first
 
     def slot_bytes(self, first: int, end: int) -> int:
-        return len(self._index) * self._store.slot_bytes(first, end)
+        return len(self._index) * self._store.slot_bytes(first, end) + self._windows.kv.nbytes
 
     def head_groups(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
+        if layer in self._windows:
+            kv = token_slice(self._windows.buffer(layer), 0, self._windows.slots)
+            return iter([(slice(None), kv)])
         return self._store.head_groups(self._index[layer], 0, self.slots)
 
     @property
     def state_tensors(self) -> list[Tensor]:
-        return self._store.tensors
+        return [*self._store.tensors, self._windows.kv]
 
     def crop(self, length: int) -> None:
         self.selector.check_crop(length)
@@ -131,13 +146,18 @@ class RetrievalCache(StaticCache):
 
     def on_forward(self, boundary: int, length: int, end: int) -> None:
         self.selector.begin(boundary, length, end)
+        self._windows.end = end
 
     def on_attention(
         self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor
     ) -> None:
+        selector = self.selector
+        if layer in self._windows:
+            own = token_slice(recent, recent.shape[2] - len(q), recent.shape[2])
+            parts = [prefix, recent] if selector.is_selecting else [own]
+            self._windows.copy(layer, selector.base, parts)
         if layer not in self._index:
             return
-        selector = self.selector
         count, tokens = prefix.shape[1:3]
         window, start = recent, selector.base
         if not selector.is_selecting:
@@ -145,7 +165,8 @@ class RetrievalCache(StaticCache):
             offset = recent.shape[2] - len(q)
             window, start = token_slice(recent, offset, recent.shape[2]), tokens + offset
         k, v = window.transpose(1, 2)
-        self._write(layer, slice(head, head + count), k, v, start)
+        kv = self._store.window(self._index[layer])
+        _write(self, kv, slice(head, head + count), k, v, start)
         if not selector.is_selecting:
             return
         group = q.shape[1] // count  # query heads per KV head
@@ -161,16 +182,19 @@ class RetrievalCache(StaticCache):
         if length == 0:
             self.selector.reset()
         self.selector.check_crop(length)
-        self.length = length
+        super().advance(length - self.length)
 
-    def _write(self, layer: int, heads: slice, k: Tensor, v: Tensor, start: int) -> None:
-        """Write k and v (T, h, D) of these heads to the window, as the tokens from `start` on.
 
-        Raises ValueError if they do not fit.
-        """
-        kv = token_slice(self._store.window(self._index[layer]), 0, self.slots - self.window_offset)
-        slot, _ = self.slot_and_position(start)
-        write_tokens(kv[:, heads], k, v, slot - self.window_offset)
+def _write(
+    cache: RetrievalCache, kv: Tensor, heads: slice, k: Tensor, v: Tensor, start: int
+) -> None:
+    """Write k and v (T, h, D) of these heads to a layer's buffer, as the tokens from `start` on.
+
+    Raises ValueError if they do not fit.
+    """
+    slot, _ = cache.slot_and_position(start)
+    window = token_slice(kv, 0, cache.slots - cache.window_offset)
+    write_tokens(window[:, heads], k, v, slot - cache.window_offset)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -90,14 +90,30 @@ class RetrievalCacheSpec:
             return self.selected_slots + window + self.append_room
         return max(self.selected_slots, self.chunk + window) + self.append_room
 
+    def windowed_slots(self, window: int) -> int:
+        """Return the slots of a layer with a window: those before the boundary, and all after it.
+
+        `window` is the layer's own, in tokens.
+        """
+        recent = self.window + self.block + self.rows + self.append_room
+        return min(window, self.context) + recent
+
     def kv_buffer(self, layout: KVLayout) -> tuple[int, ...]:
         """Return the shape of keys and values (layers, 2, Hkv, slots + 1, D)."""
         return layout.shape(layout.layers, self.slots + 1)
 
-    def has_buffers_of(self, other: RetrievalCacheSpec) -> bool:
-        """Return whether caches of both specs have the same buffers."""
+    def has_buffers_of(self, other: RetrievalCacheSpec, window: int | None = None) -> bool:
+        """Return whether caches of both specs have the same buffers.
+
+        `window`: that of some of the target's layers, in tokens.
+        """
         own, others = (
-            (each.slots, each.quantised, each.quantised and each.selected_slots)
+            (
+                each.slots,
+                each.quantised,
+                each.quantised and each.selected_slots,
+                window and each.windowed_slots(window),
+            )
             for each in (self, other)
         )
         return own == others
@@ -129,9 +145,16 @@ class RetrievalCacheSpec:
         head_bytes = layout.bytes(self.slots, 1) // layout.heads
         return head_bytes * self.shared_heads(layout)
 
+    def windowed_bytes(self, layout: KVLayout) -> int:
+        """Return the bytes of device memory of all layers with a window."""
+        if (window := layout.window) is None:
+            return 0
+        return layout.bytes(self.windowed_slots(window.tokens) + 1, len(window.layers))
+
     def device_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory of the cache."""
-        return layout.layers * self.layer_bytes(layout) + self.shared_bytes(layout)
+        full = layout.full_layers * self.layer_bytes(layout) + self.shared_bytes(layout)
+        return full + self.windowed_bytes(layout)
 
     def scratch_bytes(self, layout: KVLayout, rows: int) -> int:
         """Return the bytes of scratch memory of a selection by `rows` query tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,8 +21,9 @@ from offload.tiered.kv_file import HostReader
 from offload.tiered.layer import KVGroup, TieredLayer, attend_groups
 from offload.tiered.offloaded import OffloadedLayer
 from offload.tiered.resident import ResidentLayer
-from offload.tiered.shape import RESIDENT, TieredCacheSpec
+from offload.tiered.shape import RESIDENT, WINDOWED, TieredCacheSpec
 from offload.tiered.split import SplitKV, SplitLayer, WritebackBuffers
+from offload.tiered.windowed import WindowedLayer
 from offload.traffic import ByteCounters
 
 
@@ -33,7 +35,7 @@ class TieredCache(Cache):
     tokens will remain after it; offloaded layers write the tokens it moves past to the host.
     """
 
-    _state: ClassVar[tuple[str, ...]] = ("length", "boundary", "_tails")
+    _state: ClassVar[tuple[str, ...]] = ("length", "boundary", "_tails", "layers")
 
     def __init__(self, shape: TieredCacheSpec, link: Link, rotary: Rotary, arena: HostArena):
         """Allocate everything but deferred layers.
@@ -61,6 +63,16 @@ class TieredCache(Cache):
         return self._buffers.shared_bytes + sum(layer.device_bytes for layer in self.layers)
 
     # -- prefill (offload.tiered.prefill) ----------------------------------------------------------
+
+    def resumable(self, length: int) -> int:
+        """Return the largest length, up to `length`, to which the sequence can be shortened.
+
+        Layers with a window have dropped the tokens before it.
+        """
+        for layer in self.layers:
+            if isinstance(layer, WindowedLayer):  # equal for all of them
+                return layer.resumable(length, self.length)
+        return length
 
     def check_room(self, rows: int) -> None:
         """Raise ValueError if the cache has no room for `rows` more tokens."""
@@ -133,7 +145,12 @@ class TieredCache(Cache):
         return attend_groups(q, groups, attention, self.traffic, observer)
 
     def crop(self, length: int) -> None:
-        self._notify_advance(min(self.length, length))  # an observer may raise
+        windowed = [layer for layer in self.layers if isinstance(layer, WindowedLayer)]
+        if length < self.length and not all(layer.holds_window(length) for layer in windowed):
+            raise _no_window(length)
+        for layer in windowed:
+            layer.truncate(min(length, self.length))
+        _notify_advance(self.observers, min(self.length, length))  # an observer may raise
         super().crop(length)
         # below the boundary, the tail is empty
         self.boundary = min(self.boundary, self.length)
@@ -142,13 +159,17 @@ class TieredCache(Cache):
         """Keep only the first `length` tokens, however few; another sequence continues from there.
 
         Observers are reset and select again in the next forward, which must be a prefill unless the
-        cache `is_block_aligned`.
+        cache `is_block_aligned`. Raises ValueError for a length that is not `resumable`.
         """
-        self._notify_advance(0)
+        if self.resumable(length) < min(length, self.length):
+            raise _no_window(length)
+        _notify_advance(self.observers, 0)
         super().crop(length)
-        if self.length < self.boundary:
+        is_cut = self.length < self.boundary or not self.length
+        if is_cut:
             self.boundary = self.length
-            for layer in self.layers:
+        for layer in self.layers:
+            if is_cut or isinstance(layer, WindowedLayer):
                 layer.truncate(self.length)
 
     @property
@@ -158,16 +179,12 @@ class TieredCache(Cache):
 
     def advance(self, rows: int) -> None:
         super().advance(rows)
-        self._notify_advance(self.length)
+        _notify_advance(self.observers, self.length)
 
     def notify(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
         """Notify observers of a layer's attention (`AttentionObserver.on_attention`)."""
         for observer in self.observers:
             observer.on_attention(layer, head, q, prefix, recent)
-
-    def _notify_advance(self, length: int) -> None:
-        for observer in self.observers:
-            observer.on_advance(length)
 
     def _move_boundary(self) -> None:
         """Move the boundary as far as possible, and write the tokens it moves past to the host."""
@@ -181,7 +198,7 @@ class TieredCache(Cache):
         self.boundary += count
         tail_tokens = self.length - self.boundary
         for layer in self.layers:
-            layer.shift_tail(count, tail_tokens)
+            layer.shift_tail(self.boundary, count, tail_tokens)
 
 
 @dataclass(frozen=True)
@@ -210,6 +227,15 @@ class _Buffers:
         return ring + self.reconstruct.nbytes + self.writeback.nbytes
 
 
+def _notify_advance(observers: Iterable[AttentionObserver], length: int) -> None:
+    for observer in observers:
+        observer.on_advance(length)
+
+
+def _no_window(length: int) -> ValueError:
+    return ValueError(f"cannot shorten to {length} tokens: layers have dropped their window")
+
+
 def _make_layers(
     shape: TieredCacheSpec, link: Link, arena: HostArena, buffers: _Buffers, traffic: ByteCounters
 ) -> list[TieredLayer]:
@@ -219,6 +245,11 @@ def _make_layers(
     hosts = arena.allocate((sum(numels),)).split(numels)
     layers: list[TieredLayer] = []
     for spec, part in zip(specs, hosts, strict=True):
+        if spec.kind == WINDOWED:
+            checkpoints = part.view(spec.checkpoints_shape) if len(part) else None
+            is_whole = spec.capacity == shape.capacity
+            layers.append(WindowedLayer(spec, link, checkpoints, traffic, is_whole))
+            continue
         if spec.host_planes:
             memory = part.view(torch.uint8).view(spec.planes_shape(spec.host_planes))
         else:

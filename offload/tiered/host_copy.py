@@ -8,10 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from offload.attention.head_major import token_slice
-from offload.layout import KVLayout
+from offload.layout import KVLayout, Segment
 from offload.tiered.cache import TieredCache
-from offload.tiered.kv_file import HostReader, read_layer
+from offload.tiered.kv_file import HostReader, read_layer, read_segments
 
 
 class KVSource(Protocol):
@@ -28,12 +27,12 @@ class HostCopy:
     def __init__(self, layout: KVLayout, length: int):
         """Start empty; `fill` copies the first `length` tokens."""
         self.layout, self.length = layout, length
-        self._layers: list[Tensor] = []  # (2, Hkv, T, D) each
+        self._layers: list[list[tuple[Segment, Tensor]]] = []  # (2, Hkv, T, D) each
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of host memory that are allocated so far."""
-        return sum(layer.nbytes for layer in self._layers)
+        return sum(kv.nbytes for layer in self._layers for _, kv in layer)
 
     @property
     def is_complete(self) -> bool:
@@ -46,17 +45,31 @@ class HostCopy:
         Until then the cache must not change. Raises InsufficientMemoryError.
         """
         for index, read in enumerate(cache.host_readers()):
-            self._layers.append(read_layer(read, self.layout, self.length))
+            segments = [Segment(start, min(end, self.length)) for start, end in read.segments]
+            segments = [each for each in segments if each.start < each.end]
+            segments = segments or [Segment(0, self.length)]
+            copies = (read_layer(read, self.layout, each) for each in segments)
+            self._layers.append(list(zip(segments, copies, strict=True)))
             yield index
 
     def host_readers(self) -> list[HostReader]:
         """Return a reader of each layer's KV, once all are copied."""
-        return [partial(_read, layer) for layer in self._layers]
+        return [
+            HostReader(
+                partial(read_segments, layer),
+                [each for each, _ in layer] if self.layout.window_of(index) else (),
+            )
+            for index, layer in enumerate(self._layers)
+        ]
+
+    def resumable(self, length: int) -> int:
+        """Return how many of its first tokens can be copied, up to `length`."""
+        window = self.layout.window
+        if window is None:
+            return length
+        layer = self._layers[min(window.layers)] if self.is_complete else []
+        return window.resumable(length, [segment for segment, _ in layer])
 
     def free(self) -> None:
         """Free the memory."""
         self._layers.clear()
-
-
-def _read(layer: Tensor, head: int, start: int, end: int) -> Tensor:
-    return token_slice(layer[:, head], start, end)

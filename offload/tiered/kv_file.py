@@ -14,15 +14,24 @@ from torch import Tensor
 
 from offload.attention.head_major import token_slice
 from offload.errors import CorruptCacheError
-from offload.layout import KVLayout
+from offload.layout import KVLayout, Segment
 from offload.memory.host import allocate
 from offload.memory.link import Copy
 from offload.regular_files import UnsuitableFileError, open_regular
 
 BLOCK_TOKENS = 4096  # tokens of a head per checksum
 
-# reader(head, start, end): the keys and values of these tokens (2, T, D), in host memory
-HostReader = Callable[[int, int, int], Tensor]
+
+@dataclass(frozen=True)
+class HostReader:
+    """Reads a layer's KV to host memory."""
+
+    read: Callable[[int, int, int], Tensor]
+    segments: Sequence[Segment] = ()  # the tokens that a layer with a window holds
+
+    def __call__(self, head: int, start: int, end: int) -> Tensor:
+        """Return the keys and values (2, T, D) of a head's tokens from `start` to `end`."""
+        return self.read(head, start, end)
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class KVBlock:
 
 @dataclass(frozen=True)
 class KVFile:
-    """A file with the KV of `tokens` tokens in one layer, and nothing else.
+    """A file with the KV of one layer's tokens from `first` to `tokens`, and nothing else.
 
     It has each head's blocks in order, (2, T, D) each. The checksums are CRC-32 in file order; the
     writer keeps them. They start from `seed`, by which the writer ties them to a prompt: KV of
@@ -47,10 +56,11 @@ class KVFile:
     layout: KVLayout
     tokens: int
     seed: int = 0  # 32 bits
+    first: int = 0  # the first token in the file
 
     @property
     def nbytes(self) -> int:
-        return self.layout.bytes(self.tokens, 1)
+        return self.layout.bytes(self.tokens - self.first, 1)
 
     @property
     def blocks(self) -> int:
@@ -89,7 +99,7 @@ class KVFile:
 
     def _block_bounds(self) -> list[tuple[int, int]]:
         """Return each block's first token, and the end of the block."""
-        starts = range(0, self.tokens, BLOCK_TOKENS)
+        starts = range(self.first, self.tokens, BLOCK_TOKENS)
         return [(start, min(start + BLOCK_TOKENS, self.tokens)) for start in starts]
 
 
@@ -117,7 +127,8 @@ class _Reader:
             size = os.fstat(stream.fileno()).st_size
             if size != file.nbytes:
                 raise CorruptCacheError(f"{file.path.name} has {size} of {file.nbytes} bytes")
-            stream.seek((self.head * file.tokens + self.start) * per_token)
+            tokens = self.head * (file.tokens - file.first) + self.start - file.first
+            stream.seek(tokens * per_token)
             stream.readinto(data)
         # the bytes checked are those used: a second read may return others
         if zlib.crc32(data, file.seed) != self.checksum:
@@ -132,15 +143,26 @@ def copies_to(kv: Tensor, block: KVBlock) -> list[Copy]:
     return list(zip(destination, block.kv, strict=True))
 
 
-def read_layer(read: HostReader, layout: KVLayout, tokens: int) -> Tensor:
-    """Return a copy (2, Hkv, tokens, D) of a layer's first tokens in host memory.
+def read_segments(
+    parts: Sequence[tuple[Segment, Tensor]], head: int, start: int, end: int
+) -> Tensor:
+    """Return a head's tokens (2, T, D) of that part (2, Hkv, N, D) which has them all."""
+    for segment, kv in parts:
+        if segment.start <= start and end <= segment.end:
+            return token_slice(kv[:, head], start - segment.start, end - segment.start)
+    raise ValueError(f"the tokens from {start} to {end} are not held")
+
+
+def read_layer(read: HostReader, layout: KVLayout, segment: Segment) -> Tensor:
+    """Return a copy (2, Hkv, T, D) of a layer's tokens in host memory.
 
     Raises InsufficientMemoryError.
     """
-    _, *shape = layout.shape(1, tokens)
+    start, end = segment
+    _, *shape = layout.shape(1, end - start)
     copy = allocate(prod(shape), layout.dtype).view(shape)
     for head in range(layout.heads):
-        copy[:, head].copy_(read(head, 0, tokens))
+        copy[:, head].copy_(read(head, start, end))
     return copy
 
 

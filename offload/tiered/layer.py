@@ -29,6 +29,8 @@ class KVGroup:
     # and tail, or both in one
     segments: Sequence[Tensor]
     tail: Tensor | None = None  # the second segments of all groups together (2, Hkv, n, D)
+    start: int = 0  # position of the first token
+    window: int | None = None  # tokens that a query sees; None: all up to its own
 
     def of_queries(self, q: Tensor) -> Tensor:
         """Return the queries of these heads, of the layer's q (T, Hq, D)."""
@@ -37,12 +39,16 @@ class KVGroup:
         return q[:, self.head * count : end * count]
 
     def split_at(self, boundary: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens before the boundary, and those after it."""
+        """Return the tokens before the boundary, and those after it.
+
+        Of a layer with a window they are those that it holds.
+        """
         if len(self.segments) == 2:
             prefix, recent = self.segments
             return prefix, recent
         (kv,) = self.segments
-        return token_slice(kv, 0, boundary), token_slice(kv, boundary, kv.shape[2])
+        count = max(0, boundary - self.start)
+        return token_slice(kv, 0, count), token_slice(kv, count, kv.shape[2])
 
 
 class TieredLayer(ABC):
@@ -84,20 +90,21 @@ class TieredLayer(ABC):
         """
         return None
 
-    def shift_tail(self, count: int, rest: int) -> None:
-        """Drop the first `count` tail tokens, now written back; `rest` follow them."""
+    def shift_tail(self, boundary: int, count: int, rest: int) -> None:
+        """Drop the first `count` tail tokens, now written back; `rest` follow the new boundary."""
 
     @property
     def buffer(self) -> Tensor | None:
         """The memory (2, Hkv, N, D) to build a prompt's KV in; None for the staging buffer."""
         return None
 
-    @abstractmethod
     def store(self, kv: Tensor, start: int, boundary: int) -> Any:
         """Store KV (2, Hkv, T, D) of a prompt's tokens from `start` on, built in buffer or staging.
 
-        `boundary` is that of the whole prompt. Returns a ticket if a copy reads kv, else None.
+        `boundary` is that of the whole prompt. Returns a ticket if a copy reads kv, else None. A
+        layer with a window has `WindowedLayer.extend` instead.
         """
+        raise NotImplementedError
 
     def finish_prefill(self) -> None:
         """Finish deferred work. Called once, after `store` has received the whole prompt."""
@@ -158,7 +165,11 @@ def attend_groups(
     parts = []
     for group in groups:
         queries = group.of_queries(q)
-        parts.append(attention.attend(queries, group.segments, traffic))
+        if group.window is None:
+            parts.append(attention.attend(queries, group.segments, traffic))
+        else:
+            args = queries, group.segments[0], group.start, group.window, traffic
+            parts.append(attention.attend_window(*args))
         if observe:
             observe(group, queries)
     return attention.join(parts, q, group.tail, traffic)

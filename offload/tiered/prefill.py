@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from offload.attention.head_major import attend_prefix, token_slice, write_tokens
+from offload.attention.window import attend_slots
+from offload.layout import KVLayout, Segment
 from offload.tiered.cache import TieredCache
 from offload.tiered.host_copy import KVSource
-from offload.tiered.kv_file import KVBlock, copies_to
+from offload.tiered.kv_file import HostReader, KVBlock, copies_to
 from offload.tiered.layer import TieredLayer
+from offload.tiered.windowed import WindowedLayer
 
 # Last query tokens of a prompt, which observers see: every layer's attention is computed for these.
 OBSERVED_ROWS = 32
@@ -30,7 +33,8 @@ class Prefill:
     `attend` for the last one. Positions count from the first of these tokens. The KV of a layer
     that is not on the device is built in the staging buffer, shared by all such layers, and copied
     to the host block by block as it is computed. KV that the layer already held is loaded into the
-    staging buffer once, at the start; none of the prompt's own is read back.
+    staging buffer once, at the start; none of the prompt's own is read back. A layer with a window
+    keeps its last tokens, and its chunks see those.
     """
 
     def __init__(self, cache: TieredCache, tokens: int):
@@ -77,27 +81,43 @@ class Prefill:
         end = at + len(q)
         q = cache.rotary.queries(q, at, layer)
         k = cache.rotary.keys(k, at, layer)
-        kv = self._build(layer, k, v, at)
-        out, _ = attend_prefix(kv, q, end, cache.traffic)
-        if end == self._cached + self.tokens:
+        layer_kv = cache.layers[layer]
+        if isinstance(layer_kv, WindowedLayer):
+            seen = layer_kv.extend(k, v, at, cache.boundary)
+            out = attend_slots(seen, q, seen.shape[2], cache.traffic, layer_kv.window)
+            (group,) = layer_kv.groups(end, cache.boundary)
+            prefix, recent = group.split_at(cache.boundary)
+        else:
+            kv = self._build(layer_kv, k, v, at)
+            out, _ = attend_prefix(kv, q, end, cache.traffic)
             prefix = token_slice(kv, 0, cache.boundary)
             recent = token_slice(kv, cache.boundary, end)
+        if end == self._cached + self.tokens:
             cache.notify(layer, 0, q[-OBSERVED_ROWS:], prefix, recent)
         return out
 
     def store(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store the KV of tokens whose attention output is not needed."""
         at = self._cached + start
-        self._build(layer, self._cache.rotary.keys(k, at, layer), v, at)
+        k = self._cache.rotary.keys(k, at, layer)
+        layer_kv = self._cache.layers[layer]
+        if isinstance(layer_kv, WindowedLayer):
+            layer_kv.extend(k, v, at, self._cache.boundary)
+        else:
+            self._build(layer_kv, k, v, at)
 
-    def load_blocks(self, layer: int, blocks: Iterable[KVBlock]) -> None:
-        """Load a layer's KV of all these tokens from blocks.
+    def load_blocks(
+        self, layer: int, blocks: Iterable[KVBlock], segment: Segment | None = None
+    ) -> None:
+        """Load a layer's KV of all these tokens from blocks; with a window, of a segment.
 
         Replaces `attend` and `store`, for an empty cache. Observers are not notified.
         """
         cache, link = self._cache, self._cache.link
         layer_kv = cache.layers[layer]
         kv = None
+        if isinstance(layer_kv, WindowedLayer):
+            layer_kv.begin_load(segment or Segment(0, self.tokens), self.tokens)
         if layer_kv.is_split:
             kv = self._acquire_staging()
             self._wait_for_staging(self.tokens)
@@ -112,12 +132,11 @@ class Prefill:
         if kv is not None:
             self._store(layer_kv, kv, 0, self.tokens)
 
-    def _build(self, layer: int, k: Tensor, v: Tensor, at: int) -> Tensor:
+    def _build(self, layer_kv: TieredLayer, k: Tensor, v: Tensor, at: int) -> Tensor:
         """Write rotated k and v, of the tokens from `at` on, to this layer's KV; return all of it.
 
         It is (2, Hkv, N, D).
         """
-        layer_kv = self._cache.layers[layer]
         end = at + len(k)
         kv = layer_kv.buffer
         if kv is None:
@@ -161,16 +180,21 @@ class Prefill:
             self._cache.link.wait(ticket)
 
 
-@torch.inference_mode()
 def copy_prefix(source: KVSource, cache: TieredCache, tokens: int) -> Iterator[int]:
     """Copy the KV of a source's first tokens to an empty cache, of the same layout.
 
     Yields each layer's index once it is copied; the cache has these tokens after the last step.
-    Between steps a source that is a cache may be decoded on, but not truncated below these tokens.
-    There are fewer tokens than in the prompt, so that its observers see the last ones. Raises
-    InsufficientMemoryError.
+    From now on a source that is a cache may be decoded on, but not truncated below these tokens.
+    There are fewer tokens than in the prompt, so that its observers see the last ones, and the
+    source is `resumable` after them. Raises InsufficientMemoryError.
     """
-    readers = source.host_readers()
+    return _copy_layers(source, source.host_readers(), cache, tokens)
+
+
+@torch.inference_mode()
+def _copy_layers(
+    source: KVSource, readers: Sequence[HostReader], cache: TieredCache, tokens: int
+) -> Iterator[int]:
     with Prefill(cache, tokens) as prefill:
         for index, (layer, read) in enumerate(zip(cache.layers, readers, strict=True)):
             on_device = _on_device(source, index)
@@ -178,10 +202,33 @@ def copy_prefix(source: KVSource, cache: TieredCache, tokens: int) -> Iterator[i
                 token_slice(layer.buffer, 0, tokens).copy_(token_slice(on_device, 0, tokens))
             else:
                 heads = range(cache.layout.heads)
-                blocks = (KVBlock(head, 0, read(head, 0, tokens)) for head in heads)
-                prefill.load_blocks(index, blocks)
+                held, window = read.segments or [Segment(0, tokens)], cache.layout.window
+                for _, part in loaded_segments(cache.layout, index, held, tokens):
+                    if read.segments and window is not None:
+                        part = Segment(max(part.start, part.end - window.kept), part.end)
+                    blocks = (KVBlock(head, part.start, read(head, *part)) for head in heads)
+                    prefill.load_blocks(index, blocks, part)
             yield index
     cache.truncate(tokens)
+
+
+def loaded_segments(
+    layout: KVLayout, layer: int, held: Sequence[Segment], tokens: int
+) -> list[tuple[Segment, Segment]]:
+    """Return what to load of a layer, for the first `tokens` of a sequence.
+
+    In a layer with a window, that is what `held` has at multiples of the step, and at last. Each is
+    a part of one of `held`, which precedes it in the result.
+    """
+    window = layout.window
+    if window is None or layer not in window.layers:
+        return [(each, Segment(0, tokens)) for each in held[:1]]
+    saved = sorted(each for each in held if each.end <= tokens and window.is_checkpoint(each))
+    parts = [(each, each) for each in saved]
+    if saved and saved[-1].end == tokens:
+        return parts
+    last = next(each for each in held if window.resumable(tokens, [each]) == tokens)
+    return [*parts, (last, Segment(last.start, tokens))]
 
 
 def _on_device(source: KVSource, layer: int) -> Tensor | None:

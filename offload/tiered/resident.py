@@ -90,7 +90,7 @@ class ResidentLayer(TieredLayer):
         def read(head: int, start: int, end: int) -> Tensor:
             return link.read_to_host(token_slice(kv[:, head : head + 1], start, end))[:, 0]
 
-        return read
+        return HostReader(read)
 
     def onload_deferred(self, length: int, boundary: int) -> None:
         assert self._host is not None

@@ -19,7 +19,8 @@ from offload.layout import KVLayout, ceil_div
 
 _MIN_COPY_BYTES = 2 << 20  # copies of this size or more run at line rate
 _MAX_RING_BYTES = 1 << 30
-RESIDENT, SPLIT, OFFLOADED = "resident", "split", "streamed"  # kinds of layers
+# kinds of layers
+_KINDS = RESIDENT, SPLIT, OFFLOADED, WINDOWED = "resident", "split", "streamed", "windowed"
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,16 @@ class LayerSpec:
     boundary are in a device tail, the prefix is in host memory, except for the high bytes of a
     split layer, which are on the device. For a deferred layer, prefill first writes to the host
     what belongs on the device (all KV of a resident layer, the high bytes of a split layer); it is
-    copied to the device after prefill.
+    copied to the device after prefill. A windowed layer has only its last tokens on the device, and
+    on the host those before some positions, from which another sequence may go on.
     """
 
     layout: KVLayout
     capacity: int  # tokens
-    kind: str  # resident, split or streamed
+    kind: str  # resident, split, streamed or windowed
     deferred: bool = False
     compressed: bool = False  # whether a streamed layer is split floats on the host
+    checkpoints: int = 0  # positions at which a windowed layer's last tokens are kept on the host
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,13 +74,24 @@ class LayerSpec:
     @property
     def host_bytes(self) -> int:
         """Return the bytes of host memory for its prefix, or all of it while it is deferred."""
+        if self.kind == WINDOWED:
+            return prod(self.checkpoints_shape) * self.layout.dtype.itemsize
         if self.kind == RESIDENT and not self.deferred:
             return 0
         return prod(self.planes_shape(self.host_planes)) if self.host_planes else self.nbytes
 
     @property
+    def checkpoints_shape(self) -> tuple[int, ...]:
+        """Return the shape of a windowed layer's checkpoints (n, 2, Hkv, kept, D) on the host."""
+        window = self.layout.window
+        kept = window.kept if window is not None else 0
+        return self.layout.shape(self.checkpoints, kept)
+
+    @property
     def streamed_bytes(self) -> int:
         """Return the bytes of host memory that a forward reads."""
+        if self.kind == WINDOWED:
+            return 0
         return replace(self, deferred=False).host_bytes
 
     @property
@@ -101,7 +115,7 @@ class LayerSpec:
 
     def device_bytes(self, prefill: bool) -> int:
         """Return its bytes on the device beside its tail, in prefill or when decoding."""
-        whole = self.nbytes if self.kind == RESIDENT else self.high_bytes
+        whole = self.nbytes if self.kind in (RESIDENT, WINDOWED) else self.high_bytes
         return OUTLIER_BYTES * self.outliers + (0 if prefill and self.deferred else whole)
 
 
@@ -120,7 +134,11 @@ class SharedBuffers:
 
 @dataclass(frozen=True)
 class TieredCacheSpec:
-    """The placement of a cache's layers, and how many tokens each tier of one rank holds."""
+    """The placement of a cache's layers, and how many tokens each tier of one rank holds.
+
+    The numbers of layers count those with full attention. All others, with a sliding window, are on
+    the device.
+    """
 
     layout: KVLayout
     capacity: int  # tokens of the whole sequence
@@ -188,7 +206,7 @@ class TieredCacheSpec:
 
     @property
     def offloaded_layers(self) -> int:
-        return self.layout.layers - self.resident_layers
+        return self.layout.full_layers - self.resident_layers
 
     @property
     def streamed_layers(self) -> int:
@@ -221,27 +239,36 @@ class TieredCacheSpec:
             (SPLIT, True): split,
             (OFFLOADED, False): self.streamed_layers,
         }
-        return {
+        counts = {
             LayerSpec(self.layout, self.capacity, *kind, self.compressed): count
             for kind, count in numbers.items()
             if count
         }
+        if (window := self.layout.window) is not None:
+            # those kept before the boundary, and the tail
+            tokens = min(self.capacity, window.kept + self.tail)
+            checkpoints = self.capacity // window.step if tokens < self.capacity else 0
+            spec = LayerSpec(self.layout, tokens, WINDOWED, checkpoints=checkpoints)
+            counts[spec] = len(window.layers)
+        return counts
 
     def layers(self) -> list[LayerSpec]:
         """Return each layer's spec.
 
-        Resident layers are spread evenly, so that the link is busy while they compute. The first
-        layer is one of them, to overlap with the first copy. Split layers are spread evenly over
-        the rest. The last layers of a kind are deferred.
+        Resident layers are spread evenly over those without a window, so that the link is busy
+        while they compute. The first one is resident, to overlap with the first copy. Split layers
+        are spread evenly over the rest. The last layers of a kind are deferred.
         """
-        by_kind: dict[str, list[LayerSpec]] = {RESIDENT: [], SPLIT: [], OFFLOADED: []}
+        by_kind: dict[str, list[LayerSpec]] = {kind: [] for kind in _KINDS}
         for layer, count in self.counts.items():
             by_kind[layer.kind] += count * [layer]
         is_split = iter(_spread(self.offloaded_layers, self.split_layers))
-        kinds = [
+        full_kinds = iter(
             RESIDENT if is_resident else SPLIT if next(is_split) else OFFLOADED
-            for is_resident in _spread(self.layout.layers, self.resident_layers)
-        ]
+            for is_resident in _spread(self.layout.full_layers, self.resident_layers)
+        )
+        windows = map(self.layout.window_of, range(self.layout.layers))
+        kinds = [next(full_kinds) if window is None else WINDOWED for window in windows]
         return [by_kind[kind].pop(0) for kind in kinds]
 
     @cached_property
@@ -284,11 +311,12 @@ class TieredCacheSpec:
     def device_breakdown(self, prefill: bool) -> dict[str, int]:
         """Return the device bytes by purpose, in prefill or when decoding."""
         buffers, itemsize = self.buffers, self.layout.dtype.itemsize
-        layers = {RESIDENT: 0, SPLIT: 0, OFFLOADED: 0}
+        layers = dict.fromkeys(_KINDS, 0)
         for layer, count in self.counts.items():
             layers[layer.kind] += count * layer.device_bytes(prefill)
         return {
             "resident layers": layers[RESIDENT],
+            "layers with a window": layers[WINDOWED],
             "ring, in prefill one layer": buffers.ring_numel * itemsize,
             "device tail": prod(buffers.tails) * itemsize,
             "high_bytes": layers[SPLIT] + layers[OFFLOADED],

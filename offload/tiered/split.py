@@ -281,7 +281,7 @@ class SplitLayer(OffloadedLayer):
             return torch.cat((prefix[:, 0], recent[:, head]), dim=1)
 
         cached_head = lru_cache(maxsize=1)(read_head)
-        return lambda head, start, end: token_slice(cached_head(head), start, end)
+        return HostReader(lambda head, start, end: token_slice(cached_head(head), start, end))
 
     def onload_deferred(self, length: int, boundary: int) -> None:
         host = self._host

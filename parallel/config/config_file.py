@@ -15,7 +15,8 @@ from offload.regular_files import read_json
 from parallel.config.families import FAMILIES, Family, expert_count, missing_fields
 from parallel.config.rope import with_known_rope
 from parallel.config.text_model import TIED, WRAPPER, text_fields
-from parallel.config_checks import bool_field
+from parallel.config.windows import layer_types
+from parallel.config_checks import FULL, bool_field
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.group_headers import GroupHeader, group_headers
 from parallel.formats.hub import fetch_headers
@@ -86,7 +87,7 @@ class ConfigFile(NamedTuple):
             pass  # named with all that is not supported
         if (family := FAMILIES.get(fields.get("model_type", ""))) is not None:
             # a larger model's config may leave it to the files
-            default = bool(tensors) if WRAPPER in fields else family.tied
+            default = family.tied or (bool(tensors) and WRAPPER in fields)
             tied = bool_field(fields, TIED, default)
             fields[TIED] = _is_tied(path.parent, tensors, tied)
         return cls(path, fields, bool(tensors), matrices)
@@ -171,8 +172,10 @@ def fields_for_transformers(fields: Mapping[str, Any], family: Family) -> dict[s
         hf_fields = {name: each for name, each in hf_fields.items() if name not in unused}
         hf_fields["mamba_n_heads"] = 1
     if hf_fields.get("model_type") == "exaone4" and "layer_types" not in hf_fields:
-        # without windows, where transformers divides by zero
-        hf_fields["layer_types"] = ["full_attention"] * hf_fields["num_hidden_layers"]
+        # transformers fails on patterns of letters, and without windows it divides by zero
+        has_window = fields.get("sliding_window", family.sliding_window)
+        kinds = layer_types(fields, family) if has_window else [FULL] * fields["num_hidden_layers"]
+        hf_fields["layer_types"] = kinds
     if hf_fields.get("sliding_window") is False:
         hf_fields["sliding_window"] = None
     return hf_fields

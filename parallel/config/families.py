@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from parallel.config.unsupported import unsupported_reason, window_part
+from parallel.config.unsupported import unsupported_reason
 from parallel.config_checks import (
     COUNT,
     COUNT_OR_NONE,
@@ -23,8 +23,11 @@ from parallel.config_checks import (
 )
 from parallel.errors import ConfigError
 
+GELU = "gelu_pytorch_tanh"
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 QKNorm = Literal["head", "width"]  # normalised per head, or over all heads together
+# those with a sliding window: all, the upper ones, or all but every so many
+WindowLayers = Literal["all", "upper", "pattern"]
 BranchNorms = tuple[str | None, str | None]  # names of a branch's norms: before it, after it
 
 
@@ -101,8 +104,14 @@ class Family:
     partial_rotary: float | None = None  # default part of a head that rotates; None: always all
     interleaved_rope: bool = False  # rotates adjacent dimensions, not the halves of a head
     sliding_window: int | None = None
-    uses_sliding_window: bool = True
-    is_nope_with_window: bool = False  # with any window, layers that have none have no RoPE
+    uses_sliding_window: bool | None = None  # default of a field for it; None: there is none
+    window_layers: WindowLayers | None = None  # None: windows are not supported
+    has_layer_types: bool = True  # false: transformers does not read the list
+    window_pattern: int | None = None  # every how many layers one has no window
+    has_pattern: bool = False  # whether a config may give it
+    max_window_layers: int = 28  # default of the first layer with a window, if it is the upper ones
+    is_nope_with_window: bool = False  # with any window, layers of full attention have no RoPE
+    windowed_theta: float | None = None  # RoPE base of layers with a window, if they have their own
     intermediate: str = "intermediate_size"  # config field with the MLP's intermediate size
     qkv_bias: bool = False  # always present, not configurable
     optional_biases: tuple[str, ...] = ()  # config fields that enable a bias
@@ -114,13 +123,34 @@ class Family:
     mlp: MlpNames = MLP
     has_nope_layers: bool = False
     has_multipliers: bool = False  # Granite's
+    is_gemma: bool = False  # norms, activation, embedding and scale of Gemma 3
     has_query_scaling: bool = False  # Llama 4's
     experts: ExpertNames | None = None
+
+    @property
+    def has_layer_kinds(self) -> bool:
+        """Return whether layers with a window have another RoPE than those without."""
+        return self.is_nope_with_window or self.windowed_theta is not None
 
 
 _BIASES = ("attention_bias", "mlp_bias")
 _POST_NORMS = Norms((None, "post_attention_layernorm"), (None, "post_feedforward_layernorm"))
 _FUSED_MLP = MlpNames(gate_up=("gate_up_proj",))
+_MISTRAL = Family(
+    max_positions=131_072,
+    kv_heads=8,
+    sliding_window=4096,
+    window_layers="all",
+    stop_tokens=(2,),
+)
+_OLMO2 = Family(
+    max_positions=2048,
+    norm_eps=1e-5,
+    stop_tokens=(50_279,),
+    optional_biases=("attention_bias",),
+    qk_norm="width",
+    norms=_POST_NORMS,
+)
 _GLM = Family(
     max_positions=131_072,
     kv_heads=2,
@@ -137,13 +167,15 @@ _GLM = Family(
 )
 FAMILIES = {
     "llama": Family(max_positions=2048, stop_tokens=(2,), optional_biases=_BIASES),
-    "mistral": Family(max_positions=131_072, kv_heads=8, sliding_window=4096, stop_tokens=(2,)),
+    "mistral": _MISTRAL,
+    "ministral": _MISTRAL,
     "qwen2": Family(
         max_positions=32_768,
         kv_heads=32,
         qkv_bias=True,
         sliding_window=4096,
         uses_sliding_window=False,
+        window_layers="upper",
     ),
     "qwen3": Family(
         max_positions=32_768,
@@ -153,6 +185,7 @@ FAMILIES = {
         qk_norm="head",
         sliding_window=4096,
         uses_sliding_window=False,
+        window_layers="upper",
     ),
     "smollm3": Family(
         max_positions=32_768,
@@ -171,6 +204,8 @@ FAMILIES = {
         qk_norm="head",
         sliding_window=4096,
         uses_sliding_window=False,
+        window_layers="all",
+        has_layer_types=False,
         experts=ExpertNames(
             "moe_intermediate_size", "mlp", gate="gate_proj", up="up_proj", down="down_proj"
         ),
@@ -181,6 +216,8 @@ FAMILIES = {
         norm_eps=1e-5,
         stop_tokens=(2,),
         rope_theta=1_000_000.0,
+        window_layers="all",
+        has_layer_types=False,
         experts=ExpertNames("intermediate_size", "block_sparse_moe", gate="w1", up="w3", down="w2"),
     ),
     "phi3": Family(
@@ -191,16 +228,39 @@ FAMILIES = {
         rope_types=("default", "longrope"),
         rope_aliases=("su", "yarn"),
         partial_rotary=1.0,
+        window_layers="all",
+        has_layer_types=False,
         fused_qkv=True,
         mlp=_FUSED_MLP,
     ),
-    "olmo2": Family(
-        max_positions=2048,
-        norm_eps=1e-5,
-        stop_tokens=(50_279,),
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
+        rope_theta=500_000.0,
+        sliding_window=4096,
+        window_layers="pattern",
+        window_pattern=4,
+        windowed_theta=500_000.0,
+    ),
+    "gemma3_text": Family(
+        max_positions=131_072,
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
+        stop_tokens=(1,),
+        rope_theta=1_000_000.0,
+        sliding_window=4096,
+        window_layers="pattern",
+        window_pattern=6,
+        has_pattern=True,
+        windowed_theta=10_000.0,
         optional_biases=("attention_bias",),
-        qk_norm="width",
-        norms=_POST_NORMS,
+        qk_norm="head",
+        norms=Norms(
+            ("input_layernorm", "post_attention_layernorm"),
+            ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        ),
+        is_gemma=True,
     ),
     "exaone4": Family(
         max_positions=2048,
@@ -208,6 +268,9 @@ FAMILIES = {
         norm_eps=1e-5,
         stop_tokens=(2,),
         sliding_window=4096,
+        window_layers="pattern",
+        window_pattern=4,
+        has_pattern=True,
         is_nope_with_window=True,
         qk_norm="head",
         norms=_POST_NORMS,
@@ -267,17 +330,19 @@ def family_of(fields: Mapping[str, Any]) -> Family:
     """
     kind = fields.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    window = None if family is None else window_part(fields, *_window_fields(fields, family))
-    if (reason := unsupported_reason(fields, FAMILIES, window)) or family is None:
+    if (reason := unsupported_reason(fields, FAMILIES)) or family is None:
         raise ConfigError(str(reason))
     check_fields(fields)
     if kind == "mistral" and "layer_types" in fields:
         raise ConfigError(
             "layer_types in a mistral config is not supported: it indicates a Ministral model."
         )
-    act = fields.get("hidden_act", "silu")
-    if act != "silu":
-        raise ConfigError(f"activation {quote(act)} is not supported; these families use silu.")
+    name, expected = ("hidden_activation", GELU) if family.is_gemma else ("hidden_act", "silu")
+    act = fields.get(name, expected)
+    if act != expected:
+        raise ConfigError(
+            f"activation {quote(act)} is not supported; models of type {kind} have {expected}."
+        )
     return family
 
 
@@ -354,6 +419,14 @@ def nope_layers(fields: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(layer for layer in layers if not has_rope[layer])
 
 
+def gemma_multipliers(fields: Mapping[str, Any], head_dim: int) -> dict[str, float]:
+    """Return Gemma's multipliers: query_pre_attn_scalar replaces the head dimension's scale."""
+    scalar = fields.get("query_pre_attn_scalar", 256)
+    check_number("query_pre_attn_scalar", scalar, COUNT)
+    query = 1.0 if scalar == head_dim else (head_dim / scalar) ** 0.5
+    return {"embedding_multiplier": fields["hidden_size"] ** 0.5, "query_multiplier": query}
+
+
 def multipliers(fields: Mapping[str, Any], head_dim: int) -> dict[str, float]:
     """Return Granite's multipliers. Its attention_multiplier replaces head_dim ** -0.5."""
     factors = {f"{part}_multiplier": 1.0 for part in ("embedding", "residual", "attention")}
@@ -363,42 +436,3 @@ def multipliers(fields: Mapping[str, Any], head_dim: int) -> dict[str, float]:
         check_number(name, factors[name], REAL)
     query = factors.pop("attention_multiplier") * head_dim**0.5
     return {**factors, "query_multiplier": query}
-
-
-def active_window(fields: Mapping[str, Any], family: Family) -> int | None:
-    """Return the size of the attention window in tokens, None if attention sees all tokens.
-
-    Raises ConfigError for a window smaller than `max_position_embeddings`. A window smaller than
-    the positions that RoPE scaling extends these to only limits the context.
-    """
-    window, is_used, positions = _window_fields(fields, family)
-    if family.is_nope_with_window and window is not None:
-        raise ConfigError(
-            f"sliding-window attention (sliding_window = {quote(window)}) is not supported: with "
-            "any window, even one that has no effect, layers without it have no RoPE."
-        )
-    is_used = bool_field({"use_sliding_window": is_used}, "use_sliding_window", False)
-    if is_used and window not in (None, False):
-        check_number("sliding_window", window, COUNT_OR_NONE)
-    if window and is_used:
-        if window < positions:
-            raise ConfigError(
-                f"sliding-window attention (sliding_window = {window}, of {positions} positions) "
-                "is not supported: every layer must see the whole context."
-            )
-        return int(window)
-    if "sliding_attention" in (fields.get("layer_types") or ()):
-        raise ConfigError(
-            "layer_types with sliding_attention is not supported: every layer must see the whole "
-            "context."
-        )
-    return None
-
-
-def _window_fields(fields: Mapping[str, Any], family: Family) -> tuple[Any, Any, Any]:
-    """Return the window, whether it is used, and the positions, with transformers' defaults."""
-    return (
-        fields.get("sliding_window", family.sliding_window),
-        fields.get("use_sliding_window", family.uses_sliding_window),
-        fields.get("max_position_embeddings", family.max_positions),
-    )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import one_line
-from offload.layout import KVLayout, ceil_div
+from offload.layout import KVLayout, SlidingWindow, ceil_div
 from parallel.config.config_file import ConfigFile, config_file, fields_for_transformers
 from parallel.config.families import (
     FAMILIES,
@@ -25,8 +25,8 @@ from parallel.config.families import (
     MoEConfig,
     Norms,
     QKNorm,
-    active_window,
     family_of,
+    gemma_multipliers,
     multipliers,
     nope_layers,
     read_experts,
@@ -43,9 +43,11 @@ from parallel.config.rope import (
     inverse_frequencies,
     query_scaling,
     read_rope,
+    read_windowed_rope,
     rope_factor,
 )
 from parallel.config.text_model import WRAPPER
+from parallel.config.windows import sliding_window
 from parallel.config_checks import COUNT, LAYERS, NORM_EPS, bool_field, check_number, is_positive
 from parallel.errors import ConfigError
 from parallel.formats.gguf.families import family_of as family_of_file
@@ -114,6 +116,9 @@ class ModelConfig:
     wrapper: str | None = field(default=None, repr=False)
     # Matrices that stay packed as in their file, by name, and how; the weights are the same
     kept_types: tuple[tuple[str, KeptType], ...] = field(default=(), repr=False)
+    sliding_window: SlidingWindow | None = None  # and the layers that have one
+    # RoPE of layers with a window, if it is another
+    windowed_rope: dict[str, Any] | None = field(default=None, hash=False)
     nope_layers: frozenset[int] = frozenset()  # layers without RoPE
     qk_norm: QKNorm | None = None
     norms: Norms = PRE_NORMS  # names of a layer's norms in the checkpoint
@@ -126,6 +131,9 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # scale of the outputs of attention and MLP
     query_multiplier: float = 1.0  # in addition to head_dim ** -0.5
     logits_scaling: float = 1.0  # divisor of the logits
+    # norms that multiply by 1 + weight in float32, GELU, and an embedding multiplier in the model's
+    # dtype, as in Gemma 3
+    is_gemma: bool = False
     query_scaling: QueryScaling | None = None
 
     def __post_init__(self) -> None:
@@ -233,6 +241,12 @@ class ModelConfig:
             )
         head_dim = head_dim or hidden // heads
         rope, rotary_dim = read_rope(fields, family, head_dim)
+        windows, limit = sliding_window(fields, family)
+        nope = nope_layers(fields) if family.has_nope_layers else frozenset()
+        window = fields.get("sliding_window", family.sliding_window)
+        if family.is_nope_with_window and window is not None:
+            layers = frozenset(range(fields["num_hidden_layers"]))
+            nope = layers - (windows.layers if windows is not None else frozenset())
         biases = {
             name: bool_field(fields, name, name in family.default_biases)
             for name in family.optional_biases
@@ -244,6 +258,8 @@ class ModelConfig:
         check_number(family.intermediate, intermediate, COUNT)
         max_positions = fields.get("max_position_embeddings", family.max_positions)
         trained = trained_positions(fields if source_fields is None else source_fields)
+        if family.is_gemma and trained is None:  # its positions include RoPE's factor
+            trained = int(max_positions / (rope.get("factor") or 1))
         dtype = fields.get("dtype") or fields.get("torch_dtype")
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         return cls(
@@ -267,10 +283,12 @@ class ModelConfig:
             rotary_dim=rotary_dim,
             trained_positions=trained,
             dense_positions=dense_positions(fields),
-            window=active_window(fields, family),
+            window=limit,
             wrapper=fields.get(WRAPPER),
             kept_types=(),
-            nope_layers=nope_layers(fields) if family.has_nope_layers else frozenset(),
+            sliding_window=windows,
+            windowed_rope=read_windowed_rope(fields, family, head_dim),
+            nope_layers=nope,
             qk_norm=family.qk_norm,
             norms=family.norms,
             fused_qkv=family.fused_qkv,
@@ -278,7 +296,9 @@ class ModelConfig:
             interleaved_rope=family.interleaved_rope,
             query_scaling=query_scaling(rope) if family.has_query_scaling else None,
             experts=None if family.experts is None else read_experts(fields, family.experts),
+            is_gemma=family.is_gemma,
             **(multipliers(fields, head_dim) if family.has_multipliers else {}),
+            **(gemma_multipliers(fields, head_dim) if family.is_gemma else {}),
         )
 
     def with_rope_scaling(self, rope: str | None) -> ModelConfig:
@@ -325,9 +345,10 @@ class ModelConfig:
             hint = f"; `rope` yarn:{factor} would extend them"
         raise ConfigError(f"`context` {tokens} is more than the model's {limit} positions{hint}.")
 
-    def has_experts(self, layer: int) -> bool:
-        """Return whether a layer has a mixture of experts instead of a dense MLP."""
-        return self.experts is not None and layer in self.experts.layers
+    @property
+    def full_layers(self) -> int:
+        """The number of layers with full attention, all others having a window."""
+        return self.layers - (len(self.sliding_window.layers) if self.sliding_window else 0)
 
     @property
     def max_context(self) -> int:
@@ -379,6 +400,11 @@ class ModelConfig:
 
         frequencies, scale = self.inverse_frequencies(tokens, length)
         rotary = Rotary(frequencies, scale, length, dtype, device, self.nope_layers)
+        if self.windowed_rope is not None and self.sliding_window is not None:
+            own = inverse_frequencies(
+                self.windowed_rope, self.rotary_dim, self.max_positions, tokens
+            )
+            rotary.rotate_windowed(*own, self.sliding_window.layers)
         if self.query_scaling is not None:
             rotary.scale_queries(*self.query_scaling)
         return rotary
@@ -391,7 +417,8 @@ class ModelConfig:
         """
         check_ranks(self.kv_heads, ranks)
         heads = share_size(self.kv_heads, ranks - 1 if rank is None else rank, ranks)
-        return KVLayout(self.layers, heads, self.head_dim, dtype, self.heads // self.kv_heads)
+        groups = self.heads // self.kv_heads
+        return KVLayout(self.layers, heads, self.head_dim, dtype, groups, self.sliding_window)
 
 
 def _read_config(path: Path, packed: bool, hub_name: str | None = None) -> ModelConfig:

@@ -91,4 +91,9 @@ def expert_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
 
 def moe_layers(config: ModelConfig) -> int:
     """Return the number of layers with experts."""
-    return sum(config.has_experts(layer) for layer in range(config.layers))
+    return sum(has_experts(config, layer) for layer in range(config.layers))
+
+
+def has_experts(config: ModelConfig, layer: int) -> bool:
+    """Return whether a layer has a mixture of experts instead of a dense MLP."""
+    return config.experts is not None and layer in config.experts.layers

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallel.config.rope import rope_object
-from parallel.config_checks import COUNT, check_number
+from parallel.config_checks import COUNT, FULL, check_number
 
 # Smallest plausible number of training positions: if dividing by RoPE's factor leaves at least as
 # many, max_position_embeddings is taken to include the factor.
@@ -21,7 +21,9 @@ def trained_positions(fields: Mapping[str, Any]) -> int | None:
     name = "original_max_position_embeddings"
     positions: Any = fields.get(name)
     if positions is None:
-        positions = rope_object(fields).get(name)
+        rope = rope_object(fields)
+        nested = rope.get(FULL)  # present if each kind of layer has its own
+        positions = (nested if isinstance(nested, Mapping) else rope).get(name)
     if positions is not None:
         check_number(name, positions, COUNT)
     return positions

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel.config.families import Family
-from parallel.config_checks import SCALE, Number, check_number, is_positive, quote
+from parallel.config_checks import (
+    FULL,
+    SCALE,
+    SLIDING,
+    Number,
+    check_number,
+    is_positive,
+    quote,
+)
 from parallel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,9 +95,18 @@ def read_rope(
     """Return rope_parameters in transformers' current form, and the number of rotary dimensions.
 
     Older forms of the config are read as well. The rotary dimensions are the first ones of a head.
-    Raises ConfigError for an unsupported RoPE type and for invalid numbers.
+    Of a family with two kinds of layers, it is the RoPE of those without a window. Raises
+    ConfigError for an unsupported RoPE type and for invalid numbers.
     """
     rope = rope_object(fields)
+    if family.windowed_theta is not None:
+        scaling = dict(fields.get("rope_scaling") or {})
+        if {FULL, SLIDING} & scaling.keys():
+            raise ConfigError(
+                f"the model's config gives rope_scaling = {quote(scaling)}; it must be that of "
+                f"{FULL} alone."
+            )
+        rope = {**_of_kind(fields, FULL), **scaling}
     if family.has_query_scaling:
         rope = rope or dict(_MINISTRAL3)
         rope.pop("max_position_embeddings", None)  # unused
@@ -109,7 +127,7 @@ def read_rope(
         positions = fields.get("max_position_embeddings", family.max_positions)
         # a field beside rope_parameters takes precedence over the one within
         original = fields.get("original_max_position_embeddings", family.original_positions)
-        if original is not None:
+        if original is not None and family.windowed_theta is None:
             rope["original_max_position_embeddings"] = original
         rope.setdefault("original_max_position_embeddings", positions)
     _check_numbers(rope, kind)
@@ -118,6 +136,51 @@ def read_rope(
     if kind == "dynamic" and rotary_dim < 4:
         raise ConfigError(f"RoPE type 'dynamic' needs more than {rotary_dim} rotary dimensions.")
     return rope, rotary_dim
+
+
+def read_windowed_rope(
+    fields: Mapping[str, Any], family: Family, head_dim: int
+) -> dict[str, Any] | None:
+    """Return the RoPE of layers with a window, as `read_rope`; None if it is that of the others.
+
+    Raises ConfigError.
+    """
+    theta = family.windowed_theta
+    if theta is None:
+        return None
+    rope = _of_kind(fields, SLIDING)
+    local = fields.get("rope_local_base_freq", theta) if family.is_gemma else theta
+    rope.setdefault("rope_theta", local)
+    if _rope_type(rope) in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"RoPE type {quote(_rope_type(rope))}, which depends on the length of a sequence, is "
+            f"not supported in layers of {SLIDING}."
+        )
+    ignored = "rope_scaling", "original_max_position_embeddings"
+    own = {name: each for name, each in fields.items() if name not in ignored}
+    plain = replace(family, windowed_theta=None)
+    return read_rope({**own, "rope_parameters": rope}, plain, head_dim)[0]
+
+
+def _of_kind(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the rope_parameters of one kind of layers; empty if a config gives none.
+
+    Raises ConfigError if they are not objects by kind.
+    """
+    rope_object(fields)  # checks the type
+    rope = fields.get("rope_parameters") or {}
+    if rope and not {FULL, SLIDING} & rope.keys():
+        raise ConfigError(
+            f"the model's config gives rope_parameters = {quote(rope)}; it must have those of "
+            f"{FULL} and of {SLIDING}."
+        )
+    own = rope.get(kind)
+    if not isinstance(own, Mapping | None):
+        raise ConfigError(
+            f"the model's config gives rope_parameters of {kind} = {quote(own)}; they must be an "
+            "object."
+        )
+    return dict(own or {})
 
 
 def inverse_frequencies(
@@ -163,15 +226,18 @@ def query_scaling(rope: Mapping[str, Any]) -> QueryScaling | None:
 
 
 def with_known_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return a modifiable copy of a config.json's fields, with LongRoPE's current type name.
+    """Return a modifiable copy of a config.json's fields, with current names of RoPE's type.
 
-    transformers renames the older names itself, but only after a check that rejects them.
+    transformers renames LongRoPE's older names itself, but only after a check that rejects them,
+    and where layers have kinds, it does not read the field's older name.
     """
     copied = deepcopy(dict(fields))
     for name in ("rope_scaling", "rope_parameters"):
         rope = copied.get(name)
         if isinstance(rope, Mapping) and _rope_type(rope) in family.rope_aliases:
             copied[name] = {**rope, "rope_type": "longrope"}
+        elif isinstance(rope, Mapping) and "type" in rope and family.windowed_theta is not None:
+            copied[name] = {**rope, "rope_type": _rope_type(rope)}
     return copied
 
 

@@ -16,6 +16,7 @@ TIED = "tie_word_embeddings"
 # Types of models for images and text whose text model is one of another type: their own files name
 # it, or it is this.
 _WRAPPERS = {
+    "gemma3": "gemma3_text",
     "internvl": None,
     "llava": None,
     "mistral3": None,
@@ -37,8 +38,16 @@ _QWEN2_VL = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
     "eos_token_id": 151_645,
+    "max_window_layers": 80,
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {  # keys: types of text models, or of larger ones
+    "gemma3_text": {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "vocab_size": 262_208,
+    },
     "llama": {**_SIZES, "intermediate_size": 11_008},
     "mistral": {**_SIZES, "intermediate_size": 14_336},
     "qwen2_vl": _QWEN2_VL,
@@ -94,6 +103,8 @@ def _inner(kind: str, fields: Mapping[str, Any], inner: Mapping[str, Any]) -> di
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(text.get(name), Mapping):
             text[name] = _without_mrope(text[name])
+    if kind == "qwen3_vl":  # its text model ignores windows
+        text["use_sliding_window"] = False
     for known in (text["model_type"], kind):
         if isinstance(known, str):
             text = {**_DEFAULTS.get(known, {}), **text}

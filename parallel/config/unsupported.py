@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from parallel.config.text_model import OTHER_TYPES, WRAPPER
-from parallel.config_checks import quote
+from parallel.config_checks import FULL, SLIDING, quote
 from parallel.formats.quantisation import (
     READABLE,
     Quantisation,
@@ -28,12 +28,13 @@ _FOREIGN_FIELDS = {
     "state_size": "recurrent layers",
     "linear_num_key_heads": "linear attention",
     "conv_L_cache": "convolutional layers",
+    "use_bidirectional_attention": "attention to later tokens",
 }
 # fields of recurrent layers, which a hybrid need not have: its list of layers decides
 _HYBRID_FIELDS = ("mamba_d_state",)
 _RECURRENT = ("mamba", "hybrid", "linear")  # parts of the names of recurrent layers
 _LAYER_LISTS = ("layer_types", "layers_block_type")
-_ATTENTION_TYPES = {"full_attention", "sliding_attention", "attention"}
+_ATTENTION_TYPES = {FULL, SLIDING, "attention"}
 # config of the text model within a wrapper
 _TEXT_FIELDS = ("text_config", "llm_config", "language_config")
 _SINK_TYPES = ("gpt_oss",)  # types with attention sinks that their configs do not mention
@@ -46,19 +47,11 @@ _CONVERSIONS = {  # hints on models that need custom code but can be converted
 }
 
 
-def unsupported_reason(
-    fields: Mapping[str, Any], supported: Iterable[str], window: str | None = None
-) -> str | None:
+def unsupported_reason(fields: Mapping[str, Any], supported: Iterable[str]) -> str | None:
     """Return why a model with this config.json is not supported; None if no reason is found.
 
     All unsupported features are named, including those of a wrapper's `text_config`; quantised
-    weights come last, because the user can change them.
-
-    Args:
-        fields: those of the model's config.json.
-        supported: the supported model types.
-        window: the description of a supported type's sliding window, None without one. A window
-            alone is not a reason, since whether it has an effect also depends on RoPE.
+    weights come last, because the user can change them. `supported`: the supported model types.
     """
     kind, supported = fields.get("model_type"), tuple(supported)
     known = kind in supported
@@ -66,8 +59,6 @@ def unsupported_reason(
     inner = {} if known else next(wrapped, {})
     parts = list(dict.fromkeys([*_parts(fields, known), *_parts(inner, known)]))
     quantised = _quantised_part(fields) or _quantised_part(inner)
-    if window is not None and (parts or quantised):
-        parts.append(window)
     if quantised is not None:
         parts.append(quantised + (f" (use {READABLE})" if known and not parts else ""))
     if known:
@@ -89,20 +80,15 @@ def unsupported_reason(
     return " ".join(reasons)
 
 
-def window_part(fields: Mapping[str, Any], window: Any, is_used: Any, positions: Any) -> str | None:
-    """Return a description of sliding windows shorter than the positions; None without any.
-
-    Args:
-        fields: those of the config.
-        window: size of the window in tokens, if any.
-        is_used: whether windows are in use.
-        positions: number of the model's positions.
-    """
+def _window_part(fields: Mapping[str, Any]) -> str | None:
+    """Return a description of sliding windows shorter than the positions; None without any."""
+    window, positions = fields.get("sliding_window"), fields.get("max_position_embeddings")
     limit = positions if type(positions) is int else inf
+    is_used = fields.get("use_sliding_window", True)
     if is_used and type(window) is int and 0 < window < limit:
         return f"sliding_window = {window} (sliding-window attention)"
-    if any("sliding_attention" in _kinds(fields, name) for name in _LAYER_LISTS):
-        return "layer_types with sliding_attention (sliding-window attention)"
+    if any(SLIDING in _kinds(fields, name) for name in _LAYER_LISTS):
+        return f"layer_types with {SLIDING} (sliding-window attention)"
     return None
 
 
@@ -123,9 +109,7 @@ def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
     for name in _LAYER_LISTS:
         if others := sorted(_kinds(fields, name) - _ATTENTION_TYPES):
             yield f"{name} with {', '.join(others)} (layers that are not attention)"
-    usage = (fields.get("sliding_window"), fields.get("use_sliding_window", True))
-    window = window_part(fields, *usage, fields.get("max_position_embeddings"))
-    if window is not None and not known:
+    if not known and (window := _window_part(fields)) is not None:
         yield window
 
 

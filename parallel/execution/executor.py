@@ -8,7 +8,7 @@ between any two forwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -77,6 +77,7 @@ class CopiedPrefix:
 
     source: OpenSequence
     tokens: int
+    layers: Iterator[int]  # copies a layer in each step
 
 
 class Command(Protocol):

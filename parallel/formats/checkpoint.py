@@ -115,6 +115,8 @@ class Checkpoint(ABC):
     """
 
     described_by = "config.json"  # source of the expected shapes, for messages
+    # whether the weights of norms are stored less 1 in models that add it (Gemma)
+    norms_have_offset = True
 
     def __init__(self, path: Path):
         self.path = path

@@ -22,34 +22,53 @@ from parallel.weights.packed import Slice, reorder_heads
 
 
 class RMSNorm(Module):
-    """x / rms(x) * weight, with the mean square in float32 (Zhang and Sennrich 2019)."""
+    """x / rms(x) * weight, with the mean square in float32 (Zhang and Sennrich 2019).
 
-    def __init__(self, size: int, eps: float):
+    If `is_gemma`, the weight is in float32 in any model, and multiplies before the result is
+    rounded (transformers, modeling_gemma3.py).
+    """
+
+    def __init__(self, size: int, eps: float, is_gemma: bool = False):
         super().__init__()
         self.weight = empty_parameter(size)
         self.eps = eps
+        self.is_gemma = is_gemma
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         """Read the tensor NAME.weight (size,)."""
-        self.weight.copy_(checkpoint.tensor(f"{name}.weight", tuple(self.weight.shape))[:])
+        load_norm(self.weight, checkpoint, name, self.is_gemma)
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = x.shape[-1:]
-        return map_blocks(lambda rows: F.rms_norm(rows, shape, self.weight, self.eps), x)
+        return map_blocks(lambda rows: rms_norm(rows, self.weight, self.eps), x)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMSNorm over the last dimension of x; a float32 weight multiplies in float32."""
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def load_norm(weight: Tensor, checkpoint: Checkpoint, name: str, is_gemma: bool) -> None:
+    """Fill a norm's weight from the tensor NAME.weight; Gemma's safetensors have it less 1."""
+    tensor = checkpoint.tensor(f"{name}.weight", tuple(weight.shape))[:]
+    if is_gemma and checkpoint.norms_have_offset:
+        tensor = 1 + tensor.float()
+    weight.copy_(tensor)
 
 
 class HeadNorms(Module):
     """The RMSNorms of each head's queries and of its keys, replicated on every rank."""
 
-    def __init__(self, head_dim: int, eps: float):
+    def __init__(self, head_dim: int, eps: float, is_gemma: bool = False):
+        """`is_gemma`: as in `RMSNorm`."""
         super().__init__()
         self.weights = empty_parameter(2, head_dim)
         self.eps = eps
+        self.is_gemma = is_gemma
 
     def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
         """Read the tensors NAME.weight (head_dim,)."""
         for name, weight in zip(names, self.weights, strict=True):
-            weight.copy_(checkpoint.tensor(f"{name}.weight", tuple(weight.shape))[:])
+            load_norm(weight, checkpoint, name, self.is_gemma)
 
     def forward(self, parts: Sequence[Tensor], first: int = 0) -> list[Tensor]:
         """Normalize queries and keys (T, heads * head_dim), or those from `first` on."""
@@ -60,7 +79,7 @@ class HeadNorms(Module):
 
     def _norm(self, weight: Tensor, x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (-1, len(weight)))
-        return F.rms_norm(heads, weight.shape, weight, self.eps).flatten(1)
+        return rms_norm(heads, weight, self.eps).flatten(1)
 
 
 class WidthNorms(Module):

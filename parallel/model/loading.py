@@ -163,8 +163,9 @@ def _empty_model(
         if isinstance(module, Matrix):  # allocated by loading, in the form in which it is stored
             module.prepare(dtype, group.device)
             continue
+        own = torch.float32 if getattr(module, "is_gemma", False) else dtype
         for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty(parameter.shape, dtype=dtype, device=group.device)
+            empty = torch.empty(parameter.shape, dtype=own, device=group.device)
             setattr(module, name, Parameter(empty, requires_grad=False))
     return model
 

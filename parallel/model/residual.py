@@ -21,7 +21,8 @@ class Branch(Module):
         super().__init__()
         self.norm_names = norm_names
         self.pre_norm, self.post_norm = (
-            None if name is None else RMSNorm(config.hidden, config.norm_eps) for name in norm_names
+            None if name is None else RMSNorm(config.hidden, config.norm_eps, config.is_gemma)
+            for name in norm_names
         )
         self.multiplier = config.residual_multiplier
 
@@ -54,13 +55,14 @@ class Mlp(Branch):
         super().__init__(config, config.norms.mlp)
         outputs = [config.intermediate] * 2
         self.names = config.mlp_names
+        self.gated = _gelu_gated if config.is_gemma else _gated
         self.gate_up = ColumnParallelLinear(group, config.hidden, outputs, config.mlp_bias)
         self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
 
     def forward(self, x: Tensor) -> AsyncSum:
         """Transform x (T, hidden); return a pending all-reduce (T, hidden)."""
         gate, up = self.gate_up(self.pre(x))
-        return self.post(self.down(map_blocks(_gated, gate, up)))
+        return self.post(self.down(map_blocks(self.gated, gate, up)))
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norms(checkpoint, prefix)
@@ -71,3 +73,7 @@ class Mlp(Branch):
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def _gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up

@@ -17,7 +17,7 @@ from offload.kernels.batch_invariant_shape import ROW_BLOCK
 from offload.tiered.prefill import OBSERVED_ROWS
 from parallel.batch_invariant import batch_invariant
 from parallel.config.model_config import ModelConfig
-from parallel.config.parameter_count import head_rows
+from parallel.config.parameter_count import has_experts, head_rows
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.layers import (
     ColumnParallelLinear,
@@ -101,7 +101,7 @@ class Attention(Branch):
         self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias, units)
         self.qk_norm: HeadNorms | WidthNorms | None = None
         if config.qk_norm == "head":
-            self.qk_norm = HeadNorms(config.head_dim, config.norm_eps)
+            self.qk_norm = HeadNorms(config.head_dim, config.norm_eps, config.is_gemma)
         elif config.qk_norm == "width":
             self.qk_norm = WidthNorms(group, outputs[:2], units[:2], config.norm_eps)
         self.o = RowParallelLinear(group, queries, config.hidden, config.o_bias, own_queries)
@@ -146,7 +146,7 @@ class DecoderLayer(Module):
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, index: int):
         super().__init__()
         self.attention = Attention(config, group, index)
-        mlp = SparseMoE if config.has_experts(index) else Mlp
+        mlp = SparseMoE if has_experts(config, index) else Mlp
         self.mlp: Mlp | SparseMoE = mlp(config, group)
 
     def forward(self, x: Tensor, cache: Attends, start: int) -> Tensor:
@@ -198,7 +198,7 @@ class Transformer(Module):
         self.layers = ModuleList(
             DecoderLayer(config, group, index) for index in range(config.layers)
         )
-        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.norm = RMSNorm(config.hidden, config.norm_eps, config.is_gemma)
         self.head = self.embed
         if not config.tied:
             self.head = VocabParallelEmbedding(group, config.vocab, config.hidden)
@@ -264,9 +264,9 @@ class Transformer(Module):
         Returns:
             Steps, each a chunk of a layer, with the logits (1, V) that follow the last token.
         """
-        x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
+        x = tokens.new_empty(len(tokens), self.config.hidden, dtype=self.embed.weight.dtype)
         for chunk in in_chunks(tokens, max_chunk):
-            x[chunk.start : chunk.end] = self._embed(chunk.x)
+            x[chunk.start : chunk.end] = self._embed(chunk.x)  # (T, hidden)
         *others, last = (cast(DecoderLayer, layer) for layer in self.layers)
         units = len(x) * len(self.layers)
         for index, layer in enumerate(others):
@@ -302,4 +302,6 @@ class Transformer(Module):
         """Return the hidden states (T, hidden) of tokens (T,) at the first layer."""
         x = self.embed(tokens)
         multiplier = self.config.embedding_multiplier
+        if self.config.is_gemma:
+            multiplier = torch.tensor(multiplier, dtype=x.dtype).item()
         return x if multiplier == 1.0 else x * multiplier

@@ -59,7 +59,7 @@ def test_longrope_factors_are_selected_by_the_maximum_length() -> None:
         # transformers, in one forward over the whole sequence
         cos, _ = embedding(torch.ones(1), torch.arange(length)[None])
         rotary = config.rotary(prompt, length, torch.float32, CPU)
-        torch.testing.assert_close(rotary.cos[:, 0], cos[0], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(rotary.tables.cos[:, 0], cos[0], atol=1e-6, rtol=1e-6)
 
 
 def test_nope_layers_are_not_rotated() -> None:

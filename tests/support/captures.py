@@ -52,10 +52,11 @@ def stale_graph(function: LogitsFn) -> LogitsFn:
 def fixed_slot_graph(function: LogitsFn) -> LogitsFn:
     """Return a graph that always writes to the slots of its capture."""
     _, _, static, _ = function.args  # type: ignore[attr-defined]
-    captured = static._places.clone()
+    captured = [each.clone() for each in static._places]
 
     def replay() -> Tensor:
-        static._places.copy_(captured)
+        for each, saved in zip(static._places, captured, strict=True):
+            each.copy_(saved)
         return function()
 
     return replay
@@ -66,10 +67,12 @@ def unpadded_graph(function: LogitsFn) -> LogitsFn:
     _, tokens, static, _ = function.args  # type: ignore[attr-defined]
 
     def replay() -> Tensor:
-        places = static._places.clone()
-        static._places[:, 0].fill_(len(tokens) // len(places))
+        places = [each.clone() for each in static._places]
+        for each in static._places:
+            each[:, 0].fill_(len(tokens) // len(each))
         out = function()
-        static._places.copy_(places)
+        for each, saved in zip(static._places, places, strict=True):
+            each.copy_(saved)
         return out
 
     return replay

@@ -27,4 +27,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "seed_oss": {"family": "seed_oss"},
     "glm": {"family": "glm", "seed": 1},
     "glm4": {"family": "glm4"},
+    # layers with a window, all of them or all but the second of three
+    "mistral-window": {"family": "mistral", "sliding_window": 24, "seed": 1},
+    "exaone4-window": {
+        "family": "exaone4",
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gemma3_text": {"family": "gemma3_text"},
+    "olmo3": {"family": "olmo3"},
 }

@@ -30,6 +30,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "ministral3": "mistral3",
     "granitemoehybrid": "granite",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
 }
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")  # their Q and K have interleaved heads
 MULTIPLIERS = {
@@ -107,6 +109,7 @@ def convert(
     writer = GGUFWriter(path, name, split_max_tensors=part_tensors)
     _describe(writer, hf)
     _add_rope(writer, hf)
+    _add_windows(writer, hf)
     if (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, folder)
     for name, value in metadata.items():
@@ -121,6 +124,8 @@ def convert(
             continue
         weight = tensor.float().numpy()
         part = tensor_name.split(".")[-2]
+        if hf.model_type == "gemma3_text" and "norm" in part:
+            weight = weight + 1
         if part in heads and writer.arch in PERMUTED:
             weight = interleave_heads(weight, heads[part])
         if weight.ndim == 1 or kind == Kind.F32:
@@ -223,7 +228,7 @@ def _describe(writer: GGUFWriter, hf: Any) -> None:
 
 def _add_rope(writer: GGUFWriter, hf: Any) -> None:
     """Add the RoPE parameters as the converter does: tensors of factors for llama3 and LongRoPE."""
-    rope = hf.rope_parameters
+    rope = hf.rope_parameters.get("full_attention", hf.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     size = hf.hidden_size // hf.num_attention_heads
     if hf.model_type == "ministral3":
@@ -235,6 +240,12 @@ def _add_rope(writer: GGUFWriter, hf: Any) -> None:
         writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1.0)))
         writer.add_rope_scaling_orig_ctx_len(hf.original_max_position_embeddings)
         writer.add_sliding_window(hf.sliding_window or 0)
+    _add_rope_factors(writer, hf, rope)
+
+
+def _add_rope_factors(writer: GGUFWriter, hf: Any, rope: dict[str, Any]) -> None:
+    """Add what scales the positions."""
+    size = hf.hidden_size // hf.num_attention_heads
     if rope["rope_type"] == "llama3":
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](hf, torch.device("cpu"))
         plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
@@ -253,6 +264,16 @@ def _add_rope(writer: GGUFWriter, hf: Any) -> None:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         if "attention_factor" in rope:
             writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+
+
+def _add_windows(writer: GGUFWriter, hf: Any) -> None:
+    """Add the sliding window, and which layers have one."""
+    if hf.model_type not in ("exaone4", "gemma3_text", "olmo3") or not hf.sliding_window:
+        return
+    writer.add_sliding_window(hf.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in hf.layer_types])
+    if "sliding_attention" in hf.rope_parameters:
+        writer.add_rope_freq_base_swa(hf.rope_parameters["sliding_attention"]["rope_theta"])
 
 
 def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:

@@ -28,6 +28,7 @@ class DelayingLink(EmulatedLink):
         self._random, self._delay = random.Random(seed), delay
         super().__init__(CPU, rate=1e9)
 
+    @torch.inference_mode()  # destinations may be inference tensors
     def _run(self, jobs: Jobs) -> None:
         while job := jobs.get():
             pairs, _, done = job

@@ -80,6 +80,25 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         },
     },
     "seed_oss": {"head_dim": 12, "pad_token_id": None},
+    # the second of three layers has no window
+    "gemma3_text": {
+        "head_dim": 12,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "pad_token_id": None,
+    },
+    "olmo3": {
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+        },
+        "pad_token_id": None,
+    },
     "glm": {"head_dim": 16, "pad_token_id": None, "eos_token_id": 2},
     "glm4": {"head_dim": 16, "pad_token_id": None, "eos_token_id": 2},
     "granite": {
@@ -139,7 +158,8 @@ def build_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * scale
-            parameter.copy_(1 + noise if "norm" in name else noise)
+            is_scale = "norm" in name and not family.startswith("gemma")
+            parameter.copy_(1 + noise if is_scale else noise)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

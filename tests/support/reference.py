@@ -41,6 +41,14 @@ def reference_attention(
     return torch.einsum("htn,nhd->thd", scores.softmax(-1), v), scores.logsumexp(-1).transpose(0, 1)
 
 
+def window_mask(rows: int, keys: int, window: int | None) -> Tensor | None:
+    """Return the mask (rows, keys) of the last rows that hides keys before a window."""
+    if window is None:
+        return None
+    distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
+    return torch.zeros(rows, keys).masked_fill(distance >= window, -torch.inf)
+
+
 def random_rotary(layout: KVLayout, length: int, scale: float = 1.0) -> Rotary:
     """Return RoPE tables of `length` positions, with the usual frequencies.
 
@@ -67,7 +75,8 @@ class PlainCache(Cache):
         kv = torch.cat((self.kv[layer, :, :start], new_kv), dim=1)  # (2, N, Hkv, D)
         self._new = [*self._new[:layer], kv]
         q = self.rotary.queries(q, start, layer)
-        return reference_attention(q, kv[0], kv[1], causal=True)[0].to(q.dtype)
+        mask = window_mask(len(q), kv.shape[1], self.layout.window_of(layer))
+        return reference_attention(q, kv[0], kv[1], causal=True, mask=mask)[0].to(q.dtype)
 
     def advance(self, rows: int) -> None:
         super().advance(rows)

@@ -201,7 +201,7 @@ def _requirements(
     if small is not None:
         small = choose_weights(small, settings.weights, machine, kind, memory, target)
     target.kv_layout(ranks, kind)  # raises if the heads cannot be split over ranks
-    settings.check_layers(target.layers)
+    settings.check_layers(target.full_layers)
     return Requirements(
         target=target,
         draft=small,

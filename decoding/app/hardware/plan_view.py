@@ -23,6 +23,7 @@ from offload.errors import TierForceError
 _TIERS = {
     "weights": "weights",
     "resident layers": "KV of on-device layers",
+    "layers with a window": "KV of layers with a window",
     "ring, in prefill one layer": "transfer ring",
     "device tail": "device tail (recent tokens)",
     "high_bytes": "high bytes of split KV",
@@ -99,6 +100,9 @@ def times_table(plans: Plans) -> Table:
     if best.retrieval_layers:
         budget = best.requirements.strategy.budget
         table.add_row("retrieval budget", f"{budget:,} tokens per head")
+    target = best.requirements.target
+    if windowed := target.layers - target.full_layers:
+        table.add_row("layers with a window", f"{windowed}")
     table.add_row("on-device layers", f"{best.memory.resident_layers}")
     table.add_row("offloaded layers", f"{best.layers_on_host}")
     if split := best.memory.split_layers:

@@ -134,7 +134,7 @@ def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
         threads = torch.get_num_threads()
         where = f"{group.size} x CPU with {threads} thread{'s' if threads > 1 else ''}"
     dtype = dtype_name(models.dtype)
-    layers = models.target.config.layers
+    layers, full = models.target.config.layers, models.target.config.full_layers
     offloaded = plan.layers_on_host if plan is not None else 0
     modes = models.requirements.candidate_modes if offloaded else [models.mode]
     line = f"{where}; {dtype}, {' or '.join(modes)}, context {engine.context:,}"
@@ -145,9 +145,11 @@ def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
         line += f"; weights packed, {packed:.2f} GB{each} ({whole:.2f} in {dtype})"
     if plan is None:
         return line
-    line += f"; at {prompt:,} prompt tokens, KV of {offloaded} of {layers} layers in host memory"
+    line += f"; at {prompt:,} prompt tokens, KV of {offloaded} of {full} layers in host memory"
     if split := plan.memory.split_layers:
         line += f", {split} of them split, with high bytes on the device"
+    if layers > full:
+        line += f"; {layers - full} layers have a sliding window"
     return line
 
 

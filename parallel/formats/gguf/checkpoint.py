@@ -101,6 +101,7 @@ class GgufCheckpoint(Checkpoint):
     """The tensors of a GGUF file, or of all parts of a split model, by its first."""
 
     described_by = "its metadata"
+    norms_have_offset = False
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -127,7 +128,9 @@ class GgufCheckpoint(Checkpoint):
         return _FLOAT_DTYPES.get(kinds.most_common(1)[0][0] if kinds else "F32", torch.bfloat16)
 
     def _open_tensor(self, name: str) -> GgufTensor:
-        return GgufTensor(self._infos[name], self._target_dtype, self._keeps_blocks)
+        info = self._infos[name]
+        dtype = torch.float32 if len(info.shape) == 1 else self._target_dtype  # norms, biases
+        return GgufTensor(info, dtype, self._keeps_blocks)
 
     def _file_of(self, name: str) -> Path:
         return self._infos[name].path

@@ -51,6 +51,7 @@ class GgufFamily:
     expected: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # only these values
     # parts that have a bias, in all layers or in none, each group of them on its own
     biases: tuple[tuple[str, ...], ...] = ()
+    has_windows: bool = False  # whether a sliding window means that of the model type
     ignored: tuple[str, ...] = ()  # prefixes of metadata without effect on the language model
 
     def expert_count(self, fields: Mapping[str, Any]) -> int:
@@ -127,6 +128,14 @@ _QWEN3_MOE = GgufFamily(
     constants={"norm_topk_prob": True},
     biases=((*_QKV, "attn_output"),),
 )
+_OLMO3 = GgufFamily(
+    "olmo3",
+    {**_POST_NORMS, **_QK_NORMS, **_PROJECTIONS, **_MLP},
+    fields={"rope.freq_base_swa": "rope_local_base_freq"},
+    rope={"rope.scaling.attn_factor": "attention_factor"},
+    biases=((*_QKV, "attn_output"),),
+    has_windows=True,
+)
 _IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral and Mixtral
     "llama": _LLAMA_FAMILY,
@@ -155,16 +164,27 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             "ffn_down": "mlp.down_proj",
         },
         rope={"rope.scaling.attn_factor": "attention_factor"},
+        has_windows=True,
     ),
-    "olmo2": GgufFamily(
-        "olmo2",
-        {**_POST_NORMS, **_QK_NORMS, **_PROJECTIONS, **_MLP},
-        biases=((*_QKV, "attn_output"),),
-    ),
+    "olmo2": replace(_OLMO3, model_type="olmo2", fields={}, rope={}, has_windows=False),
     "exaone4": GgufFamily(
         "exaone4",
         {**_POST_NORMS, **_QK_NORMS, **_PROJECTIONS, **_MLP},
         constants={"sliding_window": None},
+        has_windows=True,
+    ),
+    "gemma3": GgufFamily(
+        "gemma3_text",
+        {
+            **_POST_NORMS,
+            **_QK_NORMS,
+            **_PROJECTIONS,
+            **_MLP,
+            "attn_norm": "input_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+        },
+        fields={"rope.freq_base_swa": "rope_local_base_freq"},
+        has_windows=True,
     ),
     "seed_oss": GgufFamily(
         "seed_oss",
@@ -215,5 +235,9 @@ def family_of(header: GgufHeader) -> GgufFamily:
             f"{header.path}: architecture {quote(name)} is not supported in GGUF files; "
             f"supported are {', '.join(FAMILIES)}."
         )
-    has_experts = name == "llama" and header.metadata.get("llama.expert_count")
-    return _MIXTRAL if has_experts else FAMILIES[name]
+    if name == "llama" and header.metadata.get("llama.expert_count"):
+        return _MIXTRAL
+    family = FAMILIES[name]
+    if name == "olmo2" and header.metadata.get("olmo2.attention.sliding_window"):
+        return _OLMO3
+    return family

@@ -12,7 +12,16 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from parallel.config_checks import COUNT, COUNT_OR_NONE, NORM_EPS, Number, is_positive, quote
+from parallel.config_checks import (
+    COUNT,
+    COUNT_OR_NONE,
+    FULL,
+    NORM_EPS,
+    SLIDING,
+    Number,
+    is_positive,
+    quote,
+)
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf.families import GgufFamily, family_of
 from parallel.formats.gguf.header import GgufHeader, TensorInfo
@@ -28,6 +37,7 @@ FIELDS = {  # metadata key without the architecture: field of a config.json
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
     "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -57,6 +67,7 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {  # values with which a field changes n
     "expert_weights_scale": (0.0, 1.0),
     "rope.scaling.yarn_ext_factor": (1.0,),
 }
+_PATTERN = "attention.sliding_window_pattern"  # a number, or whether each layer has a window
 _STRINGS = ("rope.scaling.type", "tensor_data_layout")
 MAX_EXPERTS = 1 << 16  # per layer
 _NON_NEGATIVE = Number(low=0, high=1e15, whole=False)
@@ -65,6 +76,7 @@ _NUMBERS = {  # ranges of known fields; all others are whole numbers of at least
     "attention.scale": _NON_NEGATIVE,
     "attention.temperature_scale": _NON_NEGATIVE,
     "attention.sliding_window": COUNT_OR_NONE,
+    "rope.freq_base_swa": _NON_NEGATIVE,
     "embedding_scale": _NON_NEGATIVE,
     "expert_count": Number(high=MAX_EXPERTS),
     "logit_scale": _NON_NEGATIVE,
@@ -140,8 +152,38 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     stops = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_TOKENS]
     fields["eos_token_id"] = [token for token in stops if token is not None]
     fields["rope_parameters"] = _rope(header, family, values, fields["head_dim"])
+    _add_windows(header, family, fields)
     _check_tensors(header, family, fields)
     return fields
+
+
+def _add_windows(header: GgufHeader, family: GgufFamily, fields: dict[str, Any]) -> None:
+    """Add to a config's fields what its sliding window implies. Raises ConfigError."""
+    window, positions = fields.get("sliding_window"), fields["max_position_embeddings"]
+    if window and window < positions and not family.has_windows:
+        raise ConfigError(
+            f"{header.path}: sliding-window attention (sliding_window = {window}, of {positions} "
+            "positions) is not supported in files of architecture "
+            f"{header.metadata['general.architecture']}."
+        )
+    kind = family.model_type
+    if kind == "gemma3_text" and not window:
+        raise ConfigError(f"{header.path}: its metadata lacks gemma3.attention.sliding_window.")
+    if kind in ("gemma3_text", "olmo3"):  # RoPE scaling is that of layers without a window
+        rope, original = fields["rope_parameters"], "original_max_position_embeddings"
+        if original in fields:
+            rope[original] = fields.pop(original)
+        theta = 10_000.0 if kind == "gemma3_text" else rope.get("rope_theta", 500_000.0)
+        theta = fields.pop("rope_local_base_freq", theta)
+        local = {"rope_type": "default", "rope_theta": theta}
+        fields["rope_parameters"] = {FULL: rope, SLIDING: local}
+    pattern = fields.get("sliding_window_pattern")
+    if isinstance(pattern, str):
+        fields["layer_types"] = [SLIDING if each == "L" else FULL for each in pattern]
+    if kind == "gemma3_text":  # llama.cpp knows the largest model by its number of layers
+        heads, is_large = fields["num_attention_heads"], fields["num_hidden_layers"] == 62
+        scalar = fields["hidden_size"] // heads if is_large else fields["head_dim"]
+        fields["query_pre_attn_scalar"] = scalar
 
 
 def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
@@ -170,6 +212,9 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
             unknown.append(f"{key} = {str(value)[:40]!r}")
             continue
         is_by_layer = isinstance(value, list) and len(value) == header.metadata[layers]
+        if is_by_layer and name == _PATTERN and all(isinstance(each, bool) for each in value):
+            values[name] = "".join("L" if each else "G" for each in value)
+            continue
         if is_by_layer and value.count(value[0]) == len(value):
             value = value[0]
         if reason := _field_error(name, value, expected):

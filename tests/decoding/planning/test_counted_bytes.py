@@ -20,12 +20,14 @@ from decoding.planning.plan import Plan
 from decoding.planning.request_spec import RequestSpec
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.dtypes import dtype_of
+from offload.layout import SlidingWindow
 from offload.retrieval.policy_specs import POLICY_SPECS
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.shape import TieredCacheSpec
 from parallel.model.loading import random_model
 from parallel.ranks.process_group import TensorParallelGroup
 from support.planning import MODES, Case, case_of, plan_on, requirements_of, with_budget
+from support.slow import slow_except
 
 
 def tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -57,6 +59,7 @@ def storage_bytes(value: Any, *others: Any) -> int:
 
 TARGET_TIERS = (
     "resident layers",
+    "layers with a window",
     "ring, in prefill one layer",
     "device tail",
     "high_bytes",
@@ -117,7 +120,7 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
         if retrieval is None:
             assert planned == 0
             return plan.memory
-        layout = replace(session.target.layout, layers=len(session.plan.retrieval_layers))
+        layout = session.target.layout.without_windows(session.plan.selecting_layers)
         shape = retrieval.shape
         spec = POLICY_SPECS[session.runtime.settings.policy]
         rows = spec.query_rows * case.target.heads // case.target.kv_heads
@@ -135,13 +138,22 @@ def rotary_extra(rotary: Any) -> int:
     )
 
 
-def tiny(seed: int) -> Case:
-    """Return a case small enough to allocate; its mode and layers follow from `seed`."""
+def tiny(seed: int, windowed: int = 0) -> Case:
+    """Return a case small enough to allocate; its mode and layers follow from `seed`.
+
+    The first `windowed` layers have a window.
+    """
     case = case_of(1000 + seed, tiny=True)
+    if windowed:
+        layers = frozenset(range(min(windowed, case.target.layers)))
+        rope = {"rope_type": "default", "rope_theta": 1000.0}
+        window = SlidingWindow(20, layers, step=150)
+        target = replace(case.target, sliding_window=window, windowed_rope=rope)
+        case = replace(case, target=target)
     settings = replace(
         case.settings,
         split_kv_layers=None,
-        gpu_kv_layers=seed // len(MODES) % (case.target.layers + 1),
+        gpu_kv_layers=seed // len(MODES) % (case.target.full_layers + 1),
         retrieval_budget=case.settings.retrieval_budget or 128,
     )
     return replace(case, settings=in_mode(settings, MODES[seed % len(MODES)]))
@@ -157,6 +169,12 @@ def in_mode(settings: Settings, mode: str) -> Settings:
 @pytest.mark.parametrize("seed", range(32))
 def test_planned_bytes_are_allocated(seed: int, link: str) -> None:
     check_bytes(tiny(seed), link)
+
+
+@pytest.mark.parametrize("windowed", [1, 9])
+@pytest.mark.parametrize("seed", slow_except(range(8), 1, 4, 6))
+def test_planned_bytes_of_windows_are_allocated(seed: int, windowed: int) -> None:
+    check_bytes(tiny(seed, windowed), "emulated:50")
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_forward_time_is_memory_flops_and_launches() -> None:
     assert one == pytest.approx(memory + matmul_flops(TARGET) / 1e11 + 6e-4)
     nine = seconds(SERIAL, 9, 1000)
     assert nine - one == pytest.approx(
-        8 * (matmul_flops(TARGET) + attention_flops(TARGET) * 1000) / 1e11
+        8 * (matmul_flops(TARGET) + attention_flops(TARGET, 1000)) / 1e11
     )
 
 

@@ -82,6 +82,20 @@ def test_the_self_test_finds_wrong_writes(
         selection._test_slots(kernels, CPU, torch.bfloat16, 16, 2)
 
 
+@pytest.mark.parametrize("change", [-1, 1])
+def test_the_self_test_finds_windows_that_are_too_long_or_short(
+    change: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = kernels.attend
+
+    def wrong_attend(q: Tensor, table: Any, layer: int, places: Tensor, *window: int) -> Any:
+        return attend(q, table, layer, places, *(tokens + change for tokens in window))
+
+    monkeypatch.setattr(kernels, "attend", wrong_attend)
+    with pytest.raises(RuntimeError, match="attention to windows"):
+        selection._test_slots(kernels, CPU, torch.bfloat16, 16, 2)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -96,9 +110,9 @@ def test_the_self_test_finds_wrong_attention(
 ) -> None:
     attend = kernels.attend
 
-    def wrong_attend(q: Tensor, table: Any, layer: int, places: Tensor) -> Any:
+    def wrong_attend(q: Tensor, table: Any, layer: int, places: Tensor, *window: int) -> Any:
         table, places = wrong(table, places)
-        return attend(q, table, layer, places)
+        return attend(q, table, layer, places, *window)
 
     monkeypatch.setattr(kernels, "attend", wrong_attend)
     with pytest.raises(RuntimeError, match="attention"):

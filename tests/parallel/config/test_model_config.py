@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from parallel.config.model_config import FAMILIES, ConfigError, ModelConfig
+from parallel.config.rope import inverse_frequencies
 from support.models import long_rope
 from support.slow import slow_except
 
@@ -87,7 +88,22 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "head_dim": (16,),
     },
     "mixtral": {"num_local_experts": (4,)},
-    "exaone4": {"layer_types": (["full_attention"] * 2,)},
+    "qwen2": {"max_window_layers": (0, 1, 28), "sliding_window": (100, 131_072)},
+    "exaone4": {
+        "sliding_window": (None, 100, 131_072),
+        "layer_types": (["full_attention"] * 2, ["sliding_attention", "full_attention"]),
+        "sliding_window_pattern": (2, "LG"),
+    },
+    "gemma3_text": {
+        "sliding_window": (100,),
+        "sliding_window_pattern": (2, 6),
+        "rope_local_base_freq": (20_000.0,),
+        "query_pre_attn_scalar": (168,),
+    },
+    "olmo3": {
+        "sliding_window": (100, 131_072),
+        "layer_types": (["full_attention"] * 2, ["full_attention", "sliding_attention"]),
+    },
     "granitemoehybrid": {
         "position_embedding_type": ("rope", "nope"),
         "embedding_multiplier": (12.0,),
@@ -96,9 +112,11 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "glm": {"partial_rotary_factor": (0.25,)},
     "glm4": {"partial_rotary_factor": (1.0,)},
 }
+HAVE_WINDOWS = ("exaone4", "gemma3_text", "olmo3")
 # fields without which there is no supported model of a family
 FAMILY_NEEDED: dict[str, dict[str, Any]] = {
-    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "mixtral": MIXTURE,
+    "qwen3_moe": MIXTURE,
     "granitemoehybrid": {
         "layer_types": ["attention"] * 2,
         "num_local_experts": 0,
@@ -110,27 +128,27 @@ FAMILY_NEEDED: dict[str, dict[str, Any]] = {
 
 def random_config(family: str, draw: random.Random) -> dict[str, Any]:
     """Return a config.json of this family, with a random choice of optional fields."""
-    fields: dict[str, Any] = {"model_type": family, **NEEDED}
-    if family in ("mixtral", "qwen3_moe"):
-        fields |= MIXTURE
-    fields |= FAMILY_NEEDED.get(family, {})
+    fields = {"model_type": family, **NEEDED, **FAMILY_NEEDED.get(family, {})}
     for name, values in {**OPTIONAL, **FAMILY_FIELDS.get(family, {})}.items():
         if draw.random() < 0.5:
             fields[name] = draw.choice(values)
-    if family not in ("llama", "exaone4") and draw.random() < 0.7:
+    if family not in ("llama", *HAVE_WINDOWS) and draw.random() < 0.7:
         fields["sliding_window"] = draw.choice((None, 131_072))
     if draw.random() < 0.3:
         fields["use_sliding_window"] = False
     if draw.random() < 0.7:
-        form = draw.choice(("rope_scaling", "rope_parameters"))
+        forms = ("rope_scaling", "rope_parameters")
+        form = draw.choice(forms[: 1 + (family not in HAVE_WINDOWS)])
         fields[form] = dict(draw.choice(PHI3_ROPES if family == "phi3" else ROPES))
     # combinations that transformers rejects
     strict = {"num_key_value_heads": ("mistral", "mixtral", "ministral3", "exaone4", "glm4")}
-    strict["head_dim"] = ("ministral3", "glm4")
+    strict["num_key_value_heads"] += ("gemma3_text", "ministral")
+    strict["head_dim"] = ("ministral3", "glm4", "gemma3_text")
     for name, families in strict.items():
         if family in families and fields.get(name, 0) is None:
             del fields[name]
-    if "short_factor" in str(fields) and fields.get("head_dim") is None:
+    needs_dim = family == "gemma3_text" or fields.get("head_dim") is None
+    if "short_factor" in str(fields) and needs_dim:
         fields["head_dim"] = 8
     return fields
 
@@ -171,8 +189,11 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
     path = tmp_path / "config.json"
     base = {"model_type": family, **NEEDED, "num_key_value_heads": 4, "sliding_window": None}
     base |= {**MIXTURE, "head_dim": 8, **FAMILY_NEEDED.get(family, {})}
+    if family in HAVE_WINDOWS:
+        base |= {"sliding_window": 100}
     variants = ({}, {"head_dim": 16}, {"original_max_position_embeddings": 256})
-    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    name = family.removesuffix("_text")
+    module = import_module(f"transformers.models.{name}.modeling_{name}")
     embedding = next(
         vars(module)[name] for name in vars(module) if name.endswith("RotaryEmbedding")
     )
@@ -181,16 +202,30 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
         if "short_factor" in rope and ("head_dim" in fields or "glm" in family):
             continue  # LongRoPE needs one factor per pair of dimensions
         path.write_text(json.dumps({**base, "rope_scaling": rope, "rope_theta": 5e5, **fields}))
+        is_extended = rope.get("rope_type") in ("yarn", "longrope")
+        is_older = "type" in rope or (
+            is_extended and "original_max_position_embeddings" not in rope
+        )
+        if family in HAVE_WINDOWS and is_older:
+            continue  # transformers reads it in other families alone
         hf = AutoConfig.from_pretrained(path)
-        kind = hf.rope_parameters["rope_type"]
+        config = ModelConfig.from_name(str(path))
+        layer = {} if config.windowed_rope is None else {"layer_type": "full_attention"}
+        kind = hf.rope_parameters.get(layer.get("layer_type"), hf.rope_parameters)["rope_type"]
         for tokens in (100, 200_000):
             if kind == "default":
-                expected = embedding.compute_default_rope_parameters(hf)
+                expected = embedding.compute_default_rope_parameters(hf, **layer)
             else:
-                expected = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), seq_len=tokens)
-            frequencies, factor = ModelConfig.from_name(str(path)).inverse_frequencies(tokens)
+                options = {"seq_len": tokens, **layer}
+                expected = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), **options)
+            frequencies, factor = config.inverse_frequencies(tokens)
             assert torch.equal(frequencies, expected[0]), (rope, fields)
             assert factor == expected[1]
+        if config.windowed_rope is not None:
+            local = {"layer_type": "sliding_attention"}
+            expected = embedding.compute_default_rope_parameters(hf, **local)
+            own = inverse_frequencies(config.windowed_rope, config.rotary_dim, 512, 100)
+            assert torch.equal(own[0], expected[0])
 
 
 @pytest.mark.parametrize(
@@ -200,7 +235,6 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
         ({"model_type": "x", "auto_map": {"AutoConfig": "evil.X"}}, "would run code"),
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "is not supported"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"model_type": "mistral"}, "sliding_window = 4096"),
         ({"num_hidden_layers": "many"}, "layers = 'many'"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0; it must be a whole number"),
         ({"num_key_value_heads": 3}, "do not divide"),
@@ -226,18 +260,40 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
         ),
         (
             {"model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"]},
-            "layer_types with sliding_attention is not supported",
+            "layer_types with sliding_attention, but no sliding_window that is in use",
         ),
         (
             {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 512},
             "sliding_window = 512, of 32768 positions",
         ),
-        ({"model_type": "phi3", "sliding_window": 2047}, "sliding_window = 2047, of 4096"),
-        ({"model_type": "granite", "attention_multiplier": 0}, "query_multiplier = 0.0"),
+        ({"model_type": "phi3", "sliding_window": -1}, "sliding_window = -1; it must be"),
+        ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, "activation 'gelu'"),
+        ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
         (
-            {"model_type": "exaone4", "sliding_window": 65_536, "use_sliding_window": False},
-            "sliding_window = 65536.* even one that has no effect",
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention = true .attention to later tokens",
         ),
+        (
+            {"model_type": "exaone4", "sliding_window_pattern": "LXG", "sliding_window": 8},
+            "sliding_window_pattern = 'LXG'; it must be a whole .*, or a string of L and G",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "all"},
+            "max_window_layers = 'all'",
+        ),
+        (
+            {"model_type": "gemma3_text", "sliding_window": None},
+            "layer_types with sliding_attention, but no sliding_window",
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"rope_type": "default"}},
+            "must have those of full_attention and of sliding_attention",
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"full_attention": 7}},
+            "rope_parameters of full_attention = 7; they must be an object",
+        ),
+        ({"model_type": "granite", "attention_multiplier": 0}, "query_multiplier = 0.0"),
         (
             {"model_type": "granitemoehybrid", **FAMILY_NEEDED["granitemoehybrid"]}
             | {"position_embedding_type": ["rope"]},
@@ -260,6 +316,36 @@ def test_from_name_rejects_what_from_pretrained_rejects(
         ModelConfig.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=words):
         ModelConfig.from_name(str(path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"model_type": "mistral"}, {0, 1, 2, 3, 4, 5, 6, 7}),
+        ({"model_type": "phi3"}, {0, 1, 2, 3, 4, 5, 6, 7}),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 6}, {6, 7}),
+        ({"model_type": "qwen2", "sliding_window": 100}, None),
+        ({"model_type": "mistral", "sliding_window": 512}, None),  # all positions
+        ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, {0, 1, 2, 4, 5, 6}),
+        ({"model_type": "olmo3"}, {0, 1, 2, 4, 5, 6}),
+        ({"model_type": "gemma3_text"}, {0, 1, 2, 3, 4, 6, 7}),
+    ],
+    ids=str,
+)
+def test_layers_with_a_window(
+    fields: dict[str, Any], layers: set[int] | None, tmp_path: Path
+) -> None:
+    base = {**NEEDED, "num_hidden_layers": 8, "num_key_value_heads": 8, "sliding_window": 64}
+    base |= {"max_position_embeddings": 512, "head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**base, **fields}))
+    named, pretrained = read_both(tmp_path / "config.json")[::-1]
+    assert isinstance(named, ModelConfig)
+    assert named == pretrained
+    found = named.sliding_window
+    assert (found and found.layers) == layers
+    if fields["model_type"] == "exaone4":
+        assert named.nope_layers == {3, 7}
+    assert named.full_layers == 8 - len(layers or ())
 
 
 def test_from_name_does_not_import_torch(tmp_path: Path) -> None:

@@ -193,8 +193,10 @@ def test_window_covers_unscaled_positions_and_limits_scaled_ones(tmp_path: Path)
         assert capped.context_limit == capped.max_context == window
         with pytest.raises(ConfigError, match=rf"is more than the model's {window} positions\.$"):
             capped.check_context(window + 1)
-    with pytest.raises(ConfigError, match="sliding_window = 32767, of 32768 positions"):
-        read(tmp_path, **fields, sliding_window=32_767, rope_scaling=yarn)
+    windowed = read(tmp_path, **fields, sliding_window=32_767, rope_scaling=yarn)
+    assert windowed.max_context == 131_072
+    assert windowed.sliding_window is not None
+    assert windowed.sliding_window.tokens == 32_767
     assert (
         read(tmp_path, **fields, sliding_window=None).with_rope_scaling("yarn:4").max_context
         == 131_072

@@ -48,7 +48,17 @@ MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-# fields, billions of weights, KV bytes per token in 16 bits, and context
+OLMO_ROPE = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+GEMMA_ROPE = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+GEMMA_27B = decoder("gemma3_text", 62, 5376, 21_504, (32, 16), 262_208, head_dim=128)
+# fields, billions of weights, KV bytes per token in 16 bits of layers without a window, and context
 PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
     "Mistral-Small-3.1-24B": (
         {
@@ -152,6 +162,79 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         163_840,
         32_768,
     ),
+    "Gemma-3-270M": (
+        decoder("gemma3_text", 18, 640, 2048, (4, 1), 262_144, head_dim=256, sliding_window=512)
+        | {"tie_word_embeddings": True, "max_position_embeddings": 32_768},
+        0.268,
+        3_072,
+        32_768,
+    ),
+    "Gemma-3-1B": (
+        decoder("gemma3_text", 26, 1152, 6912, (4, 1), 262_144, head_dim=256, sliding_window=512)
+        | {"tie_word_embeddings": True, "max_position_embeddings": 32_768},
+        1.000,
+        4_096,
+        32_768,
+    ),
+    "Gemma-3-4B": (
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10_240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "sliding_window": 1024,
+                **GEMMA_ROPE,
+            },
+            "vision_config": {"model_type": "siglip_vision_model"},
+        },
+        3.880,
+        20_480,
+        131_072,
+    ),
+    "Gemma-3-27B": (
+        {
+            "model_type": "gemma3",
+            "text_config": GEMMA_27B
+            | {"tie_word_embeddings": True, "query_pre_attn_scalar": 168, **GEMMA_ROPE}
+            | {"sliding_window": 1024},
+            "vision_config": {"model_type": "siglip_vision_model"},
+        },
+        27.009,
+        81_920,
+        131_072,
+    ),
+    "Mistral-7B-v0.1": (
+        decoder("mistral", 32, 4096, 14_336, (32, 8), 32_000, sliding_window=4096)
+        | {"max_position_embeddings": 32_768},
+        7.24,
+        0,
+        32_768,
+    ),
+    "Phi-3-mini-4k": (
+        decoder("phi3", 32, 3072, 8192, (32, 32), 32_064, sliding_window=2047)
+        | {"max_position_embeddings": 4096},
+        3.82,
+        0,
+        4096,
+    ),
+    "Olmo-3-7B": (
+        decoder("olmo3", 32, 4096, 11_008, (32, 32), 100_278, sliding_window=4096)
+        | {"max_position_embeddings": 65_536}
+        | {"rope_theta": 5e5, "rope_scaling": OLMO_ROPE},
+        7.30,
+        131_072,
+        65_536,
+    ),
+    "EXAONE-4.0-32B": (
+        decoder("exaone4", 64, 5120, 27_392, (40, 8), 102_400, head_dim=128)
+        | {"sliding_window": 4096, "sliding_window_pattern": "LLLG"}
+        | {"max_position_embeddings": 131_072, "rope_theta": 1e6},
+        32.00,
+        65_536,
+        131_072,
+    ),
     "Yi-34B-200K": (
         decoder("llama", 60, 7168, 20_480, (56, 8), 64_000) | {"max_position_embeddings": 200_000},
         34.39,
@@ -168,5 +251,5 @@ def test_size_and_context(name: str, tmp_path: Path) -> None:
     config = ModelConfig.from_name(str(tmp_path))
     assert config == ModelConfig.from_pretrained(tmp_path)
     assert parameter_count(config, 1) / 1e9 == pytest.approx(billions, abs=0.01)
-    assert 2 * 2 * config.layers * config.kv_heads * config.head_dim == kv_bytes
+    assert 2 * 2 * config.full_layers * config.kv_heads * config.head_dim == kv_bytes
     assert config.context_limit == context

@@ -261,7 +261,7 @@ def test_a_config_without_required_fields(copy: Copy) -> None:
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "family": (
         {"model_type": "gpt2"},
-        "model_type 'gpt2' is not supported; supported are llama, mistral, qwen2",
+        "model_type 'gpt2' is not supported; supported are llama, mistral, ministral",
     ),
     "activation": ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
     "longrope": (
@@ -280,7 +280,7 @@ def test_unsupported_models(copy: Copy, name: str) -> None:
 
 
 def test_sliding_windows(copy: Copy) -> None:
-    folder = edit_config(copy(family="mistral", sliding_window=None), sliding_window=64)
+    folder = edit_config(copy(), sliding_window=64)
     assert_rejected(folder, ConfigError, "sliding-window attention (sliding_window = 64, of 512")
     edit_config(folder, sliding_window=512)
     load_model(folder, TensorParallelGroup())  # as long as the context, so without effect

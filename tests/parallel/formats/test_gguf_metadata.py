@@ -17,6 +17,7 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from decoding.models.loading import load_tokenizer
 from offload.errors import TierForceError
+from offload.layout import SlidingWindow
 from parallel.config.model_config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf.header import read_header
@@ -89,14 +90,21 @@ def test_metadata_of_wrong_type_or_size(
     ("options", "changes", "words"),
     [
         (
-            {"family": "phi3", "max_position_embeddings": 4096},
-            {"phi3.attention.sliding_window": ABSENT},
-            "sliding_window = 2047, of 4096 positions",
+            {"family": "gemma3_text"},
+            {"gemma3.attention.sliding_window": ABSENT},
+            "its metadata lacks gemma3.attention.sliding_window",
         ),
         (
-            {"family": "exaone4"},
-            {"exaone4.attention.sliding_window": 4096},
-            r"(sliding_window = 4096) is not supported: with any window",
+            {"family": "gemma3_text"},
+            {
+                "gemma3.attention.sliding_window_pattern": [True, False]
+            },  # the model has three layers
+            "sliding_window_pattern = [True, False]; it must be a whole number",
+        ),
+        (
+            {"family": "qwen2"},
+            {"qwen2.attention.sliding_window": 64},
+            "(sliding_window = 64, of 512 positions) is not supported in files of architecture q",
         ),
         (
             {"family": "granitemoehybrid"},
@@ -114,7 +122,7 @@ def test_metadata_of_wrong_type_or_size(
             "head_count_kv = [2, 2]; it must be a whole number",  # the model has three layers
         ),
     ],
-    ids=["phi3", "exaone4", "granite4", "ministral3", "granite"],
+    ids=["gemma3", "gemma3-pattern", "qwen2", "granite4", "ministral3", "granite"],
 )
 def test_models_that_would_be_read_as_others(
     checkpoint: Callable[..., Path],
@@ -125,6 +133,58 @@ def test_models_that_would_be_read_as_others(
 ) -> None:
     path = convert(checkpoint(**options), tmp_path / "whole.gguf")
     assert words in rejection_message(rewrite_header(path, tmp_path / "model.gguf", changes))
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "window", "layers"),
+    [
+        # older files leave fields out
+        (
+            {"family": "phi3", "max_position_embeddings": 4096},
+            {"phi3.attention.sliding_window": ABSENT},
+            2047,
+            {0, 1, 2, 3, 4},
+        ),
+        (
+            {"family": "exaone4"},
+            {"exaone4.attention.sliding_window": 20},
+            20,
+            {0, 1, 2, 4},
+        ),
+        (
+            {"family": "gemma3_text", "query_pre_attn_scalar": 12},
+            {
+                "gemma3.attention.sliding_window_pattern": ABSENT,
+                "gemma3.rope.freq_base_swa": ABSENT,
+            },
+            20,
+            {0, 1, 2, 3, 4},
+        ),
+        (
+            {"family": "gemma3_text", "query_pre_attn_scalar": 12},
+            {"gemma3.attention.sliding_window_pattern": 2},
+            20,
+            {0, 2, 4},
+        ),
+    ],
+    ids=["phi3", "exaone4", "gemma3", "gemma3-number"],
+)
+def test_windows_of_layers(
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    options: dict[str, Any],
+    changes: dict[str, Any],
+    window: int,
+    layers: set[int],
+) -> None:
+    whole = checkpoint(**options, num_hidden_layers=5, layer_types=["full_attention"] * 5)
+    path = rewrite_header(convert(whole, tmp_path / "whole.gguf"), tmp_path / "x.gguf", changes)
+    config = ModelConfig.from_name(str(path))
+    assert config.sliding_window == SlidingWindow(window, frozenset(layers))
+    assert config == ModelConfig.from_pretrained(path)
+    if config.windowed_rope is not None:
+        assert config.windowed_rope["rope_theta"] == 10_000.0
+    assert config.nope_layers == ({3} if options["family"] == "exaone4" else set())
 
 
 def test_heads_that_do_not_divide(whole: Path, tmp_path: Path) -> None:

@@ -126,6 +126,36 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "mixtral": {"family": "mixtral"},
+    "mistral-window": {"family": "mistral", "sliding_window": 20},
+    "qwen2-upper-window": {
+        "family": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+    },
+    "phi3-window": {"family": "phi3", "sliding_window": 31},
+    "exaone4-window": {
+        "family": "exaone4",
+        "sliding_window": 20,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    # a window that has no effect, but for the RoPE
+    "exaone4-wide": {
+        "family": "exaone4",
+        "sliding_window": 1024,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "gemma3": {"family": "gemma3_text"},
+    "gemma3-bias": {"family": "gemma3_text", "attention_bias": True, "num_key_value_heads": 4},
+    "olmo3": {"family": "olmo3"},
+    "olmo3-theta": {
+        "family": "olmo3",
+        "rope_scaling": None,
+        "rope_parameters": {
+            "full_attention": rope("default", theta=20_000.0),
+            "sliding_attention": rope("default", theta=300.0),
+        },
+    },
     "sharded": {"max_shard_size": "10KB"},
 }
 Checkpoints = Callable[..., Path]
@@ -141,7 +171,7 @@ def resident(
     """Return a cache for `tokens` tokens, with `resident_layers` on the device, by default all."""
     link = link or make_test_link("view")
     layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
-    count = layout.layers if resident_layers is None else resident_layers
+    count = layout.full_layers if resident_layers is None else resident_layers
     rotary = model.config.rotary(tokens, tokens, torch.float32, CPU)
     shape = TieredCacheSpec(layout, tokens, count, copies=link.copies, **sizes)
     return TieredCache(shape, link, rotary, HostArena(link, torch.float32))
@@ -184,6 +214,7 @@ def test_logits_match_transformers(checkpoint: Checkpoints, name: str) -> None:
     [
         *product(["gqa", "qkv-bias", "yarn", "dynamic-long"], [1, 32, 90, 1000]),
         *((name, 32) for name in ("smollm3", "phi3-long", "olmo2", "granite", "qwen3-moe")),
+        *product(["mistral-window", "gemma3"], [1, 7, 32, 90]),
     ],
 )
 def test_layer_major_prefill_matches_token_major(

@@ -1,0 +1,83 @@
+"""The KV of layers with a window beside a retrieval cache: their last tokens, with a slot each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload.attention.head_major import token_slice, write_tokens
+from offload.attention.window import attend_slots
+from offload.cache.static_shape import WindowedSlot
+from offload.layout import KVLayout
+from offload.retrieval.shape import RetrievalCacheSpec
+from offload.traffic import ByteCounters
+
+
+class RetrievalWindows:
+    """A buffer (2, Hkv, slots + 1, D) for each of some layers.
+
+    As many slots as a window has are for the tokens before the selection's `base`, the last one is
+    for padding. Nothing is selected: the target's own tokens are copied.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        shape: RetrievalCacheSpec,
+        layers: Sequence[int],
+        device: torch.device,
+    ):
+        """Allocate the buffers of these layers, all of which have a window."""
+        self._index = {layer: index for index, layer in enumerate(layers)}
+        self._window = layout.window.tokens if layout.window is not None else 0
+        self._before = min(self._window, shape.context)  # slots before the base's
+        self.slots = shape.windowed_slots(self._window)
+        buffers = layout.shape(len(layers), self.slots + 1)
+        self.kv = torch.zeros(buffers, dtype=layout.dtype, device=device)
+        self.end = 0  # position after the last token of the target's current forward
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._index
+
+    def buffer(self, layer: int) -> Tensor:
+        """Return a layer's buffer."""
+        return self.kv[self._index[layer]]
+
+    def slot(self, position: int, base: int) -> WindowedSlot:
+        """Return the slot of a token."""
+        first = max(0, self._before - base)
+        return WindowedSlot(self._before + position - base, first, self.slots)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        start: int,
+        base: int,
+        traffic: ByteCounters,
+    ) -> Tensor:
+        """Store the KV of the tokens at `start` and return their attention (T, Hq, D).
+
+        q (T, Hq, D) and k (T, Hkv, D) are rotated.
+        """
+        kv, (slot, first, slots) = self.buffer(layer), self.slot(start, base)
+        write_tokens(token_slice(kv, 0, slots), k, v, slot)
+        end = slot + len(q)
+        return attend_slots(token_slice(kv, first, end), q, end - first, traffic, self._window)
+
+    def copy(self, layer: int, base: int, parts: Sequence[Tensor]) -> None:
+        """Copy the target's tokens: parts (2, Hkv, n, D), which end with the current forward's.
+
+        Those that no query sees are left out.
+        """
+        kv, end = self.buffer(layer), self.end
+        for part in reversed(parts):
+            count = min(part.shape[2], self.slot(end, base).slot)
+            slot = self.slot(end - count, base).slot
+            own = token_slice(part, part.shape[2] - count, part.shape[2])
+            token_slice(kv, slot, slot + count).copy_(own)
+            end -= part.shape[2]
