@@ -57,6 +57,7 @@ _REQUIRED = {
 _NOT_NULL = {  # optional, but never null
     "max_position_embeddings": COUNT,
     "rms_norm_eps": NORM_EPS,
+    "layer_norm_eps": NORM_EPS,
 }
 _OPTIONAL = {  # null means absent
     "num_key_value_heads": COUNT,

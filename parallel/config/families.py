@@ -14,6 +14,7 @@ from parallel.config_checks import (
     COUNT,
     COUNT_OR_NONE,
     REAL,
+    SCALE,
     bool_field,
     check_fields,
     check_number,
@@ -95,6 +96,7 @@ class Family:
     kv_heads: int | None = None  # None: as many as attention heads
     head_dim: int | None = None  # None: hidden size / attention heads
     norm_eps: float = 1e-6
+    norm_eps_field: str = "rms_norm_eps"
     tied: bool = False
     stop_tokens: tuple[int, ...] = ()
     has_null_stops: bool = True  # a null eos_token_id means none, not the default
@@ -109,6 +111,8 @@ class Family:
     has_layer_types: bool = True  # false: transformers does not read the list
     window_pattern: int | None = None  # every how many layers one has no window
     has_pattern: bool = False  # whether a config may give it
+    has_letters: bool = False  # whether it may be a string of L and G
+    needs_window: bool = False  # without a window, transformers fails
     max_window_layers: int = 28  # default of the first layer with a window, if it is the upper ones
     is_nope_with_window: bool = False  # with any window, layers of full attention have no RoPE
     windowed_theta: float | None = None  # RoPE base of layers with a window, if they have their own
@@ -124,6 +128,7 @@ class Family:
     has_nope_layers: bool = False
     has_multipliers: bool = False  # Granite's
     is_gemma: bool = False  # norms, activation, embedding and scale of Gemma 3
+    is_cohere: bool = False  # LayerNorm, MLPs parallel to attention, and logit scale of Cohere
     has_query_scaling: bool = False  # Llama 4's
     experts: ExpertNames | None = None
 
@@ -142,6 +147,18 @@ _MISTRAL = Family(
     sliding_window=4096,
     window_layers="all",
     stop_tokens=(2,),
+)
+_COHERE = Family(
+    max_positions=8192,
+    norm_eps=1e-5,
+    norm_eps_field="layer_norm_eps",
+    tied=True,
+    stop_tokens=(255_001,),
+    rope_theta=500_000.0,
+    interleaved_rope=True,
+    optional_biases=("attention_bias",),
+    norms=Norms(("input_layernorm", None), ("input_layernorm", None)),
+    is_cohere=True,
 )
 _OLMO2 = Family(
     max_positions=2048,
@@ -169,6 +186,17 @@ FAMILIES = {
     "llama": Family(max_positions=2048, stop_tokens=(2,), optional_biases=_BIASES),
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
+    "cohere": _COHERE,
+    "cohere2": replace(
+        _COHERE,
+        rope_theta=10_000.0,
+        sliding_window=4096,
+        needs_window=True,
+        window_layers="pattern",
+        window_pattern=4,
+        has_pattern=True,
+        is_nope_with_window=True,
+    ),
     "qwen2": Family(
         max_positions=32_768,
         kv_heads=32,
@@ -238,6 +266,7 @@ FAMILIES = {
         _OLMO2,
         rope_theta=500_000.0,
         sliding_window=4096,
+        needs_window=True,
         window_layers="pattern",
         window_pattern=4,
         windowed_theta=500_000.0,
@@ -250,6 +279,7 @@ FAMILIES = {
         stop_tokens=(1,),
         rope_theta=1_000_000.0,
         sliding_window=4096,
+        needs_window=True,
         window_layers="pattern",
         window_pattern=6,
         has_pattern=True,
@@ -271,6 +301,7 @@ FAMILIES = {
         window_layers="pattern",
         window_pattern=4,
         has_pattern=True,
+        has_letters=True,
         is_nope_with_window=True,
         qk_norm="head",
         norms=_POST_NORMS,
@@ -425,6 +456,13 @@ def gemma_multipliers(fields: Mapping[str, Any], head_dim: int) -> dict[str, flo
     check_number("query_pre_attn_scalar", scalar, COUNT)
     query = 1.0 if scalar == head_dim else (head_dim / scalar) ** 0.5
     return {"embedding_multiplier": fields["hidden_size"] ** 0.5, "query_multiplier": query}
+
+
+def cohere_multipliers(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return Cohere's logit_scale, by its inverse."""
+    scale = fields.get("logit_scale", 0.0625)
+    check_number("logit_scale", scale, SCALE)
+    return {"logits_scaling": 1 / scale}
 
 
 def multipliers(fields: Mapping[str, Any], head_dim: int) -> dict[str, float]:

@@ -25,6 +25,7 @@ from parallel.config.families import (
     MoEConfig,
     Norms,
     QKNorm,
+    cohere_multipliers,
     family_of,
     gemma_multipliers,
     multipliers,
@@ -134,6 +135,7 @@ class ModelConfig:
     # norms that multiply by 1 + weight in float32, GELU, and an embedding multiplier in the model's
     # dtype, as in Gemma 3
     is_gemma: bool = False
+    is_cohere: bool = False  # LayerNorm, and one for attention and an MLP that is parallel to it
     query_scaling: QueryScaling | None = None
 
     def __post_init__(self) -> None:
@@ -271,7 +273,7 @@ class ModelConfig:
             head_dim=head_dim,
             intermediate=intermediate,
             vocab=fields["vocab_size"],
-            norm_eps=fields.get("rms_norm_eps", family.norm_eps),
+            norm_eps=fields.get(family.norm_eps_field, family.norm_eps),
             max_positions=max_positions,
             tied=bool_field(fields, "tie_word_embeddings", family.tied),
             qkv_bias=family.qkv_bias or biases.get("attention_bias", False),
@@ -297,8 +299,10 @@ class ModelConfig:
             query_scaling=query_scaling(rope) if family.has_query_scaling else None,
             experts=None if family.experts is None else read_experts(fields, family.experts),
             is_gemma=family.is_gemma,
+            is_cohere=family.is_cohere,
             **(multipliers(fields, head_dim) if family.has_multipliers else {}),
             **(gemma_multipliers(fields, head_dim) if family.is_gemma else {}),
+            **(cohere_multipliers(fields) if family.is_cohere else {}),
         )
 
     def with_rope_scaling(self, rope: str | None) -> ModelConfig:

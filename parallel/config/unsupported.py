@@ -29,6 +29,7 @@ _FOREIGN_FIELDS = {
     "linear_num_key_heads": "linear attention",
     "conv_L_cache": "convolutional layers",
     "use_bidirectional_attention": "attention to later tokens",
+    "use_qk_norm": "norms of queries and keys that differ by head",
 }
 # fields of recurrent layers, which a hybrid need not have: its list of layers decides
 _HYBRID_FIELDS = ("mamba_d_state",)

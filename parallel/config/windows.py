@@ -39,7 +39,7 @@ def sliding_window(
     if is_used and window not in (None, False):
         check_number("sliding_window", window, COUNT_OR_NONE)
     if not window or not is_used:
-        if family.windowed_theta is not None:  # its layers have kinds in any case
+        if family.needs_window:
             kinds = kinds or layer_types(fields, family)
         if SLIDING in kinds:
             raise ConfigError(
@@ -82,12 +82,12 @@ def layer_types(fields: Mapping[str, Any], family: Family) -> list[str]:
     pattern: Any = family.window_pattern
     if family.has_pattern:
         pattern = fields.get("sliding_window_pattern", pattern)
-    may_be_letters = family.is_nope_with_window and isinstance(pattern, str)
+    may_be_letters = family.has_letters and isinstance(pattern, str)
     if may_be_letters and pattern and set(pattern) <= {"L", "G"}:  # local, global
         return [SLIDING if pattern[index % len(pattern)] == "L" else FULL for index in layers]
     if not COUNT.allows(pattern):
         raise ConfigError(
             f"the model's config gives sliding_window_pattern = {quote(pattern)}; it must be "
-            f"{COUNT}" + (", or a string of L and G." if family.is_nope_with_window else ".")
+            f"{COUNT}" + (", or a string of L and G." if family.has_letters else ".")
         )
     return [SLIDING if (index + 1) % pattern else FULL for index in layers]

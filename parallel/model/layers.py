@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from parallel.batch_invariant import map_blocks
+from parallel.config.model_config import ModelConfig
 from parallel.formats.checkpoint import Checkpoint
 from parallel.ranks.partition import vocab_rows
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
@@ -40,6 +41,24 @@ class RMSNorm(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return map_blocks(lambda rows: rms_norm(rows, self.weight, self.eps), x)
+
+
+class LayerNorm(RMSNorm):
+    """(x - mean) / standard deviation * weight, in float32 (Ba et al. 2016, arXiv 1607.06450)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return map_blocks(self._norm, x)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        weight = self.weight.float()
+        return F.layer_norm(x.float(), weight.shape, weight, None, self.eps).to(x.dtype)
+
+
+def make_norm(config: ModelConfig) -> RMSNorm:
+    """Return a norm of hidden states."""
+    if config.is_cohere:
+        return LayerNorm(config.hidden, config.norm_eps)
+    return RMSNorm(config.hidden, config.norm_eps, config.is_gemma)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,7 +10,7 @@ from parallel.batch_invariant import map_blocks
 from parallel.config.families import BranchNorms
 from parallel.config.model_config import ModelConfig
 from parallel.formats.checkpoint import Checkpoint
-from parallel.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
+from parallel.model.layers import ColumnParallelLinear, RowParallelLinear, make_norm
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 
 
@@ -21,8 +21,7 @@ class Branch(Module):
         super().__init__()
         self.norm_names = norm_names
         self.pre_norm, self.post_norm = (
-            None if name is None else RMSNorm(config.hidden, config.norm_eps, config.is_gemma)
-            for name in norm_names
+            None if name is None else make_norm(config) for name in norm_names
         )
         self.multiplier = config.residual_multiplier
 

@@ -22,10 +22,10 @@ from parallel.formats.checkpoint import Checkpoint
 from parallel.model.layers import (
     ColumnParallelLinear,
     HeadNorms,
-    RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
     WidthNorms,
+    make_norm,
 )
 from parallel.model.moe import SparseMoE
 from parallel.model.pipeline import (
@@ -141,18 +141,22 @@ class Attention(Branch):
 
 
 class DecoderLayer(Module):
-    """y = x + attention(x), then y + mlp(y): two all-reduces per layer."""
+    """y = x + attention(x), then y + mlp(y): two all-reduces per layer.
+
+    In Cohere's models both have the same input: y = x + attention(x) + mlp(x).
+    """
 
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, index: int):
         super().__init__()
         self.attention = Attention(config, group, index)
         mlp = SparseMoE if has_experts(config, index) else Mlp
         self.mlp: Mlp | SparseMoE = mlp(config, group)
+        self.is_parallel = config.is_cohere
 
     def forward(self, x: Tensor, cache: Attends, start: int) -> Tensor:
         """Transform x (T, hidden), the tokens from position `start` on, to the same shape."""
-        x = x + self.attention(x, cache, start)()
-        return x + self.mlp(x)()
+        attended = x + self.attention(x, cache, start)()
+        return attended + self.mlp(x if self.is_parallel else attended)()
 
     def run_pipelined(self, chunks: Iterable[Chunk], cache: Attends) -> Iterator[Chunk]:
         """Transform chunks of a prompt; yield each when it is done.
@@ -164,7 +168,9 @@ class DecoderLayer(Module):
             chunk.start_sum(self.attention(chunk.x, cache, chunk.start))
 
         def transform(chunk: Chunk) -> None:
-            chunk.start_sum(self.mlp(chunk.finish_sum()))
+            before = chunk.x
+            attended = chunk.finish_sum()
+            chunk.start_sum(self.mlp(before if self.is_parallel else attended))
 
         return pipelined(chunks, [attend, transform, Chunk.finish_sum])
 
@@ -198,7 +204,7 @@ class Transformer(Module):
         self.layers = ModuleList(
             DecoderLayer(config, group, index) for index in range(config.layers)
         )
-        self.norm = RMSNorm(config.hidden, config.norm_eps, config.is_gemma)
+        self.norm = make_norm(config)
         self.head = self.embed
         if not config.tied:
             self.head = VocabParallelEmbedding(group, config.vocab, config.hidden)

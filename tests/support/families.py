@@ -36,4 +36,5 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"family": "gemma3_text"},
     "olmo3": {"family": "olmo3"},
+    "cohere2": {"family": "cohere2", "seed": 5},
 }

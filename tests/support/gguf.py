@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "granitemoehybrid": "granite",
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
+    "cohere": "command-r",
 }
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")  # their Q and K have interleaved heads
 MULTIPLIERS = {
@@ -209,7 +210,11 @@ def _describe(writer: GGUFWriter, hf: Any) -> None:
         writer.add_rope_scaling_finetuned(True)
         writer.add_expert_count(0)
         writer.add_expert_used_count(0)
-    writer.add_layer_norm_rms_eps(hf.rms_norm_eps)
+    if hf.model_type.startswith("cohere"):
+        writer.add_layer_norm_eps(hf.layer_norm_eps)
+        writer.add_logit_scale(hf.logit_scale)
+    else:
+        writer.add_layer_norm_rms_eps(hf.rms_norm_eps)
     if getattr(hf, "head_dim", None):
         writer.add_key_length(hf.head_dim)
         writer.add_value_length(hf.head_dim)
@@ -268,7 +273,7 @@ def _add_rope_factors(writer: GGUFWriter, hf: Any, rope: dict[str, Any]) -> None
 
 def _add_windows(writer: GGUFWriter, hf: Any) -> None:
     """Add the sliding window, and which layers have one."""
-    if hf.model_type not in ("exaone4", "gemma3_text", "olmo3") or not hf.sliding_window:
+    if hf.model_type not in ("cohere2", "exaone4", "gemma3_text", "olmo3") or not hf.sliding_window:
         return
     writer.add_sliding_window(hf.sliding_window)
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in hf.layer_types])

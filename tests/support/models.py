@@ -89,6 +89,14 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "pad_token_id": None,
     },
+    "cohere": {"logit_scale": 0.7, "tie_word_embeddings": True, "pad_token_id": None},
+    "cohere2": {
+        "logit_scale": 0.7,
+        "tie_word_embeddings": True,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "pad_token_id": None,
+    },
     "olmo3": {
         "sliding_window": 20,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

@@ -136,6 +136,12 @@ _OLMO3 = GgufFamily(
     biases=((*_QKV, "attn_output"),),
     has_windows=True,
 )
+_COHERE = GgufFamily(
+    "cohere",
+    {"attn_norm": "input_layernorm", **_PROJECTIONS, **_MLP},
+    fields={"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+    biases=(_QKV,),
+)
 _IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral and Mixtral
     "llama": _LLAMA_FAMILY,
@@ -173,6 +179,8 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
         constants={"sliding_window": None},
         has_windows=True,
     ),
+    "command-r": _COHERE,
+    "cohere2": replace(_COHERE, model_type="cohere2", has_windows=True),
     "gemma3": GgufFamily(
         "gemma3_text",
         {

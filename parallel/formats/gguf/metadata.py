@@ -73,6 +73,7 @@ MAX_EXPERTS = 1 << 16  # per layer
 _NON_NEGATIVE = Number(low=0, high=1e15, whole=False)
 _NUMBERS = {  # ranges of known fields; all others are whole numbers of at least 1
     "attention.layer_norm_rms_epsilon": NORM_EPS,
+    "attention.layer_norm_epsilon": NORM_EPS,
     "attention.scale": _NON_NEGATIVE,
     "attention.temperature_scale": _NON_NEGATIVE,
     "attention.sliding_window": COUNT_OR_NONE,

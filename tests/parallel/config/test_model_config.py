@@ -100,6 +100,12 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "rope_local_base_freq": (20_000.0,),
         "query_pre_attn_scalar": (168,),
     },
+    "cohere2": {
+        "sliding_window": (100, 131_072),
+        "sliding_window_pattern": (2,),
+        "logit_scale": (0.25,),
+        "layer_norm_eps": (1e-6,),
+    },
     "olmo3": {
         "sliding_window": (100, 131_072),
         "layer_types": (["full_attention"] * 2, ["full_attention", "sliding_attention"]),
@@ -112,7 +118,8 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "glm": {"partial_rotary_factor": (0.25,)},
     "glm4": {"partial_rotary_factor": (1.0,)},
 }
-HAVE_WINDOWS = ("exaone4", "gemma3_text", "olmo3")
+ALL = set(range(8))  # layers of a model
+HAVE_WINDOWS = ("cohere2", "exaone4", "gemma3_text", "olmo3")
 # fields without which there is no supported model of a family
 FAMILY_NEEDED: dict[str, dict[str, Any]] = {
     "mixtral": MIXTURE,
@@ -138,7 +145,7 @@ def random_config(family: str, draw: random.Random) -> dict[str, Any]:
         fields["use_sliding_window"] = False
     if draw.random() < 0.7:
         forms = ("rope_scaling", "rope_parameters")
-        form = draw.choice(forms[: 1 + (family not in HAVE_WINDOWS)])
+        form = draw.choice(forms[: 1 + (family not in ("gemma3_text", "olmo3"))])
         fields[form] = dict(draw.choice(PHI3_ROPES if family == "phi3" else ROPES))
     # combinations that transformers rejects
     strict = {"num_key_value_heads": ("mistral", "mixtral", "ministral3", "exaone4", "glm4")}
@@ -206,7 +213,7 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
         is_older = "type" in rope or (
             is_extended and "original_max_position_embeddings" not in rope
         )
-        if family in HAVE_WINDOWS and is_older:
+        if family in ("gemma3_text", "olmo3") and is_older:
             continue  # transformers reads it in other families alone
         hf = AutoConfig.from_pretrained(path)
         config = ModelConfig.from_name(str(path))
@@ -270,6 +277,21 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
         ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, "activation 'gelu'"),
         ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
         (
+            {"model_type": "gemma3_text", "sliding_window_pattern": "LG"},
+            r"sliding_window_pattern = 'LG'; it must be a whole number .*0\.$",
+        ),
+        (
+            {"model_type": "olmo3", "rope_scaling": {"full_attention": {"rope_type": "default"}}},
+            "rope_scaling = .*; it must be that of full_attention alone",
+        ),
+        (
+            {"model_type": "gemma3_text"}
+            | {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic", "factor": 2.0}}},
+            "RoPE type 'dynamic', which depends on the length",
+        ),
+        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm = true .norms of queries"),
+        ({"model_type": "cohere2", "logit_scale": 0}, "logit_scale = 0; it must be"),
+        (
             {"model_type": "gemma3_text", "use_bidirectional_attention": True},
             "use_bidirectional_attention = true .attention to later tokens",
         ),
@@ -328,6 +350,13 @@ def test_from_name_rejects_what_from_pretrained_rejects(
         ({"model_type": "mistral", "sliding_window": 512}, None),  # all positions
         ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, {0, 1, 2, 4, 5, 6}),
         ({"model_type": "olmo3"}, {0, 1, 2, 4, 5, 6}),
+        ({"model_type": "cohere2"}, {0, 1, 2, 4, 5, 6}),
+        ({"model_type": "exaone4", "sliding_window_pattern": "G"}, None),
+        (
+            {"model_type": "mixtral", **MIXTURE, "layer_types": ["full_attention"] * 8},
+            set(range(8)),
+        ),
+        ({"model_type": "olmo3", "sliding_window_pattern": 2}, {0, 1, 2, 4, 5, 6}),
         ({"model_type": "gemma3_text"}, {0, 1, 2, 3, 4, 6, 7}),
     ],
     ids=str,
@@ -343,8 +372,8 @@ def test_layers_with_a_window(
     assert named == pretrained
     found = named.sliding_window
     assert (found and found.layers) == layers
-    if fields["model_type"] == "exaone4":
-        assert named.nope_layers == {3, 7}
+    if fields["model_type"] in ("exaone4", "cohere2"):  # without a window, there is no RoPE
+        assert named.nope_layers == set(range(8)) - (layers or set())
     assert named.full_layers == 8 - len(layers or ())
 
 

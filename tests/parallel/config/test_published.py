@@ -219,6 +219,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         0,
         4096,
     ),
+    "Command-R7B": (
+        decoder("cohere2", 32, 4096, 14_336, (32, 8), 256_000, sliding_window=4096)
+        | {"tie_word_embeddings": True, "max_position_embeddings": 132_096, "rope_theta": 5e4}
+        | {"sliding_window_pattern": 4, "logit_scale": 0.25, "layer_norm_eps": 1e-5},
+        8.03,
+        32_768,
+        132_096,
+    ),
+    "Command-R-35B": (
+        decoder("cohere", 40, 8192, 22_528, (64, 64), 256_000, use_qk_norm=False)
+        | {"tie_word_embeddings": True, "max_position_embeddings": 131_072, "rope_theta": 8e6},
+        34.98,
+        1_310_720,
+        131_072,
+    ),
     "Olmo-3-7B": (
         decoder("olmo3", 32, 4096, 11_008, (32, 32), 100_278, sliding_window=4096)
         | {"max_position_embeddings": 65_536}

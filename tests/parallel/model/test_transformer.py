@@ -148,6 +148,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"family": "gemma3_text"},
     "gemma3-bias": {"family": "gemma3_text", "attention_bias": True, "num_key_value_heads": 4},
     "olmo3": {"family": "olmo3"},
+    "cohere": {"family": "cohere", "attention_bias": True, "logit_scale": 0.5},
+    "cohere2": {"family": "cohere2"},
     "olmo3-theta": {
         "family": "olmo3",
         "rope_scaling": None,
@@ -215,6 +217,7 @@ def test_logits_match_transformers(checkpoint: Checkpoints, name: str) -> None:
         *product(["gqa", "qkv-bias", "yarn", "dynamic-long"], [1, 32, 90, 1000]),
         *((name, 32) for name in ("smollm3", "phi3-long", "olmo2", "granite", "qwen3-moe")),
         *product(["mistral-window", "gemma3"], [1, 7, 32, 90]),
+        ("cohere2", 32),
     ],
 )
 def test_layer_major_prefill_matches_token_major(
