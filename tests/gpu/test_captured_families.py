@@ -1,18 +1,22 @@
-"""Captured graphs match a CPU: with layers without RoPE, partial rotary factors, and experts."""
+"""Captured graphs match a CPU: NoPE layers, partial rotary factors, windows, and experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from bench.harness.decode_loop import run_together
 from decoding import GREEDY
+from decoding.engine.request import Request
 from parallel.execution.batched_forward import ForwardRequest
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import TensorParallelGroup
+from support.batches import serving
 from support.captures import streaming_cache
 from support.engines import Pair
 from support.families import OTHERS
@@ -44,7 +48,8 @@ def test_experts_are_captured_with_static_shapes_only(
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(["smollm3", "phi3", "ministral3", "glm4", "qwen3_moe"], 1, 2)
+    "name",
+    slow_except(["smollm3", "phi3", "gemma3_text", "ministral3", "glm4", "qwen3_moe"], 1, 2, 3),
 )
 def test_captured_graphs_match_the_cpu(name: str, checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint(**OTHERS[name])
@@ -56,3 +61,21 @@ def test_captured_graphs_match_the_cpu(name: str, checkpoint: Callable[..., Path
         assert counts is not None
         assert counts["replayed"] > 0
         assert (counts["refused"], counts["why"]) == (0, None)
+
+
+def test_windows_are_copied_to_the_host_and_back(checkpoint: Callable[..., Path]) -> None:
+    """A conversation goes back to where they are kept, and requests share a document."""
+    folder = checkpoint(**OTHERS["gemma3_text"])
+    document = random_tokens(350, seed=4).tolist()
+    prompts = [[*document, *random_tokens(count, seed=count).tolist()] for count in (120, 110, 100)]
+    pair = Pair(folder, folder, TensorParallelGroup(device=torch.device("cuda", 0)))
+    config = pair.target.config
+    assert config.sliding_window is not None
+    window = replace(config.sliding_window, step=100)
+    pair.target.config = replace(config, sliding_window=window)
+    options = {**CHOICES, "gpu_kv_layers": 0, "graphs": True}
+    with serving(pair, "retrieval", 2, **options) as engine:
+        states = run_together(engine, [Request(each, NEW, GREEDY) for each in prompts])
+        assert min(state.stats.reused_tokens for state in states[1:]) >= 300
+    for state, prompt in zip(states, prompts, strict=True):
+        assert state.tokens == Pair(folder, folder).generate("plain", prompt, NEW)
