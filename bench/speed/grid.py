@@ -234,7 +234,8 @@ def group_by_prefill(
         settings = settings_of(base, point)
         if settings.link not in links:
             links[settings.link] = runtime.with_settings(settings)
-        mode = settings.resolved_mode(runtime.draft is not None)
+        layers = runtime.target.config.full_layers
+        mode = settings.resolved_mode(runtime.draft is not None, layers)
         point_runtime = replace(links[settings.link], settings=settings, mode=mode)
         shared = settings
         # an automatic budget depends on the draft lengths

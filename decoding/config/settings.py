@@ -49,8 +49,9 @@ class Settings:
         "What drafts for the target: hierarchical uses the draft model and the retrieval cache; "
         "retrieval has no draft model; speculative has no retrieval cache; plain drafts nothing. "
         "split, split-retrieval and so on draft against the high bytes of the whole KV cache, "
-        "which stay on the device. auto is hierarchical with a draft model and retrieval without; "
-        "for each request the engine picks the split variant where that is predicted to pay.",
+        "which stay on the device. auto is hierarchical with a draft model and retrieval without, "
+        "or speculative and plain if all layers have a window; for each request the engine picks "
+        "the split variant where that is predicted to pay.",
         value="auto",
         group=SPECULATION,
         choices=MODES,
@@ -320,12 +321,20 @@ class Settings:
                 f"`compress_offload` saves nothing with {dtype}: use `dtype` bfloat16."
             )
 
-    def resolved_mode(self, has_draft: bool) -> str:
+    def resolved_mode(self, has_draft: bool, full_layers: int | None = None) -> str:
         """Return the mode, with `auto` resolved.
+
+        A retrieval cache would save a target without layers with full attention nothing.
+
+        Args:
+            has_draft: whether there is a draft model.
+            full_layers: the target's layers with full attention, once they are known.
 
         Raises TierForceError if the mode needs a draft model and there is none.
         """
         if self.mode == "auto":
+            if full_layers == 0:
+                return "speculative" if has_draft else "plain"
             return "hierarchical" if has_draft else "retrieval"
         levels = LEVELS[self.mode]
         if "draft" in levels and "retrieval" in levels and not has_draft:

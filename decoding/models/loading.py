@@ -71,6 +71,7 @@ def load(
     with group.sync_errors():
         config = ModelConfig.from_pretrained(folder, packed=True).with_rope_scaling(settings.rope)
         settings.check_layers(config.full_layers)
+        mode = settings.resolved_mode(draft is not None, config.full_layers)
         if config.kept_types or settings.weights == "packed":
             kind = choose_dtype(settings.dtype, config, open_checkpoint(folder), group.device)
             config = machine.choose_weights(config, settings.weights, kind)

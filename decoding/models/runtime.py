@@ -71,7 +71,8 @@ class Runtime:
         """Return a runtime of the same models with other settings; for rank 0."""
         if settings.graphs is None:
             settings = replace(settings, graphs=self.settings.graphs)
-        mode = settings.resolved_mode(self.draft is not None)
+        layers = self.target.config.full_layers
+        mode = settings.resolved_mode(self.draft is not None, layers)
         return Runtime.create(self.target, self.draft, mode, settings, self.identity)
 
     def costs(self, link_rate: float | None) -> CostModel:

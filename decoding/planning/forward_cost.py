@@ -160,13 +160,16 @@ class ForwardCost:
             query_tokens: per request.
             attended: tokens of its own request that each query token attends to.
             concurrency: batched requests. The extra attention launches are not counted.
-            kv_scale: the time to read a token's KV, relative to 16 bits.
+            kv_scale: the time to read a token's KV in layers with full attention, relative to 16
+                bits.
             captured: whether it is a CUDA graph, on a GPU.
         """
         config, ranks = self.config, self.ranks
         tokens = concurrency * query_tokens
         weights_s = self._read_s(active_share(config, tokens))
-        kv = kv_scale * concurrency * config.kv_layout(ranks, self.dtype).bytes(attended)
+        layout = config.kv_layout(ranks, self.dtype)
+        scaled = (kv_scale - 1) * layout.bytes(attended, layout.full_layers)
+        kv = concurrency * (layout.bytes(attended) + scaled)
         extra = tokens * (query_tokens - 1) / query_tokens
         compute_s = self._compute_s(tokens, attended, weights_s, kv, extra, self.hardware.forward_s)
         if not captured:

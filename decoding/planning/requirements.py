@@ -125,6 +125,7 @@ class Requirements:
         """Return the modes to consider: this one and, with mode `auto`, its split variant."""
         split = f"split-{self.mode}"
         can_split = self.copies and split_format(self.dtype) is not None
+        can_split = can_split and self.target.full_layers > 0
         return [self.mode, split] if can_split and self.settings.mode == "auto" else [self.mode]
 
     @property

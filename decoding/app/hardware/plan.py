@@ -205,7 +205,7 @@ def _requirements(
     return Requirements(
         target=target,
         draft=small,
-        mode=settings.resolved_mode(small is not None),
+        mode=settings.resolved_mode(small is not None, target.full_layers),
         settings=settings,
         dtype=kind,
         ranks=ranks,

@@ -22,6 +22,7 @@ from decoding.planning.request_spec import RequestSpec
 from decoding.planning.requirements import Requirements
 from decoding.planning.round_cost import Acceptance
 from decoding.speculation.draft_length import best_length, expected_tokens
+from offload.layout import SlidingWindow
 from parallel.config.model_config import ModelConfig
 
 PROMPT, NEW = 130_048, 512
@@ -230,6 +231,15 @@ def test_forward_over_an_8_bit_retrieval_cache_uses_its_measured_rate() -> None:
     assert slower == pytest.approx(kv / 5e11, rel=0.01)
     slow = replace(machine, int8_rate=1e11)
     assert forward_s(slow, int8_retrieval=False) == forward_s(machine)
+    # Layers with a window have no retrieval cache.
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    window = SlidingWindow(requirements.strategy.budget, frozenset(range(1, SEVEN.layers)))
+    windowed = replace(SEVEN, sliding_window=window, windowed_rope=rope)
+    one_layer = [
+        retrieval_s(replace(machine, int8_rate=rate), replace(requirements, target=windowed))
+        for rate in (2.5e11, 5e11)
+    ]
+    assert one_layer[0] - one_layer[1] == pytest.approx(kv / SEVEN.layers / 5e11, rel=0.01)
     # Arithmetic is the same as in 16 bits.
     serial = replace(machine, runs_ahead=False)
     machines = [replace(serial, int8_rate=rate) for rate in (1e11, 5e11)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from decoding import GREEDY
 from decoding.app.terminal.messages import startup_line
 from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET
 from decoding.config.settings import Settings
+from decoding.engine.engine import Engine
 from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.plan import Memory, Plan
@@ -21,6 +25,7 @@ from decoding.planning.requirements import Requirements, Strategy
 from decoding.speculation.draft_length import RoundStats
 from offload.dtypes import dtype_spec
 from offload.errors import InsufficientMemoryError
+from parallel.config.model_config import ModelConfig
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, Pair
 from support.planning import case_of
@@ -32,9 +37,15 @@ WHOLE, SPLIT = "retrieval", "split-retrieval"
 
 
 def requirements_of(mode: str = "auto", dtype: str = "bfloat16", **choices: Any) -> Requirements:
-    settings = Settings(mode=mode, dtype=dtype, prefill_chunk=256, **choices)
     model = replace(case_of(1).target, layers=24, kv_heads=4)
-    resolved = settings.resolved_mode(has_draft=False)
+    return requirements_for(model, mode, dtype, **choices)
+
+
+def requirements_for(
+    model: ModelConfig, mode: str = "auto", dtype: str = "bfloat16", **choices: Any
+) -> Requirements:
+    settings = Settings(mode=mode, dtype=dtype, prefill_chunk=256, **choices)
+    resolved = settings.resolved_mode(has_draft=False, full_layers=model.full_layers)
     return Requirements(model, None, resolved, settings, dtype_spec(dtype), 1, 1, copies=True)
 
 
@@ -77,6 +88,23 @@ def test_auto_considers_split_modes_if_layers_are_offloaded() -> None:
     # All KV fits the device.
     assert modes(requirements, memory_of(requirements, 4)) == {WHOLE}
     assert modes(requirements, memory_of(requirements, 0.6), prompt=1000) == {WHOLE}
+
+
+def test_auto_has_no_retrieval_cache_if_all_layers_have_a_window(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DEMO / "target", tmp_path / "target"))
+    values = json.loads((folder / "config.json").read_text())
+    values |= {"model_type": "mistral", "sliding_window": 64}
+    (folder / "config.json").write_text(json.dumps(values))
+    config = ModelConfig.from_pretrained(folder)
+    assert requirements_for(config).candidate_modes == ["plain"]
+    assert Settings().resolved_mode(has_draft=True, full_layers=0) == "speculative"
+    assert requirements_for(config, WHOLE).candidate_modes == [WHOLE]
+    assert requirements_of().candidate_modes == [WHOLE, SPLIT]
+    settings = Settings(link="emulated:50")
+    with closing(Engine.from_pretrained(folder, settings=settings, device="cpu")) as engine:
+        assert engine.runtime.mode == "plain"
+        assert engine.runtime.with_settings(settings).mode == "plain"
+        assert len(list(engine.generate([5, 6, 7], 4, GREEDY))) == 4
 
 
 def test_a_host_too_small_for_whole_elements_gets_a_split_mode() -> None:
