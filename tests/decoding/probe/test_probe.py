@@ -46,7 +46,7 @@ def test_plan_reads_a_probe_file(tmp_path: Path) -> None:
     machine = HardwareProfile.from_name(str(path))
     assert machine.gpus == 1
     assert machine.link_in > 0
-    assert 1e-7 < machine.layer_s < 0.1
+    assert 0 <= machine.layer_s < 0.1  # a difference of short measurements, so maybe 0
     planned = forked(
         tmp_path,
         "plan",
