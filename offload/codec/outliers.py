@@ -147,5 +147,6 @@ class Outliers:
         self._starts = None
 
     def _allocate(self, capacity: int) -> None:
-        self._positions = torch.empty(capacity, dtype=torch.int32, device=self._device)
-        self._patterns = torch.empty(capacity, dtype=torch.int16, device=self._device)
+        with torch.inference_mode(False):  # outliers are loaded outside of forwards, too
+            self._positions = torch.empty(capacity, dtype=torch.int32, device=self._device)
+            self._patterns = torch.empty(capacity, dtype=torch.int16, device=self._device)

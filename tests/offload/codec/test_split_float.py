@@ -161,3 +161,16 @@ def test_memory_grows_beyond_the_planned_outliers(dtype: torch.dtype) -> None:
     outliers.apply(out, 0, 2)
     assert torch.equal(bits(out), bits(kv))
     assert outliers.nbytes >= kv.numel() * OUTLIER_BYTES
+
+
+def test_lists_that_grow_in_a_forward_are_written_outside_of_one() -> None:
+    """A cache is restored outside of forwards."""
+    kv, some = torch.randn(2, 2, 8, 4).bfloat16(), torch.ones(2, 2, 8, 4, dtype=torch.bool)
+    outliers = Outliers(1, 2, kv.device)
+    with torch.inference_mode():
+        outliers.append(kv, some, 0)
+        outliers.sort()
+    outliers.append(kv, some, 4)
+    out = torch.zeros(2, 2, 12, 4, dtype=torch.bfloat16)
+    outliers.apply(out, 0, 2)
+    assert torch.equal(out, torch.cat([kv[:, :, :4], kv], dim=2))
