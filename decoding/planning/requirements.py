@@ -124,8 +124,9 @@ class Requirements:
     def candidate_modes(self) -> list[str]:
         """Return the modes to consider: this one and, with mode `auto`, its split variant."""
         split = f"split-{self.mode}"
-        can_split = self.copies and split_format(self.dtype) is not None
-        can_split = can_split and self.target.full_layers > 0
+        can_split = (
+            self.copies and self.target.full_layers > 0 and split_format(self.dtype) is not None
+        )
         return [self.mode, split] if can_split and self.settings.mode == "auto" else [self.mode]
 
     @property

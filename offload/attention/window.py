@@ -81,6 +81,4 @@ def _mask(rows: int, keys: int, window: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         mask = torch.full((rows, keys), -torch.inf, device=device)
         own = keys - rows  # the first row's own key
-        hidden_after = torch.triu(mask, own + 1)
-        hidden_before = torch.tril(mask, own - window)
-        return torch.where(hidden_before < 0, hidden_before, hidden_after)
+        return torch.triu(mask, own + 1) + torch.tril(mask, own - window)
