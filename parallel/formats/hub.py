@@ -69,10 +69,12 @@ def fetch_headers(name: str) -> dict[str, TensorHeader]:
 
 
 def fetch_model(name: str, patterns: Sequence[str]) -> Path:
-    """Return the folder of model `name` with the files matching `patterns`. Raises NotFound."""
+    """Return the folder of model `name` with its files matching `patterns`. Raises NotFound."""
     from huggingface_hub import snapshot_download
 
-    return _fetch(snapshot_download, name, allow_patterns=list(patterns))
+    # Some repositories have the weights in other formats as well, in folders or beside them.
+    others = ["*/*", "consolidated*"]
+    return _fetch(snapshot_download, name, allow_patterns=list(patterns), ignore_patterns=others)
 
 
 class GgufName(NamedTuple):
