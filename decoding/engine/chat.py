@@ -9,6 +9,7 @@ from decoding.config.defaults import NEW_TOKENS
 from decoding.engine.cached_sequence import DEFAULT_ROOM
 from decoding.engine.engine import Engine
 from decoding.speculation.sampling import Sampling
+from decoding.text.channels import answer_text
 from decoding.text.detokenizer import detokenize_stream
 from decoding.text.encoding import truncate_to
 from decoding.text.prompt import MARK, chat_tokens, tokens_around
@@ -109,10 +110,7 @@ class Chat:
 
     def _add_turn(self, question: str, prompt: list[int], answer: list[int]) -> None:
         self.tokens = [*prompt, *answer]
-        text = self.engine.tokenizer.decode(
-            answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        self.messages += _turn(question, text)
+        self.messages += _turn(question, answer_text(self.engine.tokenizer, answer))
 
     def _prefix(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the tokens that the template renders before `MARK`."""

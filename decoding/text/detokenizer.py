@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from decoding.text.channels import ChannelFilter
+
 _INCOMPLETE = "\ufffd"  # decoded character whose bytes are not complete yet
 
 
 class Detokenizer:
-    """Turns tokens into text, in whole characters and without special tokens.
+    """Turns tokens into text, in whole characters, without special tokens and other channels.
 
     The text of a token may depend on the tokens before it, so a few of them are decoded again with
     it; and a character may need several tokens. The concatenation is the text of all tokens.
@@ -17,11 +19,14 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
+        self._channels = ChannelFilter(tokenizer)
         self._window: list[int] = []  # tokens of the last text, and all after them
         self._done = 0  # tokens of the window whose text has been returned
 
     def feed(self, token: int) -> str:
         """Return the text that a token completes."""
+        if not self._channels.shows(token):
+            return ""
         self._window.append(token)
         text, prefix = self._decode(len(self._window)), self._decode(self._done)
         if len(text) <= len(prefix) or text.endswith(_INCOMPLETE):

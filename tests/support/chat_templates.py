@@ -56,6 +56,18 @@ LLAMA_3_1 = (
     "{{- '<|eot_id|>' }}{%- endfor %}{%- if add_generation_prompt %}"
     "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
+HARMONY = (
+    SPLIT_SYSTEM
+    + "{{- '<|start|>system<|message|>You are ChatGPT.\nCurrent date: ' }}"
+    + "{{- strftime_now('%Y-%m-%d') + '\n\nReasoning: medium\n\n# Valid channels: analysis, ' }}"
+    + "{{- 'commentary, final. Channel must be included for every message.<|end|>' }}"
+    + "{%- if system %}{{- '<|start|>developer<|message|># Instructions\n\n' + system }}"
+    + "{{- '\n\n<|end|>' }}{%- endif %}{%- for m in rest %}{%- if m.role == 'assistant' %}"
+    + "{{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}"
+    + "{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    + "{%- else %}{{- '<|start|>user<|message|>' + m.content + '<|end|>' }}{%- endif %}"
+    + "{%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
+)
 MISTRAL_V1 = (
     SPLIT_SYSTEM + "{{ bos_token }}{% for m in rest %}" + ALTERNATION + "{% if m.role == 'user' %}"
     "{% if loop.first and system %}{{ ' [INST] ' + system + '\n\n' + m.content + ' [/INST]' }}"
@@ -206,6 +218,8 @@ class ChatModel:
 HEADERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
 TEXT = ("<|unk|>", "<|begin_of_text|>", "<|end_of_text|>")
 INST = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[TOOL_CALLS]")
+HARMONY_TOKENS = ("<|endoftext|>", "<|startoftext|>", "<|return|>")
+HARMONY_TOKENS += ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 TURNS = ("<unk>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 CHAT_MODELS = {
     "chatml": ChatModel(CHATML, "bytes", IM),
@@ -229,6 +243,7 @@ CHAT_MODELS = {
         strips=True,
     ),
     "phi-4": ChatModel(PHI_4, "bytes", (*IM, "<|im_sep|>")),
+    "gpt-oss": ChatModel(HARMONY, "bytes", HARMONY_TOKENS),
     "granite": ChatModel(GRANITE, "bytes", (*TEXT, "<|start_of_role|>", "<|end_of_role|>")),
     "zephyr": ChatModel(ZEPHYR, "blank", LLAMA_TOKENS),
 }

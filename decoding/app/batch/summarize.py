@@ -28,6 +28,7 @@ from decoding.app.terminal.signals import Interrupts, signal_source
 from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request, RequestState
+from decoding.text.channels import answer_text
 from decoding.text.prompt import Template
 from offload.dtypes import dtype_name
 from offload.errors import InvalidRequestError, TierForceError
@@ -261,7 +262,7 @@ class Summaries:
         device = engine.group.device
         return {
             "id": id,
-            "summary": engine.tokenizer.decode(state.tokens, skip_special_tokens=True).strip(),
+            "summary": answer_text(engine.tokenizer, state.tokens).strip(),
             **state.stats.as_dict(),
             "truncated_tokens": state.request.truncated_tokens,
             **self.job.as_dict(),

@@ -1,0 +1,55 @@
+"""The channels of an answer in gpt-oss's response format, of which the final one is for the user.
+
+Source: OpenAI 2025, harmony response format, github.com/openai/harmony, docs/format.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+_FINAL = "final"  # others hold reasoning, and calls of tools
+
+
+class ChannelFilter:
+    """Tells which tokens of an answer are for the user; all are, if it has no channels.
+
+    An answer is a sequence of messages: <|start|>ROLE<|channel|>NAME<|message|>TEXT<|end|>. The
+    first role is part of the prompt.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        ids = tokenizer.convert_tokens_to_ids(list(_MARKERS))
+        is_known = tokenizer.convert_ids_to_tokens(ids) == list(_MARKERS) if all(ids) else False
+        self._markers = dict(zip(ids, _MARKERS, strict=True)) if is_known else {}
+        self._header: list[int] | None = None  # tokens of the current message's role or channel
+        self._is_shown = True
+
+    def shows(self, token: int) -> bool:
+        """Return whether the next token is for the user. Markers are not."""
+        marker = self._markers.get(token)
+        if marker is None:
+            if self._header is not None:
+                self._header.append(token)
+                return False
+            return self._is_shown
+        if marker == "<|message|>":
+            name = self._tokenizer.decode(self._header or []).strip()
+            self._is_shown = name.startswith(_FINAL)
+            self._header = None
+        elif marker == "<|end|>":
+            self._is_shown = False
+        else:
+            self._header = []
+        return False
+
+
+def answer_text(tokenizer: Any, tokens: list[int]) -> str:
+    """Return the text of an answer without special tokens, and of its channels the final one."""
+    channels = ChannelFilter(tokenizer)
+    shown = [token for token in tokens if channels.shows(token)]
+    text: str = tokenizer.decode(
+        shown, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return text
