@@ -16,7 +16,7 @@ from bench.gpu.choices import Context
 from decoding.probe.rates import median_seconds, random_tensor
 from decoding.probe.survey import Machine
 from offload.attention import partial_attention
-from offload.attention.folding import empty_partial
+from offload.attention.folding import Partial, empty_partial
 from offload.codec.format import split_format
 from offload.kernels.batch_invariant_attention import batch_invariant_attention
 from offload.kernels.selection import (
@@ -154,6 +154,10 @@ def _split_float(context: Context, heads: int, groups: int, tokens: int) -> None
         context.add(f"attention to high bytes, {rows} rows x {groups}", rate, "GB/s")
 
 
+def _output(attend: Callable[[], Partial]) -> torch.Tensor:
+    return attend()[0]
+
+
 def _batch_invariant(context: Context, heads: int, groups: int, tokens: int) -> None:
     device = context.device
     kernels, why = batch_invariant_kernels(device.type, _DTYPE, _DIM, groups)
@@ -163,7 +167,8 @@ def _batch_invariant(context: Context, heads: int, groups: int, tokens: int) -> 
     kv = random_tensor(2, heads, tokens, _DIM, device=device, dtype=_DTYPE)
     for rows in (1, 9, 33):
         q = random_tensor(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
-        seconds = median_seconds(partial(batch_invariant_attention, q, [kv], ByteCounters()))
+        attend = partial(batch_invariant_attention, q, [kv], ByteCounters())
+        seconds = median_seconds(partial(_output, attend))
         rate = kv.nbytes / seconds / 1e9
         context.add(f"batch-invariant attention, {rows} rows x {groups}", rate, "GB/s")
 
@@ -249,7 +254,7 @@ def _slot_attention(
 
     def attend() -> torch.Tensor:
         for layer in range(len(layers)):
-            out: torch.Tensor = kernels.attend(q, table, layer, places)
+            out: torch.Tensor = kernels.attend(q, table, layer, places)[0]
         return out
 
     kv, _, codes, scales = layers[0][0]

@@ -234,7 +234,7 @@ class _Kernels:
         kv = self._random(layout.shape(1, tokens))[0]
         q = self._random((ROW_BLOCK, self.layer.heads, self.layer.head_dim))
         traffic = ByteCounters()
-        seconds = median_seconds(lambda: batch_invariant_attention(q, [kv], traffic))
+        seconds = median_seconds(lambda: batch_invariant_attention(q, [kv], traffic)[0])
         if self.device.type == "cpu":
             seconds -= layout.bytes(tokens) / rates["kv_rate"]
             scores = (ROW_BLOCK - 1) * attention_flops(self.layer, tokens)
@@ -320,13 +320,13 @@ class _Kernels:
         select_s = median_seconds(select)
         group = TensorParallelGroup(device=self.device)
         if not cuda_graphs_supported(group):
-            return lambda: cache.attend(0, q[:1], keys, values, _PREFIX), select_s
+            return lambda: cache.attend(0, q[:1], keys, values, _PREFIX)[0], select_s
         static = StaticForward([cache], 1)
         static.place(0, Place(1, *cache.slot_and_position(_PREFIX), cache.first_valid_slot()))
 
         def attend() -> Tensor:
             static.begin_forward(1)
-            return static.attend(0, q[:1], keys, values, 0)
+            return static.attend(0, q[:1], keys, values, 0)[0]
 
         attend()  # compiles kernels
         self._captured.append(attend)

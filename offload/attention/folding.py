@@ -5,7 +5,7 @@ Operators support neither GQA nor bottom-right causality; both are folded into c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,14 @@ def _merge_two(first: Partial, second: Partial) -> Partial:
     share = (lse - other_lse).sigmoid_().nan_to_num_(0)  # NaN where both parts are empty
     merged = torch.lerp(other.float(), out.float(), share[..., None])
     return merged.to(out.dtype), torch.logaddexp(lse, other_lse)
+
+
+def concatenated(parts: Sequence[Partial], dim: int) -> Partial:
+    """Return the attention of all rows (dim 0), or of all heads (dim 1), from that of some each."""
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim), torch.cat(lses, dim)
 
 
 def causal_mask(q: Tensor, k: Tensor) -> Tensor:

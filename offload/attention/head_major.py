@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
-from offload.attention.folding import Partial
+from offload.attention.folding import Partial, concatenated
 from offload.traffic import ByteCounters
 
 
@@ -44,8 +43,8 @@ def attend_by_heads(
     q: Tensor,
     kv_heads: int,
     parts: Iterable[tuple[slice, Tensor]],
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Tensor:
+    attend: Callable[[Tensor, Tensor, Tensor], Partial],
+) -> Partial:
     """Return the attention of q (T, Hq, D) computed by `attend` for a few KV heads at a time.
 
     Each part is a slice of the `kv_heads` KV heads and their KV (2, h, N, D), in order;
@@ -56,4 +55,4 @@ def attend_by_heads(
     for heads, kv in parts:
         k, v = kv.transpose(1, 2)
         outs.append(attend(by_head[:, heads].flatten(1, 2), k, v))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    return concatenated(outs, dim=1)

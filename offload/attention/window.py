@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from offload.attention import masked_attention, partial_attention
-from offload.attention.folding import Partial, merge
+from offload.attention.folding import Partial, concatenated, merge
 from offload.attention.head_major import attend_prefix, token_slice
 from offload.layout import MASKED_SCORES
 from offload.traffic import ByteCounters
 
 
-def windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Return the attention (T, Hq, D) of the last T of N tokens, each to its window.
+def windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Partial:
+    """Return the attention of the last T of N tokens, each to its window.
 
     Args:
         q: (T, Hq, D), Hq a multiple of Hkv.
@@ -28,12 +28,12 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     k, v = k[unseen:], v[unseen:]
     keys = len(k)
     if keys <= window:
-        return partial_attention(q, k, v, causal=True)[0]
+        return partial_attention(q, k, v, causal=True)
     if rows * keys <= MASKED_SCORES:
-        return masked_attention(q, k, v, _mask(rows, keys, window, q.device))[0]
+        return masked_attention(q, k, v, _mask(rows, keys, window, q.device))
     prefix = keys - rows
     whole = window - prefix  # rows that see all keys up to their own, at least one
-    outs = [partial_attention(q[:whole], k[:window], v[:window], causal=True)[0]]
+    parts = [partial_attention(q[:whole], k[:window], v[:window], causal=True)]
     for start in range(whole, rows, window):
         own = q[start : start + window]
         end = prefix + start + len(own)
@@ -41,20 +41,20 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         recent = partial_attention(own, k[first:end], v[first:end], causal=True)
         if len(own) > 1:
             recent = _with_older(own, k, v, first, recent)
-        outs.append(recent[0])
-    return torch.cat(outs)
+        parts.append(recent)
+    return concatenated(parts, dim=0)
 
 
 def attend_slots(
     kv: Tensor, q: Tensor, tokens: int, traffic: ByteCounters, window: int | None
-) -> Tensor:
+) -> Partial:
     """Return the attention of q (T, Hq, D) over a buffer's first tokens; count its bytes.
 
     The last T tokens of kv (2, Hkv, capacity, D) are those of the queries; `window` None: each sees
     all up to its own.
     """
     if window is None:
-        return attend_prefix(kv, q, tokens, traffic)[0]
+        return attend_prefix(kv, q, tokens, traffic)
     first = max(0, tokens - len(q) - window + 1)
     k, v = token_slice(kv, first, tokens).transpose(1, 2)
     traffic.attended += 2 * k.nbytes

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.layout import KVLayout
 from offload.traffic import ByteCounters
 
@@ -46,11 +47,11 @@ class Cache(ABC):
         """Start a forward over all layers, with `rows` tokens after the first `length`."""
 
     @abstractmethod
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Store the KV of the tokens at `start` and return their attention output.
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
+        """Store the KV of the tokens at `start` and return their attention.
 
-        q (T, Hq, D), k and v (T, Hkv, D), none of them rotated; out (T, Hq, D). Tokens past
-        `length` may be overwritten.
+        q (T, Hq, D), k and v (T, Hkv, D), none of them rotated. Tokens past `length` may be
+        overwritten.
         """
 
     def advance(self, rows: int) -> None:

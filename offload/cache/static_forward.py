@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.attention import masked_attention
+from offload.attention.folding import Partial, concatenated
 from offload.attention.head_major import attend_by_heads, token_slice
 from offload.cache.static_shape import StaticCache
 from offload.kernels.selection import slot_kernels
@@ -109,7 +110,7 @@ class StaticForward:
         """Read the places from device memory."""
         self._attention.begin(self._places)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         """Write the tokens' KV and return their attention, as `Cache.attend`; `start` is unused."""
         return self._attention.attend(layer, self._angles.scaled(q), k, v, self._angles)
 
@@ -128,12 +129,12 @@ class _FusedAttention:
         """Begin a forward with the places of a StaticForward, (B, 3) for each kind of layer."""
         self._places = places
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
-        """Return the attention (B * T, Hq, D), as `StaticForward.attend`."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Partial:
+        """Return the attention of q (B * T, Hq, D), as `StaticForward.attend`."""
         turns, window = self._rotary.of_layer(angles, layer), self._layout.window_of(layer)
         places = self._places[int(window is not None)]
         q = self._kernels.write(q, k, v, turns, self._table, layer, places)
-        out: Tensor = self._kernels.attend(q, self._table, layer, places, window)
+        out: Partial = self._kernels.attend(q, self._table, layer, places, window)
         return out
 
 
@@ -178,8 +179,8 @@ class _PlainAttention:
         mask = torch.zeros_like(hidden, dtype=torch.float32)
         return slots - offset, mask.masked_fill(hidden, -torch.inf)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
-        """Return the attention (B * T, Hq, D), as `StaticForward.attend`."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Partial:
+        """Return the attention of q (B * T, Hq, D), as `StaticForward.attend`."""
         rotary, kind = self._caches[0].rotary, int(self._layout.window_of(layer) is not None)
         rotated = (rotary.apply(x, angles, layer) for x in (q, k))
         parts = [x.split(len(self._steps)) for x in (*rotated, k, v)]
@@ -193,12 +194,11 @@ class _PlainAttention:
                 _write(raw, slots, own_raw)
             attend = partial(_masked, self._masks[kind][index])
             outs.append(attend_by_heads(own_q, k.shape[1], cache.head_groups(layer), attend))
-        return torch.cat(outs)
+        return concatenated(outs, dim=0)
 
 
-def _masked(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out, _ = masked_attention(q, k, v, mask)
-    return out
+def _masked(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    return masked_attention(q, k, v, mask)
 
 
 def _write(buffer: Tensor, slots: Tensor, x: Tensor) -> None:

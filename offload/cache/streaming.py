@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.attention.head_major import token_slice, write_tokens
 from offload.attention.window import attend_slots
 from offload.cache.static_shape import SlotBuffers, StaticCache
@@ -67,7 +68,7 @@ class StreamingCache(StaticCache):
     def buffers(self, layer: int) -> SlotBuffers:
         return SlotBuffers(self._kv[layer], self._raw[layer])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         slot, _ = self.slot_and_position(start)
         end = slot + len(k)
         kv = self._kv[layer]

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.kernels.split_float import UPCAST
 from offload.layout import ceil_div
@@ -27,8 +28,8 @@ _MAX_ROWS = 64  # rows per program: more would not fit a multiprocessor's regist
 _MAX_ROWS_OF_LARGE_HEADS = 16  # in 32 bits: more would not fit 100 KB of shared memory
 
 
-def attend(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """Return the causal attention (T, Hq, D) of the last T of N tokens, q (T, Hq, D).
+def attend(q: Tensor, parts: Sequence[Tensor]) -> Partial:
+    """Return the causal attention of the last T of N tokens, q (T, Hq, D).
 
     parts: keys and values (2, Hkv, n, D) of all N tokens, in order, in one part or two. In each,
     the tokens of a head are contiguous.
@@ -44,6 +45,7 @@ def attend(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
     outs = torch.empty(key_blocks, rows, query_heads, dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(key_blocks, rows, query_heads, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, query_heads, dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(rows, query_heads, dtype=torch.float32, device=q.device)
     columns = max(16, triton.next_power_of_2(dim))
     tile = program_rows(groups, columns, q.dtype)
     tiles = ceil_div(ROW_BLOCK * groups, tile)
@@ -78,9 +80,9 @@ def attend(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
         num_stages=1,  # prefetched 32-bit tiles would not fit shared memory
     )
     _merge[rows, query_heads](
-        outs, lses, out, key_blocks, rows, query_heads, DIM=dim, COLUMNS=columns
+        outs, lses, out, lse, key_blocks, rows, query_heads, DIM=dim, COLUMNS=columns
     )
-    return out
+    return out, lse
 
 
 def program_rows(groups: int, columns: int, dtype: torch.dtype) -> int:
@@ -254,6 +256,7 @@ def _merge(
     outs,
     lses,
     attended,
+    totals,
     key_blocks,
     rows,
     query_heads,
@@ -282,3 +285,4 @@ def _merge(
     merged = weighted / total
     merged = merged.to(attended.dtype.element_ty)
     tl.store(attended + q_row * DIM + column, merged, mask=column_mask)
+    tl.store(totals + q_row, peak + tl.log(total))

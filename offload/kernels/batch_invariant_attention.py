@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload.attention import masked_attention
-from offload.attention.folding import Partial, merge
+from offload.attention.folding import Partial, concatenated, merge
 from offload.attention.head_major import token_slice
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.kernels.selection import batch_invariant_kernels
@@ -27,8 +27,8 @@ from offload.layout import ceil_div
 from offload.traffic import ByteCounters
 
 
-def batch_invariant_attention(q: Tensor, parts: Sequence[Tensor], traffic: ByteCounters) -> Tensor:
-    """Return the causal attention (T, Hq, D) of the last T of N tokens, q (T, Hq, D).
+def batch_invariant_attention(q: Tensor, parts: Sequence[Tensor], traffic: ByteCounters) -> Partial:
+    """Return the causal attention of the last T of N tokens, q (T, Hq, D).
 
     parts: keys and values (2, Hkv, n, D) of all N tokens, in order. The bytes read are added to
     `traffic`.
@@ -42,11 +42,12 @@ def batch_invariant_attention(q: Tensor, parts: Sequence[Tensor], traffic: ByteC
         token_bytes = sum(part.nbytes for part in parts) // end
         for block in range(start // ROW_BLOCK, ceil_div(end, ROW_BLOCK)):
             traffic.attended += token_bytes * min(end, (block + 1) * ROW_BLOCK)
-        return kernels.attend(q, parts)
+        attended: Partial = kernels.attend(q, parts)
+        return attended
     lead = start % ROW_BLOCK
     padded = F.pad(q, (0, 0, 0, 0, lead, -end % ROW_BLOCK))
     key_blocks: dict[int, Tensor] = {}  # keyed by first token
-    outs = []
+    blocks = []
     position = start - lead
     for rows in padded.split(ROW_BLOCK):
         partials = []
@@ -55,15 +56,15 @@ def batch_invariant_attention(q: Tensor, parts: Sequence[Tensor], traffic: ByteC
                 key_blocks[key] = _key_block(parts, key)
             traffic.attended += key_blocks[key].nbytes
             partials.append(_attend(rows, key_blocks[key], position - key))
-        outs.append(merge(partials)[0])
+        blocks.append(merge(partials))
         position += ROW_BLOCK
-    return torch.cat(outs)[lead : lead + len(q)]
+    return _own_rows(blocks, lead, len(q))
 
 
 def batch_invariant_window(
     q: Tensor, kv: Tensor, start: int, window: int, traffic: ByteCounters
-) -> Tensor:
-    """Return the attention (T, Hq, D) of the last T tokens of kv, each to its window.
+) -> Partial:
+    """Return the attention of the last T tokens of kv, each to its window.
 
     A block of rows attends in one call to its own keys and as many before it as its first row sees,
     rounded up to whole blocks: in a shape that depends on its position alone, and for all heads
@@ -81,7 +82,7 @@ def batch_invariant_window(
     lead = first % ROW_BLOCK
     padded = F.pad(q, (0, 0, 0, 0, lead, -end % ROW_BLOCK))
     span = ceil_div(window - 1, ROW_BLOCK) * ROW_BLOCK + ROW_BLOCK
-    outs = []
+    blocks = []
     stop = first - lead
     for rows in padded.split(ROW_BLOCK):
         stop += ROW_BLOCK
@@ -90,8 +91,14 @@ def batch_invariant_window(
         traffic.attended += block.nbytes
         k, v = block.transpose(1, 2)
         mask = _window_mask(window, span, q.device)[:, span - tokens :]
-        outs.append(masked_attention(rows, k, v, mask)[0])
-    return torch.cat(outs)[lead : lead + len(q)]
+        blocks.append(masked_attention(rows, k, v, mask))
+    return _own_rows(blocks, lead, len(q))
+
+
+def _own_rows(blocks: Sequence[Partial], lead: int, count: int) -> Partial:
+    """Return `count` rows after the first `lead` of blocks of rows."""
+    out, lse = concatenated(blocks, dim=0)
+    return out[lead : lead + count], lse[lead : lead + count]
 
 
 def _block(kv: Tensor, start: int, tokens: int) -> Tensor:
@@ -124,8 +131,7 @@ def _attend(rows: Tensor, kv: Tensor, offset: int) -> Partial:
     for head, queries in enumerate(rows.chunk(heads, dim=1)):
         keys, values = kv[:, head, :, None]  # (KEY_BLOCK, 1, D)
         parts.append(masked_attention(queries, keys, values, mask))
-    outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+    return concatenated(parts, dim=1)
 
 
 def _mask(offset: int, device: torch.device) -> Tensor:

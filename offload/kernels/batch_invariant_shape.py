@@ -11,11 +11,11 @@ KEY_BLOCK = 2048  # keys of a block; a multiple of ROW_BLOCK
 def working_bytes(layout: KVLayout, tokens: int, rows: int, groups: int) -> int:
     """Return the working memory of a layer's attention of `rows` rows over `tokens` tokens.
 
-    It holds the block of keys that spans two parts, the last block, and the float32 partial results
-    of every row in each block. `groups`: query heads per KV head.
+    It holds the block of keys that spans two parts, the last block, the float32 partial results of
+    every row in each block, and the log-sum-exp of all. `groups`: query heads per KV head.
     """
     blocks = ceil_div(tokens, KEY_BLOCK)
     query_heads = layout.heads * groups
     values = layout.head_dim + 1
-    partial = 4 * blocks * rows * query_heads * values
+    partial = 4 * rows * query_heads * (blocks * values + 1)
     return 2 * layout.bytes(KEY_BLOCK, 1) + partial

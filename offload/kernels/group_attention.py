@@ -7,12 +7,10 @@ tokens are those of the queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from offload.attention.folding import merge
+from offload.attention.folding import Partial, concatenated, merge
 from offload.attention.head_major import attend_prefix
 from offload.attention.window import attend_slots
 from offload.kernels.batch_invariant_attention import (
@@ -25,7 +23,7 @@ from offload.traffic import ByteCounters
 class GroupAttention:
     """Attention over each segment, merged. A tail is attended once, for all groups together."""
 
-    def attend(self, q: Tensor, segments: Sequence[Tensor], traffic: ByteCounters) -> Any:
+    def attend(self, q: Tensor, segments: Sequence[Tensor], traffic: ByteCounters) -> Partial:
         """Attend with the queries q (T, h * G, D) of one group to its segments (2, h, n, D).
 
         Bytes read are counted in `traffic`.
@@ -35,48 +33,42 @@ class GroupAttention:
 
     def attend_window(
         self, q: Tensor, kv: Tensor, start: int, window: int, traffic: ByteCounters
-    ) -> Any:
+    ) -> Partial:
         """Attend with the queries q (T, Hq, D) of the last T tokens of kv, each to its window.
 
         kv (2, Hkv, n, D) are all heads of a layer, from position `start` on: they are the only
         group. `window` counts tokens.
         """
-        return attend_slots(kv, q, kv.shape[2], traffic, window), None
+        return attend_slots(kv, q, kv.shape[2], traffic, window)
 
     def join(
-        self, parts: list[Any], q: Tensor, tail: Tensor | None, traffic: ByteCounters
-    ) -> Tensor:
-        """Return the attention (T, Hq, D) of all groups, from what `attend` returned for each.
+        self, parts: list[Partial], q: Tensor, tail: Tensor | None, traffic: ByteCounters
+    ) -> Partial:
+        """Return the attention of q (T, Hq, D), from what `attend` returned for each group.
 
-        `tail` (2, Hkv, n, D) is the last segment of all groups, if they have two; q (T, Hq, D).
+        `tail` (2, Hkv, n, D) is the last segment of all groups, if they have two.
         """
-        outs, lses = zip(*parts, strict=True)
+        whole = concatenated(parts, dim=1)
         if tail is None:
-            return _concatenated(outs)
-        recent = attend_prefix(tail, q, tail.shape[2], traffic)
-        return merge([recent, (_concatenated(outs), _concatenated(lses))])[0]
+            return whole
+        return merge([attend_prefix(tail, q, tail.shape[2], traffic), whole])
 
 
 class BatchInvariantAttention(GroupAttention):
     """Attention in blocks at fixed positions, which both segments of a group share."""
 
-    def attend(self, q: Tensor, segments: Sequence[Tensor], traffic: ByteCounters) -> Any:
+    def attend(self, q: Tensor, segments: Sequence[Tensor], traffic: ByteCounters) -> Partial:
         return batch_invariant_attention(q, segments, traffic)
 
     def attend_window(
         self, q: Tensor, kv: Tensor, start: int, window: int, traffic: ByteCounters
-    ) -> Any:
+    ) -> Partial:
         return batch_invariant_window(q, kv, start, window, traffic)
 
     def join(
-        self, parts: list[Any], q: Tensor, tail: Tensor | None, traffic: ByteCounters
-    ) -> Tensor:
-        return _concatenated(parts)
+        self, parts: list[Partial], q: Tensor, tail: Tensor | None, traffic: ByteCounters
+    ) -> Partial:
+        return concatenated(parts, dim=1)
 
 
 FAST, BATCH_INVARIANT = GroupAttention(), BatchInvariantAttention()
-
-
-def _concatenated(by_group: Sequence[Tensor]) -> Tensor:
-    """Return results (T, h, ...) of all groups as one, (T, Hq, ...)."""
-    return by_group[0] if len(by_group) == 1 else torch.cat(list(by_group), dim=1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
+from offload.attention.folding import Partial
 from offload.attention.window import windowed_attention
 from offload.codec.format import split_format
 from offload.codec.int8 import LARGEST, dequantise, quantise
@@ -188,15 +189,15 @@ def _test_batch_invariant(
     """Raise RuntimeError if kernels are wrong, or a row's result depends on other rows."""
     kv, q = _inputs(device, dtype, _BATCH_INVARIANT_TOKENS, dim, _BATCH_INVARIANT_ROWS, groups)
     keys, values = kv.transpose(1, 2)
-    expected, _ = partial_attention(q, keys, values, causal=True)
+    expected = partial_attention(q, keys, values, causal=True)
     whole = kernels.attend(q, [kv])
-    _check_close(f"batch-invariant attention in {dtype}", whole, expected)
+    _check_partial(f"batch-invariant attention in {dtype}", whole, expected)
     first = (
         _BATCH_INVARIANT_TOKENS - _BATCH_INVARIANT_ROWS + 1
     )  # number of tokens the first row sees
     prefix = kv[:, :, :17].contiguous()
     alone = kernels.attend(q[:1], [prefix, kv[:, :, 17:first]])
-    if not torch.equal(alone[0], whole[0]):
+    if not all(torch.equal(row[0], rows[0]) for row, rows in zip(alone, whole, strict=True)):
         raise RuntimeError(f"batch-invariant attention in {dtype} depends on other rows")
 
 
@@ -260,8 +261,8 @@ def _test_slots(
         keys, queries = rotate(k, *angles), rotate(q, *angles)
         rotated = kernels.write(q, k, v, angles, table, 0, places)
         _check_close(f"rotation in {dtype}", rotated / 8, queries / 8)  # numbers of up to 8
-        outs = kernels.attend(rotated, table, 0, places).split(rows)
-        windowed = kernels.attend(rotated, table, 0, places, _WINDOW).split(rows)
+        outs = kernels.attend(rotated, table, 0, places)
+        windowed = kernels.attend(rotated, table, 0, places, _WINDOW)
         for index, (_, count) in enumerate(sizes):
             own, end = slice(index * rows, index * rows + count), _RECENT + count
             window, raw, *_ = buffers[index]
@@ -272,16 +273,16 @@ def _test_slots(
             written[0, :, _RECENT:end] = k[own].transpose(0, 1)
             if not torch.equal(raw[:, :-1], written[0, :, :-1]):
                 raise RuntimeError(f"keys before rotation in {dtype} are written incorrectly")
-            if outs[index][count:].any():
+            if outs[0][own.stop : (index + 1) * rows].any():
                 raise RuntimeError(f"attention to slots in {dtype} is wrong for padding")
             if count == 0:
                 continue
             visible = torch.cat((selected[index], window[:, :, :end]), dim=2)[:, :, firsts[index] :]
             k_seen, v_seen = visible.transpose(1, 2)
-            expected, _ = partial_attention(queries[own], k_seen, v_seen, causal=True)
-            _check_close(f"attention to slots in {dtype}", outs[index][:count], expected)
+            full = partial_attention(queries[own], k_seen, v_seen, causal=True)
+            _check_partial(f"attention to slots in {dtype}", _rows(outs, own), full)
             expected = windowed_attention(queries[own], k_seen, v_seen, _WINDOW)
-            _check_close(f"attention to windows in {dtype}", windowed[index][:count], expected)
+            _check_partial(f"attention to windows in {dtype}", _rows(windowed, own), expected)
 
 
 def _slot_buffers(kv: Tensor, offset: int, slots: int) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -313,8 +314,22 @@ def _inputs(
     return kv.to(device, dtype), q.to(device, dtype)
 
 
-def _check_close(name: str, actual: Tensor, expected: Tensor) -> None:
-    """Raise RuntimeError if a result is not close to the expected one."""
+def _rows(partial: Partial, rows: slice) -> Partial:
+    return partial[0][rows], partial[1][rows]
+
+
+def _check_partial(name: str, actual: Partial, expected: Partial) -> None:
+    """Raise RuntimeError if attention or its log-sum-exp is not close to the expected one."""
+    _check_close(name, actual[0], expected[0])
+    dtype = expected[0].dtype
+    _check_close(f"log-sum-exp of {name}", actual[1] / 8, expected[1] / 8, dtype)  # not averaged
+
+
+def _check_close(
+    name: str, actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Raise RuntimeError if a result is not close to the expected one, computed in `dtype`."""
     error = (actual.float() - expected.float()).abs().max().item()
-    if not error < (_TOLERANCE_IN_32_BITS if expected.dtype == torch.float32 else _TOLERANCE):
+    in_32_bits = (dtype or expected.dtype) == torch.float32
+    if not error < (_TOLERANCE_IN_32_BITS if in_32_bits else _TOLERANCE):
         raise RuntimeError(f"{name} is off by {error:.3g}")

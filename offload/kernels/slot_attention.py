@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.kernels.split_float import UPCAST, launch_options
 from offload.layout import ceil_div
 
@@ -113,11 +114,11 @@ def write(
 
 def attend(
     q: Tensor, table: SlotTable, layer: int, places: Tensor, window: int | None = None
-) -> Tensor:
-    """Return the attention (B * T, Hq, D) of q over a layer's slots, from `write`.
+) -> Partial:
+    """Return the attention of q (B * T, Hq, D), from `write`, over a layer's slots.
 
     Each token sees the slots from its sequence's first valid one to its own, the last `window` of
-    them if that is not None. The other arguments are those of `write`. Results of padding are zero.
+    them if that is not None. The other arguments are those of `write`. Padding sees none.
     """
     rows, query_heads, dim = q.shape
     sequences, heads = len(places), table.heads
@@ -158,10 +159,11 @@ def attend(
         **launch_options(block, columns),
     )
     out = torch.empty(rows, query_heads, dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(rows, query_heads, dtype=torch.float32, device=q.device)
     _merge[rows, query_heads](
-        outs, lses, out, splits, dim, SPLITS=_MAX_SPLITS, DIM=triton.next_power_of_2(dim)
+        outs, lses, out, lse, splits, dim, SPLITS=_MAX_SPLITS, DIM=triton.next_power_of_2(dim)
     )
-    return out
+    return out, lse
 
 
 @triton.jit(
@@ -405,7 +407,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _merge(outs, lses, merged, splits, dim, SPLITS: tl.constexpr, DIM: tl.constexpr):
+def _merge(outs, lses, merged, totals, splits, dim, SPLITS: tl.constexpr, DIM: tl.constexpr):
     """Merge the splits of one row and query head, by the online softmax."""
     entry = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     entries = tl.num_programs(0) * tl.num_programs(1)
@@ -416,8 +418,10 @@ def _merge(outs, lses, merged, splits, dim, SPLITS: tl.constexpr, DIM: tl.conste
     peak = tl.max(lse, 0)
     weights = tl.exp(lse - tl.where(peak == float("-inf"), 0.0, peak))
     total = tl.sum(weights, 0)
+    total = tl.where(total == 0.0, 1.0, total)  # of padding
     pointers = outs + (split * entries + entry)[:, None] * dim + column[None, :]
     mask = exists[:, None] & (column < dim)[None, :]
     parts = tl.load(pointers, mask=mask, other=0.0)
-    out = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    out = tl.sum(parts * weights[:, None], 0) / total
     tl.store(merged + entry * dim + column, out.to(merged.dtype.element_ty), mask=column < dim)
+    tl.store(totals + entry, peak + tl.log(total))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
+from offload.attention.folding import Partial
 from offload.attention.head_major import attend_by_heads, token_slice, write_tokens
 from offload.cache.static_shape import SlotBuffers, StaticCache, WindowedSlot
 from offload.layout import KVLayout
@@ -89,7 +90,7 @@ class RetrievalCache(StaticCache):
     def device_bytes(self) -> int:
         return self._store.nbytes + self._windows.kv.nbytes
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         k = self.rotary.keys(k, start, layer)
         q = self.rotary.queries(q, start, layer)
         if layer in self._windows:
@@ -197,6 +198,5 @@ def _write(
     write_tokens(window[:, heads], k, v, slot - cache.window_offset)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out, _ = partial_attention(q, k, v, causal=True)
-    return out
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    return partial_attention(q, k, v, causal=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.attention.head_major import token_slice, write_tokens
 from offload.attention.window import attend_slots
 from offload.cache.static_shape import WindowedSlot
@@ -59,8 +60,8 @@ class RetrievalWindows:
         start: int,
         base: int,
         traffic: ByteCounters,
-    ) -> Tensor:
-        """Store the KV of the tokens at `start` and return their attention (T, Hq, D).
+    ) -> Partial:
+        """Store the KV of the tokens at `start` and return their attention.
 
         q (T, Hq, D) and k (T, Hkv, D) are rotated.
         """

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.cache.base import AttentionObserver, Cache
 from offload.errors import InsufficientMemoryError
 from offload.kernels.group_attention import BATCH_INVARIANT, FAST
@@ -129,7 +130,7 @@ class TieredCache(Cache):
         for observer in self.observers:
             observer.on_forward(self.boundary, self.length, self.length + rows)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         q = self.rotary.queries(q, start, layer)
         k = self.rotary.keys(k, start, layer)
         end = start + len(q)

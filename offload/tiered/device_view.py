@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.cache.base import Cache
 from offload.retrieval.cache import RetrievalCache
 from offload.tiered.cache import TieredCache
@@ -30,7 +31,7 @@ class OnDeviceCache(Cache):
     def device_bytes(self) -> int:
         return 0  # its memory is the target's and the retrieval cache's
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         target = self.target
         layer_kv = target.layers[layer]
         if not layer_kv.is_on_device:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.attention.head_major import token_slice
 from offload.kernels.group_attention import GroupAttention
 from offload.memory.link import Copy, Link
@@ -76,8 +77,10 @@ class TieredLayer(ABC):
     def groups(self, end: int, boundary: int) -> Iterator[KVGroup]:
         """Yield all heads of the first `end` tokens, a few at a time, in order."""
 
-    def attend_on_device(self, q: Tensor, end: int, boundary: int, traffic: ByteCounters) -> Tensor:
-        """Approximate attention (T, Hq, D) from what the device holds, if it `is_on_device`.
+    def attend_on_device(
+        self, q: Tensor, end: int, boundary: int, traffic: ByteCounters
+    ) -> Partial:
+        """Approximate attention from what the device holds, if it `is_on_device`.
 
         q (T, Hq, D) are the last of `end` tokens. Attended bytes are counted in `traffic`.
         """
@@ -152,8 +155,8 @@ def attend_groups(
     attention: GroupAttention,
     traffic: ByteCounters,
     observe: Callable[[KVGroup, Tensor], None] | None = None,
-) -> Tensor:
-    """Return the attention (T, Hq, D) of q (T, Hq, D) over all groups of a layer.
+) -> Partial:
+    """Return the attention of q (T, Hq, D) over all groups of a layer.
 
     Args:
         q: the rotated queries of the layer's last T tokens.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.attention.head_major import attend_prefix, token_slice, write_tokens
 from offload.attention.window import attend_slots
 from offload.layout import KVLayout, Segment
@@ -71,10 +72,10 @@ class Prefill:
         self._cache.link.drain()
         self._cache.advance(self.tokens)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Store the KV of the tokens at `start` and return their attention output.
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
+        """Store the KV of the tokens at `start` and return their attention.
 
-        q (T, Hq, D), k and v (T, Hkv, D), none of them rotated; out (T, Hq, D).
+        q (T, Hq, D), k and v (T, Hkv, D), none of them rotated.
         """
         cache = self._cache
         at = self._cached + start
@@ -89,7 +90,7 @@ class Prefill:
             prefix, recent = group.split_at(cache.boundary)
         else:
             kv = self._build(layer_kv, k, v, at)
-            out, _ = attend_prefix(kv, q, end, cache.traffic)
+            out = attend_prefix(kv, q, end, cache.traffic)
             prefix = token_slice(kv, 0, cache.boundary)
             recent = token_slice(kv, cache.boundary, end)
         if end == self._cached + self.tokens:

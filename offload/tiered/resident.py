@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.attention.head_major import attend_prefix, token_slice, write_tokens
 from offload.memory.link import Copy, Link
 from offload.tiered.host_layer import HostLayer
@@ -59,9 +60,11 @@ class ResidentLayer(TieredLayer):
         assert self._kv is not None
         yield KVGroup(0, self._kv.shape[1], [token_slice(self._kv, 0, end)])
 
-    def attend_on_device(self, q: Tensor, end: int, boundary: int, traffic: ByteCounters) -> Tensor:
+    def attend_on_device(
+        self, q: Tensor, end: int, boundary: int, traffic: ByteCounters
+    ) -> Partial:
         assert self._kv is not None
-        return attend_prefix(self._kv, q, end, traffic)[0]
+        return attend_prefix(self._kv, q, end, traffic)
 
     def store(self, kv: Tensor, start: int, boundary: int) -> Any:
         if self._kv is not None:

@@ -126,13 +126,14 @@ class SplitKV:
         high_bytes = token_slice(self.high_bytes[:, head : head + heads], 0, tokens)
         self.codec.reconstruct(high_bytes, None, self._head_offsets(head, heads), out)
 
-    def attend(self, q: Tensor, tokens: int, recent: Partial) -> Tensor:
+    def attend(self, q: Tensor, tokens: int, recent: Partial) -> Partial:
         """Return the attention of q to the values of the first tokens' high bytes, and `recent`."""
         assert self.kernels is not None
         assert self.high_bytes is not None
         high_bytes = token_slice(self.high_bytes, 0, tokens)
         format, offsets = self.codec.format, self.device_offsets
-        return self.kernels.attend(format, q, high_bytes, offsets, recent)[0]
+        attended: Partial = self.kernels.attend(format, q, high_bytes, offsets, recent)
+        return attended
 
     def _reconstruct_block(self, high_bytes: Tensor, lows: Tensor, head: int, out: Tensor) -> None:
         """Write to out (2, h, N, D) the elements of the heads from `head` on."""
@@ -232,7 +233,9 @@ class SplitLayer(OffloadedLayer):
     def device_bytes(self) -> int:
         return super().device_bytes + self._split_kv.nbytes
 
-    def attend_on_device(self, q: Tensor, end: int, boundary: int, traffic: ByteCounters) -> Tensor:
+    def attend_on_device(
+        self, q: Tensor, end: int, boundary: int, traffic: ByteCounters
+    ) -> Partial:
         split_kv = self._split_kv
         if split_kv.kernels is None or not boundary:
             groups = self._groups(end, boundary, self._decoded_prefix)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.attention.head_major import token_slice, write_tokens
 from offload.kernels.group_attention import FAST
 from offload.layout import Segment, SlidingWindow
@@ -159,7 +160,9 @@ class WindowedLayer(TieredLayer):
         kv = token_slice(self._kv, 0, end - self._first)
         yield KVGroup(0, kv.shape[1], [kv], start=self._first, window=self.window)
 
-    def attend_on_device(self, q: Tensor, end: int, boundary: int, traffic: ByteCounters) -> Tensor:
+    def attend_on_device(
+        self, q: Tensor, end: int, boundary: int, traffic: ByteCounters
+    ) -> Partial:
         return attend_groups(q, self.groups(end, boundary), FAST, traffic)
 
     def shift_tail(self, boundary: int, count: int, rest: int) -> None:

@@ -18,6 +18,7 @@ from parallel.config.text_model import TIED, WRAPPER, text_fields
 from parallel.config.windows import layer_types
 from parallel.config_checks import FULL, bool_field
 from parallel.errors import CheckpointError, ConfigError
+from parallel.formats.expert_headers import ExpertHeader, expert_headers
 from parallel.formats.group_headers import GroupHeader, group_headers
 from parallel.formats.hub import fetch_headers
 from parallel.formats.plane_format import KeptType, PlaneFormat
@@ -29,6 +30,7 @@ from parallel.formats.quantisation import (
 )
 from parallel.formats.weight_headers import (
     StoredTensor,
+    TensorHeader,
     check_floats,
     has_own_head,
     stored_tensors,
@@ -52,13 +54,16 @@ def config_file(folder: Path) -> Path:
     return path
 
 
+QuantisedHeader = GroupHeader | ExpertHeader
+
+
 class ConfigFile(NamedTuple):
     """A model's config.json, with what the files beside it add."""
 
     path: Path
     fields: dict[str, Any]
     has_weights: bool  # beside it, as safetensors
-    matrices: Mapping[str, GroupHeader]  # those of them that are quantised, by name
+    matrices: Mapping[str, QuantisedHeader]  # those of them that are quantised, by name
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
@@ -71,13 +76,10 @@ class ConfigFile(NamedTuple):
         if path.name != "config.json":
             return cls(path, fields, False, {})
         tensors = stored_tensors(path.parent)
-        matrices: Mapping[str, GroupHeader] = {}
+        matrices: Mapping[str, QuantisedHeader] = {}
         try:
             fields[FIELD] = quantisation_fields(fields, path.parent, tensors)
-            if fields[FIELD]:
-                matrices, _ = group_headers(tensors, Quantisation.parse(fields[FIELD]))
-            else:
-                check_floats(tensors.values())
+            matrices = _quantised_matrices(tensors, fields[FIELD])
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path.parent}: the config of its quantised weights cannot be read "
@@ -103,7 +105,7 @@ class ConfigFile(NamedTuple):
         matrices, config = self.matrices, self.fields.get(FIELD)
         if config and not self.has_weights:
             tensors = {} if hub_name is None else fetch_headers(hub_name)
-            matrices, _ = group_headers(tensors, Quantisation.parse(config))
+            matrices = _quantised_matrices(tensors, config)
             if not tensors:
                 weight_files(self.path.parent)
                 raise CheckpointError(
@@ -113,6 +115,25 @@ class ConfigFile(NamedTuple):
         planes = {name: matrix.planes for name, matrix in matrices.items()}
         types = {name: each for name, each in planes.items() if each is not None}
         return _by_stack(types, expert_count(self.fields))
+
+
+def _quantised_matrices(
+    tensors: Mapping[str, TensorHeader], config: Mapping[str, Any]
+) -> dict[str, QuantisedHeader]:
+    """Return the quantised matrices among tensors, of which `config` says how they are stored.
+
+    Raises UnsupportedQuantisation, and CheckpointError for tensors that do not belong together.
+    """
+    experts, stacks = expert_headers(tensors)
+    others = {name: each for name, each in tensors.items() if name not in stacks}
+    matrices: dict[str, QuantisedHeader] = {
+        name: each for name, each in experts.items() if each.scale is not None
+    }
+    if config:
+        matrices |= group_headers(others, Quantisation.parse(config))[0]
+    else:
+        check_floats(others.values())
+    return matrices
 
 
 def _by_stack(types: Mapping[str, KeptType], experts: Any) -> dict[str, KeptType]:
@@ -176,6 +197,9 @@ def fields_for_transformers(fields: Mapping[str, Any], family: Family) -> dict[s
         has_window = fields.get("sliding_window", family.sliding_window)
         kinds = layer_types(fields, family) if has_window else [FULL] * fields["num_hidden_layers"]
         hf_fields["layer_types"] = kinds
+    for name in ("swiglu_alpha", "swiglu_limit"):  # transformers fails on whole numbers
+        if type(hf_fields.get(name)) is int:
+            hf_fields[name] = float(hf_fields[name])
     if hf_fields.get("sliding_window") is False:
         hf_fields["sliding_window"] = None
     return hf_fields

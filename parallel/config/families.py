@@ -55,6 +55,16 @@ class MlpNames(NamedTuple):
 PRE_NORMS, MLP = Norms(), MlpNames()
 
 
+class Clamp(NamedTuple):
+    """An activation clamped to a limit: gate * sigmoid(alpha * gate) * (up + 1).
+
+    Source: OpenAI 2025, gpt-oss model card, arXiv 2508.10925, section 2.2.
+    """
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True)
 class ExpertNames:
     """Names of a family's experts, in the config and in the checkpoint."""
@@ -64,6 +74,7 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    router: str = "gate"
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,8 @@ class MoEConfig:
     normalised: bool  # whether the weights of a token's experts sum to 1
     layers: frozenset[int]  # layers with experts; the others have a dense MLP
     names: ExpertNames
+    clamp: Clamp | None = None  # None: silu(gate) * up
+    has_biases: bool = False  # experts and router
 
     def __post_init__(self) -> None:
         sizes = (self.count, self.per_token, self.intermediate)
@@ -131,6 +144,7 @@ class Family:
     is_cohere: bool = False  # LayerNorm, MLPs parallel to attention, and logit scale of Cohere
     has_query_scaling: bool = False  # Llama 4's
     experts: ExpertNames | None = None
+    is_gpt_oss: bool = False  # attention sinks, and experts with biases and a clamped activation
 
     @property
     def has_layer_kinds(self) -> bool:
@@ -326,6 +340,28 @@ FAMILIES = {
         stop_tokens=(2,),
         has_query_scaling=True,
     ),
+    "gpt_oss": Family(
+        max_positions=131_072,
+        kv_heads=8,
+        head_dim=64,
+        norm_eps=1e-5,
+        rope_theta=150_000.0,
+        sliding_window=128,
+        needs_window=True,
+        window_layers="pattern",
+        window_pattern=2,
+        optional_biases=("attention_bias",),
+        default_biases=("attention_bias",),
+        experts=ExpertNames(
+            "intermediate_size",
+            "mlp",
+            gate="gate_proj",
+            up="up_proj",
+            down="down_proj",
+            router="router",
+        ),
+        is_gpt_oss=True,
+    ),
     "seed_oss": Family(
         max_positions=524_288,
         kv_heads=8,
@@ -402,11 +438,14 @@ def _count_field(fields: Mapping[str, Any]) -> str:
     return "num_local_experts" if "num_local_experts" in fields else "num_experts"
 
 
-def read_experts(fields: Mapping[str, Any], names: ExpertNames) -> MoEConfig | None:
+def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
     """Return the mixture of experts of a config.json's fields; None if no layer has one.
 
     Raises ConfigError for invalid numbers.
     """
+    names = family.experts
+    if names is None:
+        return None
     count = expert_count(fields)
     if count is None:
         return None
@@ -418,17 +457,27 @@ def read_experts(fields: Mapping[str, Any], names: ExpertNames) -> MoEConfig | N
     sparse = frozenset(index for index in layers if index not in dense and (index + 1) % step == 0)
     if not count or not sparse:
         return None
+    always = fields["model_type"] in ("mixtral", "gpt_oss")
     for name in ("num_experts_per_tok", names.intermediate):
         check_number(name, fields[name], COUNT)
     return MoEConfig(
         count=count,
         per_token=fields["num_experts_per_tok"],
         intermediate=fields[names.intermediate],
-        # Mixtral always normalises
-        normalised=bool_field(fields, "norm_topk_prob", fields["model_type"] == "mixtral"),
+        normalised=always or bool_field(fields, "norm_topk_prob", False),
         layers=sparse,
         names=names,
+        clamp=_clamp(fields) if family.is_gpt_oss else None,
+        has_biases=family.is_gpt_oss,
     )
+
+
+def _clamp(fields: Mapping[str, Any]) -> Clamp:
+    """Return gpt-oss's activation. Raises ConfigError for invalid numbers."""
+    clamp = Clamp(fields.get("swiglu_alpha", 1.702), fields.get("swiglu_limit", 7.0))
+    for name, value in clamp._asdict().items():
+        check_number(f"swiglu_{name}", value, SCALE)
+    return clamp
 
 
 def nope_layers(fields: Mapping[str, Any]) -> frozenset[int]:

@@ -137,6 +137,7 @@ class ModelConfig:
     is_gemma: bool = False
     is_cohere: bool = False  # LayerNorm, and one for attention and an MLP that is parallel to it
     query_scaling: QueryScaling | None = None
+    has_sinks: bool = False  # heads have learned logits beside those of the keys
 
     def __post_init__(self) -> None:
         check_number("layers", self.layers, LAYERS)
@@ -297,7 +298,8 @@ class ModelConfig:
             mlp_names=family.mlp,
             interleaved_rope=family.interleaved_rope,
             query_scaling=query_scaling(rope) if family.has_query_scaling else None,
-            experts=None if family.experts is None else read_experts(fields, family.experts),
+            experts=read_experts(fields, family),
+            has_sinks=family.is_gpt_oss,
             is_gemma=family.is_gemma,
             is_cohere=family.is_cohere,
             **(multipliers(fields, head_dim) if family.has_multipliers else {}),

@@ -36,7 +36,7 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
         embeddings * vocab_rows(config.vocab, ranks) * config.hidden
         + config.layers * _attention_parameters(config, ranks, rank)
         + mlps * _mlp_parameters(config, ranks, rank)
-        + mixtures * _router_parameters(config)
+        + mixtures * _router_parameters(config, ranks, rank)
         + expert_parameters(config, ranks, rank)
         + config.hidden  # final norm
     )
@@ -66,7 +66,8 @@ def _attention_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     norms = config.norms.total * hidden + qk_norms
     qkv = (queries + 2 * keys) * (hidden + config.qkv_bias)
     o = hidden * (queries + config.o_bias)
-    return norms + qkv + o
+    sinks = queries // config.head_dim if config.has_sinks else 0
+    return norms + qkv + o + sinks
 
 
 def _mlp_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
@@ -77,8 +78,14 @@ def _mlp_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     return gate_up + down
 
 
-def _router_parameters(config: ModelConfig) -> int:
-    return 0 if config.experts is None else config.experts.count * config.hidden
+def _router_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
+    """Return the parameters of a layer's router, and the biases of its experts."""
+    if (experts := config.experts) is None:
+        return 0
+    biases = 0
+    if experts.has_biases:  # router, gate and up, down
+        biases = 1 + 2 * share_size(experts.intermediate, rank, ranks) + config.hidden
+    return experts.count * (config.hidden + biases)
 
 
 def expert_parameters(config: ModelConfig, ranks: int, rank: int) -> int:

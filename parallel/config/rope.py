@@ -13,6 +13,7 @@ from parallel.config_checks import (
     SCALE,
     SLIDING,
     Number,
+    bool_field,
     check_number,
     is_positive,
     quote,
@@ -60,6 +61,14 @@ _MINISTRAL3 = {  # transformers' default
     "mscale_all_dim": 1.0,
     _QUERY_SCALE: 0.1,
 }
+_GPT_OSS = {  # transformers' default
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,  # the bounds of the dimensions that are interpolated are not whole
+}
 _LONG_FACTORS = ("short_factor", "long_factor")
 
 
@@ -98,7 +107,7 @@ def read_rope(
     Of a family with two kinds of layers, it is the RoPE of those without a window. Raises
     ConfigError for an unsupported RoPE type and for invalid numbers.
     """
-    rope = rope_object(fields)
+    rope = rope_object(fields) or _default_rope(fields, family)
     if family.windowed_theta is not None:
         scaling = dict(fields.get("rope_scaling") or {})
         if {FULL, SLIDING} & scaling.keys():
@@ -108,7 +117,6 @@ def read_rope(
             )
         rope = {**_of_kind(fields, FULL), **scaling}
     if family.has_query_scaling:
-        rope = rope or dict(_MINISTRAL3)
         rope.pop("max_position_embeddings", None)  # unused
     rope["rope_type"] = _rope_type(rope)
     rope.setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
@@ -136,6 +144,14 @@ def read_rope(
     if kind == "dynamic" and rotary_dim < 4:
         raise ConfigError(f"RoPE type 'dynamic' needs more than {rotary_dim} rotary dimensions.")
     return rope, rotary_dim
+
+
+def _default_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return a family's default of rope_parameters, for a config that gives none."""
+    if family.has_query_scaling:
+        return dict(_MINISTRAL3)
+    is_absent = all(fields.get(name) is None for name in ("rope_scaling", "rope_parameters"))
+    return dict(_GPT_OSS) if family.is_gpt_oss and is_absent else {}
 
 
 def read_windowed_rope(
@@ -267,6 +283,7 @@ def _check_numbers(rope: Mapping[str, Any], kind: str) -> None:
             raise ConfigError(
                 f"RoPE type {kind!r} needs {name} above 0, {number}; found {quote(value)}."
             )
+    bool_field(rope, "truncate", True)
     for name, number in _OPTIONAL.items():
         if kind != "default" and rope.get(name) is not None:
             check_number(f"RoPE's {name}", rope[name], number)

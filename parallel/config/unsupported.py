@@ -38,7 +38,6 @@ _LAYER_LISTS = ("layer_types", "layers_block_type")
 _ATTENTION_TYPES = {FULL, SLIDING, "attention"}
 # config of the text model within a wrapper
 _TEXT_FIELDS = ("text_config", "llm_config", "language_config")
-_SINK_TYPES = ("gpt_oss",)  # types with attention sinks that their configs do not mention
 _CONVERSIONS = {  # hints on models that need custom code but can be converted
     "chatglm": "its publisher's conversions, whose names end in -hf, need no such code",
     "internlm2": (
@@ -95,8 +94,6 @@ def _window_part(fields: Mapping[str, Any]) -> str | None:
 
 def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
     """Yield unsupported features, without quantisation and the windows of a known type."""
-    if fields.get("model_type") in _SINK_TYPES:
-        yield "attention sinks"
     if fields.get("model_type") == "granitemoehybrid":
         if experts := fields.get("num_local_experts", 8):
             yield f"num_local_experts = {quote(experts)} (experts beside an MLP)"

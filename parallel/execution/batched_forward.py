@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload.attention.folding import Partial, concatenated
 from offload.cache.base import Cache
 from parallel.model.transformer import KVCacheLike, Transformer
 
@@ -50,13 +51,13 @@ class BatchedCache:
         for cache, count in zip(self._caches, self._counts, strict=True):
             cache.begin_forward(count)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         """Call `Cache.attend` with each sequence's part of q (T, Hq, D), k and v (T, Hkv, D)."""
         parts = [x.split(self._counts) for x in (q, k, v)]
         outs = []
         for cache, own_q, own_k, own_v in zip(self._caches, *parts, strict=True):
             outs.append(cache.attend(layer, own_q, own_k, own_v, cache.length))
-        return torch.cat(outs)
+        return concatenated(outs, dim=0)
 
 
 @torch.inference_mode()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from parallel.errors import CheckpointError
+from parallel.formats.expert_headers import ExpertHeader, expert_headers
+from parallel.formats.expert_tensors import open_expert
 from parallel.formats.gguf.header import LFS, check_lfs_pointer
-from parallel.formats.plane_format import KeptType
+from parallel.formats.tensors import Indexable, SafetensorsReader, TensorSlice
 from parallel.formats.weight_headers import (
     DTYPES,
     HEAD,
@@ -27,85 +26,7 @@ from parallel.formats.weight_headers import (
     weight_files,
 )
 
-_OPEN_BYTES = 16 << 20  # bytes that are read from an open file
 _DERIVED = "rotary_emb.inv_freq"  # suffix of tensors that are ignored: the config determines them
-
-
-class Indexable(Protocol):
-    """A tensor on disk; indexing with slices reads only that part."""
-
-    def __getitem__(self, index: Any) -> Tensor: ...
-
-
-Parts = dict[str, Tensor]  # codes, scales and zeros or minima of rows, by name
-
-
-class BlockTensor(ABC):
-    """A tensor on disk in quantised blocks, which may stay as they are."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype  # the numbers' own
-    block: int  # columns in a block
-
-    @property
-    def unit(self) -> int:
-        """The number of columns that are read together."""
-        return self.block
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        """Return rows, or rows and columns, of a matrix as numbers."""
-        parts = index if isinstance(index, tuple) else (index,)
-        rows, columns = (
-            slice(*part.indices(size)[:2])
-            for part, size in zip((*parts, slice(None))[:2], self.shape, strict=True)
-        )
-        return self.read(rows, columns)
-
-    def read(self, rows: slice, columns: slice) -> Tensor:
-        """Return rows and columns as numbers; they may cut blocks. Raises CheckpointError."""
-        width, skipped = columns.stop - columns.start, columns.start % self.unit
-        out = torch.empty(rows.stop - rows.start, width, dtype=self.dtype)
-        start = 0
-        for values in self.numbers(rows, columns):
-            # numpy's function needs a byte per number, torch's seven
-            if self.block > 1 and not np.isfinite(values.numpy()).all():
-                raise self.scale_error()
-            out[start : start + len(values)].copy_(values[:, skipped : skipped + width])
-            start += len(values)
-            del values  # before the next are made
-        return out
-
-    @abstractmethod
-    def numbers(self, rows: slice, columns: slice) -> Iterator[Tensor]:
-        """Yield rows few at a time, of all whole units that overlap the columns."""
-
-    def scale_error(self) -> CheckpointError:
-        """Return the error for a block whose scale is not finite."""
-        return CheckpointError(
-            f"{self.path}: tensor {self.name} has a scale that is not finite: the file is broken. "
-            "Fetch it again."
-        )
-
-    @abstractmethod
-    def kept_type(self, columns: slice) -> KeptType | None:
-        """Return how these columns are kept; None if they are read as numbers."""
-
-    @abstractmethod
-    def blocks(self, rows: slice, columns: slice) -> Iterator[Tensor | Parts]:
-        """Yield rows few at a time, as blocks or as their parts.
-
-        Blocks (R, B, bytes) uint8 are ggml's that overlap the columns. Of the parts, codes (R,
-        columns) are bytes; scale and zero (R, G) are those of the groups that overlap them.
-        """
-
-    def order(self) -> Tensor | None:
-        """Return the columns (columns,) int64 in the order of the codes that `blocks` yields.
-
-        None if that is their own.
-        """
-        return None
 
 
 class Checkpoint(ABC):
@@ -207,45 +128,6 @@ class Checkpoint(ABC):
         """Return the file that holds a tensor."""
 
 
-class SafetensorsReader:
-    """Reads parts of tensors, and keeps one file open: finding a tensor in it takes far longer.
-
-    The file is closed after some reading, which releases its pages.
-    """
-
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._file: Any = None
-        self._remaining = 0  # bytes that may be read before the file is closed
-
-    def read(self, header: TensorHeader, index: Any) -> Tensor:
-        """Return the part of a tensor that slices select. Raises CheckpointError."""
-        try:
-            if self._path != header.path:
-                self._path, self._file = header.path, safe_open(header.path, framework="pt")
-                self._remaining = _OPEN_BYTES
-            part: Tensor = self._file.get_slice(header.name)[index]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{header.path.name}: tensor {header.name} cannot be read ({error}). Fetch the "
-                "file again."
-            ) from error
-        self._remaining -= part.nbytes
-        if self._remaining < 0:
-            self._path = self._file = None
-        return part
-
-
-class TensorSlice:
-    """A tensor on disk; indexing reads only that part."""
-
-    def __init__(self, reader: SafetensorsReader, header: TensorHeader):
-        self.reader, self.header, self.shape = reader, header, header.shape
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.reader.read(self.header, index)
-
-
 class SafetensorsCheckpoint(Checkpoint):
     """The safetensors files of a folder: one file, or several with an index."""
 
@@ -254,14 +136,19 @@ class SafetensorsCheckpoint(Checkpoint):
         self.folder = folder
         self._reader = SafetensorsReader()
         self._headers: dict[str, TensorHeader] = {}
+        self._experts: dict[str, ExpertHeader] = {}  # matrices and biases in stacks of experts
         for path in weight_files(folder):
             self._scan(path)
+        self._experts, stacks = expert_headers(self._headers)
+        for name in stacks:
+            del self._headers[name]
         self._index()
+        self._shapes |= {name: each.shape for name, each in self._experts.items()}
 
     @property
     def dtype(self) -> torch.dtype:
         """The most common dtype of the tensors."""
-        kinds = Counter(self._headers[name].dtype for name in self._shapes)
+        kinds = Counter(header.dtype for header in self._headers.values())
         return getattr(torch, DTYPES[kinds.most_common(1)[0][0]])
 
     def _index(self) -> None:
@@ -270,10 +157,13 @@ class SafetensorsCheckpoint(Checkpoint):
         self._shapes = {name: header.shape for name, header in self._headers.items()}
 
     def _open_tensor(self, name: str) -> Indexable:
+        if (expert := self._experts.get(name)) is not None:
+            return open_expert(self._reader, expert, self._target_dtype, self._keeps_blocks)
         return TensorSlice(self._reader, self._headers[name])
 
     def _file_of(self, name: str) -> Path:
-        return self._headers[name].path
+        expert = self._experts.get(name)
+        return self._headers[name].path if expert is None else expert.stack.path
 
     def _scan(self, path: Path) -> None:
         """Record the tensors of a file. Raises CheckpointError."""

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from offload.layout import ceil_div
 from parallel.errors import CheckpointError
-from parallel.formats.checkpoint import (
-    BlockTensor,
-    Indexable,
-    Parts,
-    SafetensorsCheckpoint,
-    SafetensorsReader,
-    TensorSlice,
-)
+from parallel.formats.checkpoint import SafetensorsCheckpoint
 from parallel.formats.group_headers import GroupHeader, broken_matrix, group_headers
 from parallel.formats.plane_format import KeptType, is_kept
 from parallel.formats.quantisation import Quantisation
+from parallel.formats.tensors import (
+    BlockTensor,
+    Indexable,
+    Parts,
+    SafetensorsReader,
+    TensorSlice,
+)
 
 _CHUNK_CODES = 1 << 22  # codes per chunk, each of which takes up to ten bytes
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # places in a word of eight consecutive rows

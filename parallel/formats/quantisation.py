@@ -28,7 +28,6 @@ _NAMES = {  # display names of methods that are not supported
     "exl3": "EXL3",
     "hqq": "HQQ",
     "mlx": "MLX",
-    "mxfp4": "MXFP4",
     "quanto": "Quanto",
     "quark": "Quark",
     "quip": "QuIP#",
@@ -271,4 +270,5 @@ _PARSERS = {
     "gptq": _gptq,
     "intel/auto-round": _auto_round,
     "modelopt": _modelopt,
+    "mxfp4": lambda config: Quantisation("mxfp4"),  # its stacks of experts tell the rest
 }

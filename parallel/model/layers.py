@@ -250,6 +250,32 @@ class RowParallelLinear(Module):
         return total if bias is None else lambda: total() + bias
 
 
+class SinkLogits(Module):
+    """A learned logit of each head (attention sink), in its softmax beside those of the keys.
+
+    It has no value, so a head may attend to little. Source: OpenAI 2025, gpt-oss model card, arXiv
+    2508.10925, section 2.2.
+    """
+
+    def __init__(self, group: TensorParallelGroup, heads: int, unit: int):
+        """`unit`: query heads that share a KV head, and so a rank."""
+        super().__init__()
+        self.heads, self.share = heads, group.share(heads, unit)
+        self.logits = empty_parameter(self.share.stop - self.share.start)
+
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        """Read this rank's part of the tensor NAME (heads,)."""
+        self.logits.copy_(checkpoint.tensor(name, (self.heads,))[self.share])
+
+    def forward(self, out: Tensor, lse: Tensor) -> Tensor:
+        """Return attention out (T, H, D), given its log-sum-exp (T, H), with the sinks' share."""
+        return map_blocks(self._with_sinks, out, lse)
+
+    def _with_sinks(self, out: Tensor, lse: Tensor) -> Tensor:
+        share_of_keys = torch.sigmoid(lse - self.logits.float())
+        return out.mul_(share_of_keys[..., None])  # in place: of a chunk it takes much memory
+
+
 class VocabParallelEmbedding(Module):
     """A token embedding, LM head, or both (tied), with the vocabulary split over ranks.
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from parallel.batch_invariant import map_rows
+from parallel.config.families import MoEConfig
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.formats.checkpoint import Checkpoint
@@ -25,8 +27,67 @@ from parallel.weights.packed import Slice
 from parallel.weights.routing import Routing
 
 
+class Experts(Module):
+    """The gated MLPs of a layer: this rank's intermediate columns of each."""
+
+    def __init__(self, shape: MoEConfig, hidden: int, group: TensorParallelGroup):
+        super().__init__()
+        self.shape, self.hidden = shape, hidden
+        self.share = group.share(shape.intermediate)
+        columns = self.share.stop - self.share.start
+        self.gate_up = ExpertMatrix(shape.count, 2 * columns, hidden)
+        self.down = ExpertMatrix(shape.count, hidden, columns)
+        self.gate_up_bias: Parameter | None = None
+        self.down_bias: Parameter | None = None  # zero on all ranks but the first: it is summed
+        self.has_down_bias = group.rank == 0
+        if shape.has_biases:
+            self.gate_up_bias = empty_parameter(shape.count, 2 * columns)
+            self.down_bias = empty_parameter(shape.count, hidden)
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """Return the activations (..., columns) of stacked products (..., 2 columns)."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        if (clamp := self.shape.clamp) is None:
+            return F.silu(gate) * up
+        gate = gate.clamp(max=clamp.limit)
+        up = up.clamp(-clamp.limit, clamp.limit)
+        return gate * torch.sigmoid(gate * clamp.alpha) * (up + 1)
+
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        """Read the tensors PREFIX.{expert}.{name}.weight, and .bias."""
+        gate_up: list[Slice] = []
+        down: list[Slice] = []
+        for index in range(self.shape.count):
+            self._add_expert(checkpoint, f"{prefix}.{index}", index, gate_up, down)
+        self.gate_up.load(gate_up)
+        self.down.load(down)
+
+    def _add_expert(
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        index: int,
+        gate_up: list[Slice],
+        down: list[Slice],
+    ) -> None:
+        """Add an expert's slices to those to be loaded, and load its biases."""
+        size, hidden, names = self.shape.intermediate, self.hidden, self.shape.names
+        biases = []
+        for name in (names.gate, names.up):
+            tensor = checkpoint.tensor(f"{prefix}.{name}.weight", (size, hidden))
+            gate_up.append(Slice(tensor, self.share, slice(0, hidden)))
+            if self.shape.has_biases:
+                biases.append(checkpoint.tensor(f"{prefix}.{name}.bias", (size,))[self.share])
+        tensor = checkpoint.tensor(f"{prefix}.{names.down}.weight", (hidden, size))
+        down.append(Slice(tensor, slice(0, hidden), self.share))
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            bias = checkpoint.tensor(f"{prefix}.{names.down}.bias", (hidden,))
+            self.gate_up_bias[index].copy_(torch.cat(biases))
+            self.down_bias[index].copy_(bias[:] if self.has_down_bias else torch.zeros(hidden))
+
+
 class SparseMoE(Branch):
-    """A layer's gated MLPs (experts), and the router that selects among them for each token.
+    """A layer's experts, and the router that selects among them for each token.
 
     The router is replicated. All ranks apply it to the same x, so they select the same experts.
     """
@@ -36,12 +97,9 @@ class SparseMoE(Branch):
         assert config.experts is not None
         self.shape = config.experts
         self.group = group
-        self.share = group.share(self.shape.intermediate)
-        columns = self.share.stop - self.share.start
-        count, hidden = self.shape.count, config.hidden
-        self.router = empty_parameter(count, hidden)
-        self.gate_up = ExpertMatrix(count, 2 * columns, hidden)
-        self.down = ExpertMatrix(count, hidden, columns)
+        self.router = empty_parameter(self.shape.count, config.hidden)
+        self.router_bias = empty_parameter(self.shape.count) if self.shape.has_biases else None
+        self.experts = Experts(self.shape, config.hidden, group)
 
     def forward(self, x: Tensor) -> AsyncSum:
         """Transform x (T, hidden); return a pending all-reduce (T, hidden)."""
@@ -51,31 +109,22 @@ class SparseMoE(Branch):
 
     def _expert_sum(self, x: Tensor) -> Tensor:
         """Return this rank's partial sum (T, hidden) of the experts' outputs for x (T, hidden)."""
-        scores = linear(x, self.router)
+        scores = linear(x, self.router, self.router_bias)
         weights, chosen = route(scores, self.shape.per_token, self.shape.normalised)
         # On a GPU a short forward may be captured, and the host must not wait for the routing.
         is_static = self.group.device.type == "cuda" and len(x) <= MAX_STATIC_TOKENS
         moe = static_moe if is_static else moe_by_expert
-        return moe(x, weights, chosen, self.gate_up, self.down)
+        return moe(x, weights, chosen, self.experts)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norms(checkpoint, prefix)
         names = self.shape.names
         block = f"{prefix}.{names.block}"
-        count, hidden = self.router.shape
-        wide, tall = (self.shape.intermediate, hidden), (hidden, self.shape.intermediate)
-        self.router.copy_(checkpoint.tensor(f"{block}.gate.weight", (count, hidden))[:])
-        gate_up: list[Slice] = []
-        down: list[Slice] = []
-        for index in range(count):
-            expert = f"{block}.experts.{index}"
-            for name in (names.gate, names.up):
-                tensor = checkpoint.tensor(f"{expert}.{name}.weight", wide)
-                gate_up.append(Slice(tensor, self.share, slice(0, hidden)))
-            tensor = checkpoint.tensor(f"{expert}.{names.down}.weight", tall)
-            down.append(Slice(tensor, slice(0, hidden), self.share))
-        self.gate_up.load(gate_up)
-        self.down.load(down)
+        router, shape = f"{block}.{names.router}", tuple(self.router.shape)
+        self.router.copy_(checkpoint.tensor(f"{router}.weight", shape)[:])
+        if self.router_bias is not None:
+            self.router_bias.copy_(checkpoint.tensor(f"{router}.bias", shape[:1])[:])
+        self.experts.load(checkpoint, f"{block}.experts")
 
 
 def route(scores: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -90,20 +139,18 @@ def route(scores: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Ten
     return weights, chosen
 
 
-def moe_by_expert(
-    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix
-) -> Tensor:
+def moe_by_expert(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
     """Return the weighted sum (T, hidden) of each token's experts, expert by expert.
 
     Only selected experts are read and computed. The host synchronizes to learn the number of tokens
-    of each expert. x (T, hidden), matrices (2 I, hidden) and (hidden, I) of each expert.
+    of each expert.
     """
     per_token = chosen.shape[1]
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     rows = order // per_token
     scales = weights.flatten()[order]
-    counts = flat.bincount(minlength=down.experts).tolist()
+    counts = flat.bincount(minlength=experts.shape.count).tolist()
     out = torch.zeros_like(x)
     start = 0
     for expert, count in enumerate(counts):
@@ -111,16 +158,18 @@ def moe_by_expert(
             continue
         own = rows[start : start + count]
         scale = scales[start : start + count, None]
-        gate, up = linear(x[own], gate_up.of(expert)).chunk(2, dim=-1)
-        y = linear(F.silu(gate) * up, down.of(expert))
+        gate_up_bias, down_bias = (
+            None if bias is None else bias[expert]
+            for bias in (experts.gate_up_bias, experts.down_bias)
+        )
+        hidden = experts.gated(linear(x[own], experts.gate_up.of(expert), gate_up_bias))
+        y = linear(hidden, experts.down.of(expert), down_bias)
         out.index_add_(0, own, (y * scale).to(x.dtype))
         start += count
     return out
 
 
-def static_moe(
-    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix
-) -> Tensor:
+def static_moe(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
     """Return the result of `moe_by_expert`, with launches that do not depend on the routing.
 
     If experts are packed, each token is multiplied with its own (`ExpertMatrix.products`).
@@ -129,26 +178,35 @@ def static_moe(
     weight 0.
     """
     tokens, per_token = chosen.shape
-    flat = chosen.flatten()
+    flat, count = chosen.flatten(), experts.shape.count
+    gate_up, down = experts.gate_up, experts.down
     if gate_up.packed is not None or down.packed is not None:
-        routing = Routing.of(flat, down.experts)
-        gate, up = gate_up.products(x, routing, per_token).chunk(2, dim=-1)
-        y = down.products(F.silu(gate) * up, routing, 1)
+        routing = Routing.of(flat, count)
+        products = _plus(gate_up.products(x, routing, per_token), experts.gate_up_bias, flat)
+        y = _plus(down.products(experts.gated(products), routing, 1), experts.down_bias, flat)
         return _weighted(y.view(tokens, per_token, -1), weights[..., None], 1)
-    if 3 * tokens * per_token <= down.experts:
+    if 3 * tokens * per_token <= count:
         rows = x.repeat_interleave(per_token, dim=0)[:, None]  # (T * per_token, 1, hidden)
-        y = _expert_mlps(rows, gate_up.whole()[flat], down.whole()[flat])
+        y = _expert_mlps(rows, experts, flat)
         return _weighted(y.view(tokens, per_token, -1), weights[..., None], 1)
-    scales = weights.new_zeros(tokens, down.experts).scatter(1, chosen, weights)
-    repeated = x.expand(down.experts, -1, -1)  # (E, T, hidden)
-    y = _expert_mlps(repeated, gate_up.whole(), down.whole())
-    return _weighted(y, scales.t()[..., None], 0)
+    scales = weights.new_zeros(tokens, count).scatter(1, chosen, weights)
+    repeated = x.expand(count, -1, -1)  # (E, T, hidden)
+    return _weighted(_expert_mlps(repeated, experts, slice(None)), scales.t()[..., None], 0)
 
 
-def _expert_mlps(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return the outputs (B, T, hidden) of B MLPs, each with its own weights and x (T, hidden)."""
-    gate, up = torch.bmm(x, gate_up.transpose(1, 2)).chunk(2, dim=-1)
-    return torch.bmm(F.silu(gate) * up, down.transpose(1, 2))
+def _expert_mlps(x: Tensor, experts: Experts, chosen: Tensor | slice) -> Tensor:
+    """Return the outputs (B, T, hidden) of B chosen experts, each with its own x (T, hidden)."""
+    gate_up, down = experts.gate_up.whole()[chosen], experts.down.whole()[chosen]
+    products = _plus(torch.bmm(x, gate_up.transpose(1, 2)), experts.gate_up_bias, chosen)
+    outputs = torch.bmm(experts.gated(products), down.transpose(1, 2))
+    return _plus(outputs, experts.down_bias, chosen)
+
+
+def _plus(y: Tensor, bias: Tensor | None, chosen: Tensor | slice) -> Tensor:
+    """Return products y (B, rows) or (B, T, rows) of B chosen experts, with their biases."""
+    if bias is None:
+        return y
+    return y + (bias[chosen] if y.dim() == 2 else bias[chosen][:, None])
 
 
 def _weighted(y: Tensor, scales: Tensor, dim: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
+from offload.attention.folding import Partial
 from offload.kernels.batch_invariant_shape import ROW_BLOCK
 from offload.tiered.prefill import OBSERVED_ROWS
 from parallel.batch_invariant import batch_invariant
@@ -23,6 +24,7 @@ from parallel.model.layers import (
     ColumnParallelLinear,
     HeadNorms,
     RowParallelLinear,
+    SinkLogits,
     VocabParallelEmbedding,
     WidthNorms,
     make_norm,
@@ -44,7 +46,7 @@ from parallel.weights.matrix import Matrix, Scratch
 class Attends(Protocol):
     """The interface that a layer needs of a cache, or of a prefill into one."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor: ...
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial: ...
 
 
 class KVCacheLike(Attends, Protocol):
@@ -75,11 +77,12 @@ class PaddedCache:
     def begin_forward(self, rows: int) -> None:
         self._cache.begin_forward(self._own.stop - self._own.start)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         """Call `Cache.attend` with the token rows; padding rows get zeros."""
         own = self._own
-        out = self._cache.attend(layer, q[own], k[own], v[own], start)
-        return F.pad(out, (0, 0, 0, 0, own.start, len(q) - own.stop))
+        out, lse = self._cache.attend(layer, q[own], k[own], v[own], start)
+        after = len(q) - own.stop
+        return F.pad(out, (0, 0, 0, 0, own.start, after)), F.pad(lse, (0, 0, own.start, after))
 
 
 class Attention(Branch):
@@ -105,6 +108,9 @@ class Attention(Branch):
         elif config.qk_norm == "width":
             self.qk_norm = WidthNorms(group, outputs[:2], units[:2], config.norm_eps)
         self.o = RowParallelLinear(group, queries, config.hidden, config.o_bias, own_queries)
+        self.sinks: SinkLogits | None = None
+        if config.has_sinks:
+            self.sinks = SinkLogits(group, config.heads, config.heads // config.kv_heads)
 
     def forward(self, x: Tensor, cache: Attends, start: int) -> AsyncSum:
         """Attend with x (T, hidden), the tokens from position `start` on.
@@ -114,8 +120,8 @@ class Attention(Branch):
         q, k, v = self._heads(x)
         if self.query_multiplier != 1.0:
             q = q * self.query_multiplier
-        # (T, H, D) is flattened inline: a variable would keep it alive beside a copy.
-        return self.post(self.o(cache.attend(self.layer, q, k, v, start).flatten(1)))
+        # Flattened by a function: a variable would keep (T, H, D) alive beside a copy.
+        return self.post(self.o(self._flattened(cache.attend(self.layer, q, k, v, start))))
 
     def store_kv(self, x: Tensor, cache: PrefillCacheLike, start: int) -> None:
         """Store the keys and values of x (T, hidden), if its attention output is not needed."""
@@ -131,6 +137,13 @@ class Attention(Branch):
         if self.qk_norm is not None:
             self.qk_norm.load(checkpoint, [f"{attention}.{name}_norm" for name in "qk"])
         self.o.load(checkpoint, f"{attention}.o_proj")
+        if self.sinks is not None:
+            self.sinks.load(checkpoint, f"{attention}.sinks")
+
+    def _flattened(self, attended: Partial) -> Tensor:
+        """Return the attention output (T, H * D), with the heads' sinks if they have any."""
+        out, lse = attended
+        return (out if self.sinks is None else self.sinks(out, lse)).flatten(1)
 
     def _heads(self, x: Tensor, first: int = 0) -> list[Tensor]:
         """Project x (T, hidden) to queries, keys and values (T, H, D), or to those from `first`."""

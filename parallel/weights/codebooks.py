@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from parallel.formats.checkpoint import Parts
 from parallel.formats.gguf.tensors import CODEBOOK_TYPES
+from parallel.formats.tensors import Parts
 from parallel.weights.ggml_blocks import bits, fields, halves, nibbles
 
 _UNPACKED = 1 << 16  # weights unpacked at once on a CPU; each needs some 30 bytes

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from parallel.config.parameter_count import max_gathered
 from parallel.errors import CheckpointError
-from parallel.formats.checkpoint import BlockTensor
 from parallel.formats.plane_format import PlaneFormat
+from parallel.formats.tensors import BlockTensor
 from parallel.weights.matrix import Matrix
 from parallel.weights.packed import Slice
 from parallel.weights.routing import Routing

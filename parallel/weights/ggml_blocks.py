@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parallel.formats.checkpoint import Parts
 from parallel.formats.plane_format import GROUP
+from parallel.formats.tensors import Parts
 
 
 def split_blocks(name: str, raw: Tensor) -> Parts:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
 from parallel.batch_invariant import is_batch_invariant
-from parallel.formats.checkpoint import BlockTensor, Indexable
 from parallel.formats.plane_format import GROUP, KeptType, PlaneFormat
+from parallel.formats.tensors import BlockTensor, Indexable
 from parallel.weights.codebooks import CodebookBlocks
 from parallel.weights.matmul import linear, linear_fp32_out
 from parallel.weights.planes import Planes, ReorderedPlanes

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.cache.base import Cache
 from offload.layout import KVLayout
 from offload.memory.host_arena import HostArena
@@ -64,12 +65,20 @@ def first_tokens(tokens: list[QKV], count: int) -> list[QKV]:
     return [tuple(x[:count] for x in qkv) for qkv in tokens]
 
 
-def forward(cache: Cache, tokens: list[QKV]) -> Tensor:
-    """Run one forward over all layers, without advancing the cache. Returns (L, T, Hq, D)."""
+def attended(cache: Cache, tokens: list[QKV]) -> Partial:
+    """Run one forward over all layers, without advancing the cache.
+
+    Returns the attention (L, T, Hq, D) and its log-sum-exp (L, T, Hq).
+    """
     cache.begin_forward(len(tokens[0][0]))
-    return torch.stack(
-        [cache.attend(layer, *qkv, cache.length) for layer, qkv in enumerate(tokens)]
-    )
+    parts = [cache.attend(layer, *qkv, cache.length) for layer, qkv in enumerate(tokens)]
+    outs, lses = zip(*parts, strict=True)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def forward(cache: Cache, tokens: list[QKV]) -> Tensor:
+    """Run one forward as `attended`, and return the attention alone."""
+    return attended(cache, tokens)[0]
 
 
 def assert_same_forward(
@@ -80,9 +89,8 @@ def assert_same_forward(
     They then advance by `accepted` tokens, and are cropped if `crop` is given.
     """
     tokens = random_qkv(rows)
-    torch.testing.assert_close(
-        forward(cache, tokens), forward(reference, tokens), atol=1e-5, rtol=1e-5
-    )
+    expected = attended(reference, tokens)
+    torch.testing.assert_close(attended(cache, tokens), expected, atol=1e-5, rtol=1e-5)
     for kv_cache in (cache, reference):
         kv_cache.advance(accepted)
         if crop is not None:
@@ -95,7 +103,7 @@ def prefill(cache: TieredCache, tokens: list[QKV], chunk: int) -> Tensor:
     with Prefill(cache, len(tokens[0][0])) as context:
         for layer, qkv in enumerate(tokens):
             parts = enumerate(zip(*(x.split(chunk) for x in qkv), strict=True))
-            rows = [context.attend(layer, *part, index * chunk) for index, part in parts]
+            rows = [context.attend(layer, *part, index * chunk)[0] for index, part in parts]
             outs.append(torch.cat(rows))
     return torch.stack(outs)
 

@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
     "cohere": "command-r",
+    "gpt_oss": "gpt-oss",
 }
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")  # their Q and K have interleaved heads
 MULTIPLIERS = {
@@ -118,6 +119,7 @@ def convert(
         add[type(value)](name.replace("__", "."), value)
     heads = {"attn_q": hf.num_attention_heads, "attn_k": hf.num_key_value_heads}
     tensors = with_split_mlps(stacked_experts(load_file(folder / "model.safetensors")))
+    tensors = with_split_experts(tensors)
     names = name_map(writer.arch, hf.num_hidden_layers)
     for seed, (name, tensor) in enumerate(sorted(tensors.items())):
         tensor_name = names(name)
@@ -129,7 +131,7 @@ def convert(
             weight = weight + 1
         if part in heads and writer.arch in PERMUTED:
             weight = interleave_heads(weight, heads[part])
-        if weight.ndim == 1 or kind == Kind.F32:
+        if weight.ndim == 1 or kind == Kind.F32 or tensor_name.endswith(".bias"):
             writer.add_tensor(tensor_name, weight)
         else:
             raw = blocks(weight.reshape(-1, weight.shape[-1]), kind, seed)
@@ -184,6 +186,23 @@ def with_split_mlps(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return split
 
 
+def with_split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors with gpt-oss's stacks of experts as the converter has them."""
+    split: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?", name)
+        if match is None:
+            split[f"{name}.weight" if name.endswith(".sinks") else name] = tensor
+            continue
+        prefix, part, is_bias = match.groups()
+        rows = tensor if is_bias else tensor.transpose(1, 2)
+        kind = "bias" if is_bias else "weight"
+        names = ("gate", "up") if part == "gate_up" else ("down",)
+        for first, own in enumerate(names):
+            split[f"{prefix}.{own}_proj.{kind}"] = rows[:, first :: len(names)].contiguous()
+    return split
+
+
 def _numbered(name: str) -> list[str | int]:
     """Return a key that sorts names by the numbers in them."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
@@ -224,6 +243,8 @@ def _describe(writer: GGUFWriter, hf: Any) -> None:
     if count := getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None):
         writer.add_expert_count(count)
         writer.add_expert_used_count(hf.num_experts_per_tok)
+    if hf.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(hf.intermediate_size)
     if size := getattr(hf, "moe_intermediate_size", None):
         writer.add_expert_feed_forward_length(size)
     for name, add in MULTIPLIERS.items():
@@ -273,9 +294,12 @@ def _add_rope_factors(writer: GGUFWriter, hf: Any, rope: dict[str, Any]) -> None
 
 def _add_windows(writer: GGUFWriter, hf: Any) -> None:
     """Add the sliding window, and which layers have one."""
-    if hf.model_type not in ("cohere2", "exaone4", "gemma3_text", "olmo3") or not hf.sliding_window:
+    with_windows = ("cohere2", "exaone4", "gemma3_text", "gpt_oss", "olmo3")
+    if hf.model_type not in with_windows or not hf.sliding_window:
         return
     writer.add_sliding_window(hf.sliding_window)
+    if hf.model_type == "gpt_oss":
+        return  # every second layer has none
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in hf.layer_types])
     if "sliding_attention" in hf.rope_parameters:
         writer.add_rope_freq_base_swa(hf.rope_parameters["sliding_attention"]["rope_theta"])

@@ -47,5 +47,5 @@ def all_logits(model: Transformer, tokens: Tensor) -> Tensor:
     link, count = make_test_link("view"), len(tokens)
     layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
     rotary = model.config.rotary(count, count, torch.float32, CPU)
-    shape = TieredCacheSpec(layout, count, layout.layers, copies=link.copies)
+    shape = TieredCacheSpec(layout, count, layout.full_layers, copies=link.copies)
     return model(tokens, TieredCache(shape, link, rotary, HostArena(link, torch.float32)), count)

@@ -79,6 +79,19 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.3,
         },
     },
+    "gpt_oss": {
+        "head_dim": 12,
+        "sliding_window": 20,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
+    },
     "seed_oss": {"head_dim": 12, "pad_token_id": None},
     # the second of three layers has no window
     "gemma3_text": {

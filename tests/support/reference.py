@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from offload.attention.folding import Partial
 from offload.cache.base import Cache
 from offload.layout import KVLayout
 from offload.retrieval.policy_specs import POLICY_SPECS
@@ -70,13 +71,14 @@ class PlainCache(Cache):
         )
         self._new: list[Tensor] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         new_kv = torch.stack((self.rotary.keys(k, start, layer), v))
         kv = torch.cat((self.kv[layer, :, :start], new_kv), dim=1)  # (2, N, Hkv, D)
         self._new = [*self._new[:layer], kv]
         q = self.rotary.queries(q, start, layer)
         mask = window_mask(len(q), kv.shape[1], self.layout.window_of(layer))
-        return reference_attention(q, kv[0], kv[1], causal=True, mask=mask)[0].to(q.dtype)
+        out, lse = reference_attention(q, kv[0], kv[1], causal=True, mask=mask)
+        return out.to(q.dtype), lse
 
     def advance(self, rows: int) -> None:
         super().advance(rows)

@@ -15,6 +15,7 @@ from decoding.speculation.prompt_lookup import PromptLookup
 from decoding.speculation.randomness import IndependentNoise, Randomness
 from decoding.speculation.rejection_sampler import Draft
 from decoding.speculation.sequence import TokenSequence
+from offload.attention.folding import Partial
 from offload.cache.base import Cache
 from offload.layout import KVLayout
 from parallel.execution.batched_forward import ForwardFn, ForwardRequest
@@ -32,7 +33,7 @@ class HistoryCache(Cache):
         super().__init__(KVLayout(1, 1, 1, torch.float32))
         self.history: list[int] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         raise NotImplementedError("a toy model has no attention")
 
     def write(self, tokens: list[int]) -> list[int]:

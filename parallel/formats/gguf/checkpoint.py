@@ -19,12 +19,13 @@ from torch import Tensor
 
 from offload.layout import ceil_div
 from parallel.errors import CheckpointError
-from parallel.formats.checkpoint import BlockTensor, Checkpoint
+from parallel.formats.checkpoint import Checkpoint
 from parallel.formats.gguf.families import family_of
 from parallel.formats.gguf.header import TensorInfo, read_header
 from parallel.formats.gguf.metadata import ROPE_FACTORS, config_fields
 from parallel.formats.gguf.tensors import TYPES, check_end
 from parallel.formats.plane_format import KeptType, is_kept, kept_type
+from parallel.formats.tensors import BlockTensor
 
 _FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KINDS = tuple(GGMLQuantizationType(number) for number in TYPES)

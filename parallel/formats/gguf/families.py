@@ -31,6 +31,11 @@ _POST_NORMS = {
 }
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
 _ATTENTION = {**_PRE_NORMS, **_PROJECTIONS}
 _LLAMA = {**_ATTENTION, **_MLP}
 _EXPERT_COUNTS = {"expert_used_count": "num_experts_per_tok"}
@@ -51,6 +56,7 @@ class GgufFamily:
     expected: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # only these values
     # parts that have a bias, in all layers or in none, each group of them on its own
     biases: tuple[tuple[str, ...], ...] = ()
+    needs_biases: bool = False  # all of these are in all files
     has_windows: bool = False  # whether a sliding window means that of the model type
     ignored: tuple[str, ...] = ()  # prefixes of metadata without effect on the language model
 
@@ -72,7 +78,8 @@ class GgufFamily:
             return None
         if kind != "weight" and (kind != "bias" or part not in chain(*self.biases)):
             return None
-        return f"model.layers.{index}.{self.tensors[part]}.{kind}"
+        own = f"model.layers.{index}.{self.tensors[part]}"
+        return own if part == "attn_sinks" else f"{own}.{kind}"
 
     def tensors_in(self, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
         """Yield the Hugging Face names of a tensor, or of the experts' stacked in it.
@@ -116,9 +123,7 @@ _QWEN3_MOE = GgufFamily(
         **_ATTENTION,
         **_QK_NORMS,
         "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-        "ffn_up_exps": "mlp.experts.{}.up_proj",
-        "ffn_down_exps": "mlp.experts.{}.down_proj",
+        **_EXPERTS,
     },
     fields={
         "expert_count": "num_experts",
@@ -192,6 +197,25 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             "ffn_norm": "pre_feedforward_layernorm",
         },
         fields={"rope.freq_base_swa": "rope_local_base_freq"},
+        has_windows=True,
+    ),
+    "gpt-oss": GgufFamily(
+        "gpt_oss",
+        {
+            **_PROJECTIONS,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            **_EXPERTS,
+        },
+        fields={
+            "expert_count": "num_local_experts",
+            **_EXPERT_COUNTS,
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        biases=((*_QKV, "attn_output", "ffn_gate_inp", *_EXPERTS),),
+        needs_biases=True,
         has_windows=True,
     ),
     "seed_oss": GgufFamily(

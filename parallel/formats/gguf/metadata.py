@@ -16,6 +16,7 @@ from parallel.config_checks import (
     COUNT,
     COUNT_OR_NONE,
     FULL,
+    MAX_EXPERTS,
     NORM_EPS,
     SLIDING,
     Number,
@@ -69,7 +70,6 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {  # values with which a field changes n
 }
 _PATTERN = "attention.sliding_window_pattern"  # a number, or whether each layer has a window
 _STRINGS = ("rope.scaling.type", "tensor_data_layout")
-MAX_EXPERTS = 1 << 16  # per layer
 _NON_NEGATIVE = Number(low=0, high=1e15, whole=False)
 _NUMBERS = {  # ranges of known fields; all others are whole numbers of at least 1
     "attention.layer_norm_rms_epsilon": NORM_EPS,
@@ -293,6 +293,8 @@ def _rope(
             f"{header.path}: keys and values of different sizes are not supported (head dimensions "
             f"{head_dim} and {values['attention.value_length']})."
         )
+    if family.model_type == "gpt_oss":
+        rope["truncate"] = False  # absent from the file
     for name in ROPE_FACTORS.keys() & header.tensors.keys():
         rope[ROPE_FACTORS[name]] = _floats(header, header.tensors[name], rotary_dim // 2)
     return rope
@@ -357,7 +359,8 @@ def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, 
     needed = [f"blk.{layer}.{part}.weight" for layer in layers for part in family.tensors]
     for group in family.biases:
         biases = [f"blk.{layer}.{part}.bias" for layer in layers for part in group]
-        needed += biases if any(name in header.tensors for name in biases) else []
+        has_one = any(name in header.tensors for name in biases)
+        needed += biases if has_one or family.needs_biases else []
     if missing := next((name for name in needed if name not in header.tensors), None):
         is_bias = missing.endswith("bias")
         raise CheckpointError(

@@ -24,7 +24,7 @@ from parallel.config.weight_sizes import weight_sizes
 from parallel.formats.plane_format import PLANE_FORMATS
 from parallel.model.layers import ColumnParallelLinear, RowParallelLinear
 from parallel.model.loading import random_model
-from parallel.model.moe import SparseMoE
+from parallel.model.moe import Experts
 from parallel.ranks.process_group import TensorParallelGroup
 from support.models import tiny_config
 
@@ -35,7 +35,7 @@ PLAIN = ModelConfig.from_hf(tiny_config("qwen3"))
 def expert_numel() -> int:
     """Return the allocated parameters of all experts of the model."""
     model = random_model(MIXTURE, TensorParallelGroup(), torch.float32)
-    layers = [module for module in model.modules() if isinstance(module, SparseMoE)]
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
     matrices = [matrix for layer in layers for matrix in (layer.gate_up, layer.down)]
     return sum(matrix.rows * matrix.columns for matrix in matrices)
 

@@ -4,7 +4,7 @@ result does not depend on other rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType
@@ -75,7 +75,7 @@ def test_kernels_match_plain_operations(
     kv, q = inputs(end, dtype)
     actual = kernels.attend(q[-rows:], split_kv(kv, 0, boundary, end))
     expected = batch_invariant_attention(q[-rows:], [kv], ByteCounters())
-    assert actual.dtype == dtype
+    assert actual[0].dtype == dtype
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
@@ -92,24 +92,24 @@ def test_result_of_a_row_does_not_depend_on_other_rows(
     kv, q = inputs(end, dtype)
     first = end - 11
     alone = torch.cat(
-        [kernels.attend(q[row, None], [kv[:, :, : row + 1]]) for row in range(first, end)]
+        [kernels.attend(q[row, None], [kv[:, :, : row + 1]])[0] for row in range(first, end)]
     )
     for start, stop in ((first, end), (first, first + 5), (end - 7, end), (first + 3, first + 9)):
         boundaries = [(start,), (17,), (), (start - 5,)]
         for boundary in boundaries if start == first else boundaries[:2]:
-            actual = kernels.attend(q[start:stop], split_kv(kv, 0, *boundary, stop))
+            actual, _ = kernels.attend(q[start:stop], split_kv(kv, 0, *boundary, stop))
             assert torch.equal(actual, alone[start - first : stop - first])
     by_head = [
-        kernels.attend(q[first:, head * GROUPS : (head + 1) * GROUPS], [kv[:, head, None]])
+        kernels.attend(q[first:, head * GROUPS : (head + 1) * GROUPS], [kv[:, head, None]])[0]
         for head in range(HEADS)
     ]
     assert torch.equal(torch.cat(by_head, dim=1), alone)
     # with NaNs in memory after the last token
-    assert torch.equal(kernels.attend(q[first:], split_kv(kv, 0, end)), alone)
+    assert torch.equal(kernels.attend(q[first:], split_kv(kv, 0, end))[0], alone)
     # earlier rows ignore a NaN key of the last token
     with_nan = kv.clone()
     with_nan[0, :, -1] = torch.nan
-    assert torch.equal(kernels.attend(q[first:], [with_nan])[:-1], alone[:-1])
+    assert torch.equal(kernels.attend(q[first:], [with_nan])[0][:-1], alone[:-1])
 
 
 @pytest.mark.parametrize("groups", [1, 8, 11])  # 11: rows are split over programs
@@ -173,10 +173,10 @@ def test_working_memory_is_planned(kernels: ModuleType, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "empty", counting_empty)
     kernels.attend(q[-ROW_BLOCK:], [kv])
     layout = KVLayout(1, HEADS, DIM, torch.float32)
-    *partials, out = sizes
+    *partials, out, lse = sizes
     assert out == q[-ROW_BLOCK:].nbytes
     planned = working_bytes(layout, KEY_BLOCK + 3, ROW_BLOCK, GROUPS) - 2 * layout.bytes(KEY_BLOCK)
-    assert sum(partials) == planned
+    assert sum(partials) + lse == planned
 
 
 def test_out_of_memory_in_the_self_test_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,12 +205,24 @@ def test_self_test_detects_wrong_kernels(
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         self_test(dtype)
     attend = kernels.attend
-    monkeypatch.setattr(kernels, "attend", lambda q, kv: attend(q, kv) + 0.1)
+
+    def add(monkeypatch: pytest.MonkeyPatch, error: Callable[[Tensor], float], part: int) -> None:
+        def attend_wrongly(q: Tensor, kv: list[Tensor]) -> list[Tensor]:
+            partial = list(attend(q, kv))
+            partial[part] = partial[part] + error(q)
+            return partial
+
+        monkeypatch.setattr(kernels, "attend", attend_wrongly)
+
+    add(monkeypatch, lambda q: 0.1, 0)
     with pytest.raises(
         RuntimeError, match=r"batch-invariant attention in torch\.float16 is off by 0\.1"
     ):
         self_test(torch.float16)
     # a result that depends on the number of rows
-    monkeypatch.setattr(kernels, "attend", lambda q, kv: attend(q, kv) + 1e-6 * len(q))
+    add(monkeypatch, lambda q: 1e-6 * len(q), 0)
     with pytest.raises(RuntimeError, match=r"in torch\.float32 depends on other rows"):
         self_test(torch.float32)
+    add(monkeypatch, lambda q: 0.2, 1)
+    with pytest.raises(RuntimeError, match=r"log-sum-exp of .* is off by 0\.025"):
+        self_test(torch.bfloat16)

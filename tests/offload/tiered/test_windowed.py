@@ -240,7 +240,7 @@ def test_windows_of_a_retrieval_cache_are_exact(
         static.begin_forward(rows)
         for layer, (q, k, v) in enumerate(last):
             padded = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 4 - rows)) for x in (q, k, v))
-            again = static.attend(layer, *padded, 0)[:rows]
+            again = static.attend(layer, *padded, 0)[0][:rows]
             torch.testing.assert_close(again, out[layer], atol=1e-5, rtol=1e-5)
 
     for _ in range(12):
@@ -283,7 +283,7 @@ def test_a_draft_sees_no_more_than_its_windows(slack: int) -> None:
         static.begin_forward(rows)
         for layer, qkv in enumerate(tokens):
             padded = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 4 - rows)) for x in qkv)
-            again = static.attend(layer, *padded, 0)[:rows]
+            again = static.attend(layer, *padded, 0)[0][:rows]
             torch.testing.assert_close(again, out[layer], atol=1e-5, rtol=1e-5)
         cache.advance(rows)
 

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from parallel.config.model_config import FAMILIES, ConfigError, ModelConfig
 from parallel.config.rope import inverse_frequencies
-from support.models import long_rope
+from support.models import long_rope, rope
 from support.slow import slow_except
 
 NEEDED = {
@@ -67,6 +67,7 @@ MIXTURE = {
     "num_local_experts": 8,
     "moe_intermediate_size": 24,
 }
+GPT_OSS_ROPE = rope("yarn", factor=4.0, original_max_position_embeddings=128, truncate=3)
 FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3": {"layer_types": (["full_attention"] * 2,), "head_dim": (16,)},
     "smollm3": {
@@ -110,6 +111,13 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "sliding_window": (100, 131_072),
         "layer_types": (["full_attention"] * 2, ["full_attention", "sliding_attention"]),
     },
+    "gpt_oss": {
+        "sliding_window": (100, 131_072),
+        "layer_types": (["full_attention"] * 2, ["full_attention", "sliding_attention"]),
+        "swiglu_limit": (5.0,),
+        "swiglu_alpha": (1,),
+        "attention_bias": (False,),
+    },
     "granitemoehybrid": {
         "position_embedding_type": ("rope", "nope"),
         "embedding_multiplier": (12.0,),
@@ -119,9 +127,10 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "glm4": {"partial_rotary_factor": (1.0,)},
 }
 ALL = set(range(8))  # layers of a model
-HAVE_WINDOWS = ("cohere2", "exaone4", "gemma3_text", "olmo3")
+HAVE_WINDOWS = ("cohere2", "exaone4", "gemma3_text", "gpt_oss", "olmo3")
 # fields without which there is no supported model of a family
 FAMILY_NEEDED: dict[str, dict[str, Any]] = {
+    "gpt_oss": MIXTURE,
     "mixtral": MIXTURE,
     "qwen3_moe": MIXTURE,
     "granitemoehybrid": {
@@ -149,8 +158,8 @@ def random_config(family: str, draw: random.Random) -> dict[str, Any]:
         fields[form] = dict(draw.choice(PHI3_ROPES if family == "phi3" else ROPES))
     # combinations that transformers rejects
     strict = {"num_key_value_heads": ("mistral", "mixtral", "ministral3", "exaone4", "glm4")}
-    strict["num_key_value_heads"] += ("gemma3_text", "ministral")
-    strict["head_dim"] = ("ministral3", "glm4", "gemma3_text")
+    strict["num_key_value_heads"] += ("gemma3_text", "gpt_oss", "ministral")
+    strict["head_dim"] = ("ministral3", "glm4", "gemma3_text", "gpt_oss")
     for name, families in strict.items():
         if family in families and fields.get(name, 0) is None:
             del fields[name]
@@ -205,13 +214,13 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
         vars(module)[name] for name in vars(module) if name.endswith("RotaryEmbedding")
     )
     ropes = PHI3_ROPES if family == "phi3" else ROPES
-    for rope, fields in itertools.product(ropes, variants):
-        if "short_factor" in rope and ("head_dim" in fields or "glm" in family):
+    for scaling, fields in itertools.product(ropes, variants):
+        if "short_factor" in scaling and ("head_dim" in fields or "glm" in family):
             continue  # LongRoPE needs one factor per pair of dimensions
-        path.write_text(json.dumps({**base, "rope_scaling": rope, "rope_theta": 5e5, **fields}))
-        is_extended = rope.get("rope_type") in ("yarn", "longrope")
-        is_older = "type" in rope or (
-            is_extended and "original_max_position_embeddings" not in rope
+        path.write_text(json.dumps({**base, "rope_scaling": scaling, "rope_theta": 5e5, **fields}))
+        is_extended = scaling.get("rope_type") in ("yarn", "longrope")
+        is_older = "type" in scaling or (
+            is_extended and "original_max_position_embeddings" not in scaling
         )
         if family in ("gemma3_text", "olmo3") and is_older:
             continue  # transformers reads it in other families alone
@@ -226,7 +235,7 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
                 options = {"seq_len": tokens, **layer}
                 expected = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), **options)
             frequencies, factor = config.inverse_frequencies(tokens)
-            assert torch.equal(frequencies, expected[0]), (rope, fields)
+            assert torch.equal(frequencies, expected[0]), (scaling, fields)
             assert factor == expected[1]
         if config.windowed_rope is not None:
             local = {"layer_type": "sliding_attention"}
@@ -258,7 +267,16 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "softcapping = 50.0 .soft-cap"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_lora_rank = 512 .multi-latent"),
-        ({"model_type": "gpt_oss"}, "'gpt_oss' is not supported.* It has attention sinks"),
+        ({"model_type": "gpt_oss"}, "lacks num_experts_per_tok, num_experts"),
+        ({"model_type": "gpt_oss", **MIXTURE, "swiglu_limit": 0}, "swiglu_limit = 0; it must be"),
+        (
+            {"model_type": "gpt_oss", **MIXTURE, "rope_scaling": GPT_OSS_ROPE},
+            "truncate = 3; it must be true or false",
+        ),
+        (
+            {"model_type": "x", "add_swa_attention_sink_bias": True},
+            "'x' is not supported.* It has add_swa_attention_sink_bias = true .attention sinks",
+        ),
         ({"model_type": "falcon_mamba", "state_size": 16}, "state_size = 16 .recurrent"),
         ({"quantization_config": {"quant_method": "exl2"}}, "weights quantised by EXL2 .*16-bit"),
         (

@@ -58,6 +58,35 @@ OLMO_ROPE = {
 }
 GEMMA_ROPE = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 GEMMA_27B = decoder("gemma3_text", 62, 5376, 21_504, (32, 16), 262_208, head_dim=128)
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+
+
+def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """Return the fields of a gpt-oss's config.json."""
+    return {
+        **decoder("gpt_oss", layers, 2880, 2880, (64, 8), 201_088, head_dim=64),
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "max_position_embeddings": 131_072,
+        "initial_context_length": 4096,
+        "rope_scaling": GPT_OSS_ROPE,
+        "rope_theta": 150_000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+
+
 # fields, billions of weights, KV bytes per token in 16 bits of layers without a window, and context
 PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
     "Mistral-Small-3.1-24B": (
@@ -131,6 +160,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         61_440,
         65_536,
     ),
+    "gpt-oss-20b": (gpt_oss(24, 32), 20.91, 24_576, 131_072),
+    "gpt-oss-120b": (gpt_oss(36, 128), 116.83, 36_864, 131_072),
     "Granite-4.0-micro": (
         decoder("granitemoehybrid", 40, 2560, 8192, (40, 8), 100_352, mamba_d_state=256)
         | {"shared_intermediate_size": 8192, "num_local_experts": 0, "num_experts_per_tok": 0}

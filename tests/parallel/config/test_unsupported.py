@@ -63,10 +63,15 @@ def error_message(folder: Path, **fields: Any) -> str:
             ["linear_num_key_heads = 16 (linear attention)", "layer_types with linear_attention"],
         ),
         (
-            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}, **WINDOWS},
+            {
+                "model_type": "mimo_v2_flash",
+                "add_swa_attention_sink_bias": True,
+                "quantization_config": {"quant_method": "exl3"},
+                **WINDOWS,
+            },
             [
-                "It has attention sinks, sliding_window = 128 (sliding-window attention) and "
-                "weights quantised by MXFP4."
+                "It has add_swa_attention_sink_bias = true (attention sinks), sliding_window = 128 "
+                "(sliding-window attention) and weights quantised by EXL3."
             ],
         ),
         (

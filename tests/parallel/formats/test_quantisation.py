@@ -45,7 +45,6 @@ def scheme(layout: str, weights: dict[str, Any], **fields: Any) -> dict[str, Any
         ({"quant_method": "hqq"}, "HQQ"),
         ({"quant_method": "torchao", "quant_type": {"default": {}}}, "torchao"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-        ({"quant_method": "mxfp4"}, "MXFP4"),
         ({"quant_method": "aqlm"}, "AQLM"),
         ({"quant_method": "something-new"}, "something-new"),
         ({"group_size": 64, "bits": 4}, "an unknown method"),

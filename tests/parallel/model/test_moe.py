@@ -9,47 +9,68 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.model.moe import moe_by_expert, route, static_moe
-from parallel.weights.expert_matrix import ExpertMatrix
+from parallel.config.families import Clamp, ExpertNames, MoEConfig
+from parallel.model.moe import Experts, moe_by_expert, route, static_moe
+from parallel.ranks.process_group import TensorParallelGroup
 
 HIDDEN, COLUMNS = 12, 10
+NAMES = ExpertNames("intermediate_size", "mlp", gate="gate", up="up", down="down")
 Moe = Callable[..., Tensor]
 
 
-def naive_moe(x: Tensor, scores: Tensor, k: int, gate_up: Tensor, down: Tensor) -> Tensor:
+def naive_moe(x: Tensor, scores: Tensor, k: int, experts: Experts) -> Tensor:
     """Token by token, and expert by expert in order of their scores."""
+    gate_up, down = experts.gate_up.whole(), experts.down.whole()
     rows = []
     for token, row in zip(x, scores, strict=True):
         best = sorted(range(len(row)), key=lambda expert: -float(row[expert]))[:k]
         probs = row[best].exp()
         outs = []
         for expert in best:
-            gate, up = (gate_up[expert] @ token).split(COLUMNS)
-            outs.append(down[expert] @ (F.silu(gate) * up))
+            products = gate_up[expert] @ token
+            if experts.gate_up_bias is not None:
+                products += experts.gate_up_bias[expert]
+            gate, up = products.split(COLUMNS)
+            if (clamp := experts.shape.clamp) is None:
+                out = down[expert] @ (F.silu(gate) * up)
+            else:
+                gate = torch.where(gate > clamp.limit, clamp.limit, gate)
+                up = torch.where(up.abs() > clamp.limit, clamp.limit * up.sign(), up)
+                out = down[expert] @ ((up + 1) * gate / (1 + (-clamp.alpha * gate).exp()))
+            if experts.down_bias is not None:
+                out += experts.down_bias[expert]
+            outs.append(out)
         rows.append((probs / probs.sum()) @ torch.stack(outs))
     return torch.stack(rows)
 
 
-def stacked(weights: Tensor) -> ExpertMatrix:
-    """Return experts' weights (E, rows, columns) as a matrix."""
-    matrix = ExpertMatrix(*weights.shape)
-    matrix.allocate().copy_(weights.flatten(0, 1))
-    return matrix
+def random_experts(count: int, has_biases: bool) -> Experts:
+    """Return experts with random weights; those with biases are clamped, as gpt-oss's."""
+    clamp = Clamp(1.702, 1.5) if has_biases else None
+    shape = MoEConfig(count, 1, COLUMNS, True, frozenset({0}), NAMES, clamp, has_biases)
+    experts = Experts(shape, HIDDEN, TensorParallelGroup())
+    for matrix in (experts.gate_up, experts.down):
+        matrix.allocate()
+    for parameter in experts.parameters():
+        parameter.normal_()
+    return experts
 
 
+@pytest.mark.parametrize("has_biases", [False, True])
 @pytest.mark.parametrize("moe", [moe_by_expert, static_moe])
 # The first two gather weights; in the last one some experts have no token.
 @pytest.mark.parametrize(
     ("tokens", "experts", "k"),
     [(1, 12, 2), (2, 12, 2), (3, 12, 2), (30, 4, 2), (3, 4, 4), (4, 9, 1)],
 )
-def test_moe_matches_a_naive_reference(moe: Moe, tokens: int, experts: int, k: int) -> None:
+def test_moe_matches_a_naive_reference(
+    moe: Moe, tokens: int, experts: int, k: int, has_biases: bool
+) -> None:
     x, scores = torch.randn(tokens, HIDDEN), torch.randn(tokens, experts)
-    gate_up = torch.randn(experts, 2 * COLUMNS, HIDDEN)
-    down = torch.randn(experts, HIDDEN, COLUMNS)
+    mixture = random_experts(experts, has_biases)
     weights, chosen = route(scores, k, normalised=True)
-    result = moe(x, weights, chosen, stacked(gate_up), stacked(down))
-    expected = naive_moe(x, scores, k, gate_up, down)
+    result = moe(x, weights, chosen, mixture)
+    expected = naive_moe(x, scores, k, mixture)
     torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 

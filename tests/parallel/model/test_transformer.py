@@ -150,6 +150,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo3": {"family": "olmo3"},
     "cohere": {"family": "cohere", "attention_bias": True, "logit_scale": 0.5},
     "cohere2": {"family": "cohere2"},
+    "gpt-oss": {"family": "gpt_oss"},
+    "gpt-oss-clamped": {
+        "family": "gpt_oss",
+        "attention_bias": False,
+        "num_key_value_heads": 4,
+        "swiglu_limit": 0.3,
+        "swiglu_alpha": 2.0,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": rope(
+            "yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=8.0
+        ),
+    },
     "olmo3-theta": {
         "family": "olmo3",
         "rope_scaling": None,

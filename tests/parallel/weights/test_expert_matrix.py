@@ -45,9 +45,9 @@ def mixtures(folder: Path, dtype: str) -> tuple[SparseMoE, SparseMoE]:
     packed, whole = (model.layers[0].mlp for model in models)
     assert isinstance(packed, SparseMoE)
     assert isinstance(whole, SparseMoE)
-    assert packed.gate_up.packed is not None
-    assert packed.down.packed is not None
-    assert whole.gate_up.packed is whole.down.packed is None
+    assert packed.experts.gate_up.packed is not None
+    assert packed.experts.down.packed is not None
+    assert whole.experts.gate_up.packed is whole.experts.down.packed is None
     return packed, whole
 
 
@@ -58,16 +58,16 @@ def test_outputs_are_those_of_whole_experts(
 ) -> None:
     packed, whole = mixtures(convert(checkpoint(**QWEN3), tmp_path / "m.gguf", kind), "float32")
     for expert in (0, 3, 5):
-        assert torch.equal(packed.gate_up.of(expert), whole.gate_up.of(expert))
+        assert torch.equal(packed.experts.gate_up.of(expert), whole.experts.gate_up.of(expert))
     routing = Routing.of(torch.tensor([5, 0, 5]), 6)
     x = torch.randn(3, 512)
-    products = [each.down.products(x, routing, 1) for each in (packed, whole)]
+    products = [each.experts.down.products(x, routing, 1) for each in (packed, whole)]
     assert torch.equal(*products)
     for tokens in (1, 5):
         x = torch.randn(tokens, 256)
         weights, chosen = route(torch.randn(tokens, 6), 2, True)
-        out = moe(x, weights, chosen, packed.gate_up, packed.down)
-        expected = moe_by_expert(x, weights, chosen, whole.gate_up, whole.down)
+        out = moe(x, weights, chosen, packed.experts)
+        expected = moe_by_expert(x, weights, chosen, whole.experts)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -77,19 +77,19 @@ def test_fused_products(
     kernels = import_interpreted("parallel.weights.kernels")
     folder = checkpoint(**{**QWEN3, "moe_intermediate_size": 256})
     packed, whole = mixtures(convert(folder, tmp_path / "m.gguf", Kind.Q4_K), "float32")
-    for each in (packed.gate_up.packed, packed.down.packed):
+    for each in (packed.experts.gate_up.packed, packed.experts.down.packed):
         assert each is not None
         each.dtype = torch.float16
     monkeypatch.setattr(parallel.weights.packed, "plane_kernels", lambda *_: (kernels, ""))
     x = torch.randn(2, 256).half()
     weights, chosen = route(torch.randn(2, 6), 2, True)
-    assert packed.gate_up.has_fused_products
-    out = static_moe(x, weights, chosen, packed.gate_up, packed.down)
+    assert packed.experts.gate_up.has_fused_products
+    out = static_moe(x, weights, chosen, packed.experts)
     assert out.dtype == torch.float16
-    expected = moe_by_expert(x.float(), weights, chosen, whole.gate_up, whole.down)
+    expected = moe_by_expert(x.float(), weights, chosen, whole.experts)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
     # a token's result does not depend on the others
-    alone = static_moe(x[1:], weights[1:], chosen[1:], packed.gate_up, packed.down)
+    alone = static_moe(x[1:], weights[1:], chosen[1:], packed.experts)
     assert torch.equal(alone, out[1:])
 
 
@@ -97,7 +97,7 @@ def logits_on_this_rank(path: Path) -> Any:
     group = TensorParallelGroup.from_environment("cpu")
     config = ModelConfig.from_pretrained(path, packed=True)
     model = load_model(path, group, "float32", config)
-    assert model.layers[0].mlp.down.packed is not None
+    assert model.layers[0].mlp.experts.down.packed is not None
     return all_logits(model, random_tokens(60))
 
 
@@ -133,14 +133,16 @@ def test_safetensors(checkpoint: Checkpoints, tmp_path: Path, method: str, ranks
     assert len(packed.kept_types) == (0 if method == "act-order" else 2 * 3)
     group = TensorParallelGroup(ranks - 1, ranks)
     model = load_model(folder, group, "bfloat16", packed)
-    is_packed = model.layers[0].mlp.gate_up.packed is not None
+    is_packed = model.layers[0].mlp.experts.gate_up.packed is not None
     assert is_packed == (method != "act-order")
     sizes = weight_sizes(packed, ranks, 2, group.rank)
     assert parameter_bytes(model) == sizes.nbytes + sizes.scratch
     assert (sizes.kept_experts > 0, sizes.whole_experts == 0) == (is_packed, is_packed)
     whole = load_model(folder, group, "bfloat16")
     for expert in (0, 5):
-        assert torch.equal(model.layers[1].mlp.down.of(expert), whole.layers[1].mlp.down.of(expert))
+        assert torch.equal(
+            model.layers[1].mlp.experts.down.of(expert), whole.layers[1].mlp.experts.down.of(expert)
+        )
 
 
 def test_an_unannounced_order_of_columns_is_refused(
@@ -173,7 +175,7 @@ def test_experts_of_different_types_are_whole(checkpoint: Checkpoints, tmp_path:
     kept = [
         matrix.packed is not None
         for layer in model.layers
-        for matrix in (layer.mlp.gate_up, layer.mlp.down)
+        for matrix in (layer.mlp.experts.gate_up, layer.mlp.experts.down)
     ]
     assert kept.count(False) == 1
     assert parameter_bytes(model) == weight_sizes(packed, 1, 2).nbytes
