@@ -418,7 +418,7 @@ def _merge(outs, lses, merged, totals, splits, dim, SPLITS: tl.constexpr, DIM: t
     peak = tl.max(lse, 0)
     weights = tl.exp(lse - tl.where(peak == float("-inf"), 0.0, peak))
     total = tl.sum(weights, 0)
-    total = tl.where(total == 0.0, 1.0, total)  # of padding
+    total = tl.where(total == 0.0, 1.0, total)  # zero for padding
     pointers = outs + (split * entries + entry)[:, None] * dim + column[None, :]
     mask = exists[:, None] & (column < dim)[None, :]
     parts = tl.load(pointers, mask=mask, other=0.0)

@@ -14,7 +14,7 @@ from parallel.formats.plane_format import GROUP, KeptType, is_kept
 from parallel.formats.tensors import BlockTensor, Indexable, Parts, SafetensorsReader
 
 _CHUNK_CODES = 1 << 22  # codes per chunk, each of which takes up to ten bytes
-_EXPONENT_BIAS = 128  # of a scale, since values are doubled
+_EXPONENT_BIAS = 128  # one more than the format has, since values are doubled
 
 
 def open_expert(
