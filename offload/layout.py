@@ -88,9 +88,20 @@ class Segment(NamedTuple):
     end: int
 
 
+class HeadShape(NamedTuple):
+    """The KV heads of a layer: those of one rank, or of the whole model."""
+
+    heads: int
+    dim: int
+    groups: int  # query heads per KV head
+
+
 @dataclass(frozen=True)
 class KVLayout:
-    """The KV geometry of one rank. `heads` are the *local* KV heads."""
+    """The KV geometry of one rank. `heads` are the *local* KV heads.
+
+    Numbers are those of layers with full attention, unless `of` or `windowed` gives others.
+    """
 
     layers: int
     heads: int
@@ -98,6 +109,7 @@ class KVLayout:
     dtype: torch.dtype
     groups: int = 1  # query heads per KV head
     window: SlidingWindow | None = None
+    windowed_heads: HeadShape | None = None  # heads of layers with a window, if they are others
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim"):
@@ -116,7 +128,27 @@ class KVLayout:
 
     def without_windows(self, layers: int) -> KVLayout:
         """Return the geometry of so many layers with full attention."""
-        return replace(self, layers=layers, window=None)
+        return replace(self, layers=layers, window=None, windowed_heads=None)
+
+    @property
+    def windowed(self) -> KVLayout:
+        """The geometry of layers with a window."""
+        if (own := self.windowed_heads) is None:
+            return self
+        return replace(
+            self, heads=own.heads, head_dim=own.dim, groups=own.groups, windowed_heads=None
+        )
+
+    @property
+    def kinds(self) -> list[KVLayout]:
+        """The geometries of its layers, one or two."""
+        if self.windowed_heads is None or not self.full_layers:
+            return [self.windowed]
+        return [self, self.windowed]
+
+    def of(self, layer: int) -> KVLayout:
+        """Return the geometry of a layer."""
+        return self if self.window_of(layer) is None else self.windowed
 
     @property
     def layer_token_bytes(self) -> int:
@@ -131,7 +163,7 @@ class KVLayout:
         if layers is None:
             rest = 0
             if (window := self.window) is not None:
-                rest = len(window.layers) * self.bytes(min(tokens, window.tokens), 1)
+                rest = self.windowed.bytes(min(tokens, window.tokens), len(window.layers))
             return rest + self.bytes(tokens, self.full_layers)
         return tokens * self.layer_token_bytes * layers
 
@@ -140,7 +172,7 @@ class KVLayout:
         if (window := self.window) is None:
             return self.bytes(tokens)
         kept = sum(end - start for start, end in window.segments(tokens))
-        return self.bytes(tokens, self.full_layers) + len(window.layers) * self.bytes(kept, 1)
+        return self.bytes(tokens, self.full_layers) + self.windowed.bytes(kept, len(window.layers))
 
     def shape(self, layers: int, tokens: int) -> tuple[int, int, int, int, int]:
         """Return the shape of head-major storage: (layers, keys and values, Hkv, tokens, D).

@@ -137,10 +137,12 @@ class Runtime:
         models = [self.target] if needs.has_retrieval else []
         if needs.has_draft and self.draft is not None:
             models.append(self.draft)
-        configs = [model.config for model in models if self.settings.graphs]
+        layouts = [model.config.kv_layout(1, self.dtype) for model in models]
         return [
-            slot_kernels(device.type, self.dtype, each.head_dim, each.heads // each.kv_heads)
-            for each in configs
+            slot_kernels(device.type, self.dtype, each.head_dim, each.groups)
+            for layout in layouts
+            if self.settings.graphs
+            for each in layout.kinds
         ]
 
     @cached_property

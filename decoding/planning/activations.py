@@ -9,7 +9,7 @@ from decoding.config.defaults import (
 )
 from decoding.planning.requirements import Requirements
 from offload.layout import ceil_div
-from parallel.config.parameter_count import MAX_STATIC_TOKENS
+from parallel.config.parameter_count import MAX_STATIC_TOKENS, head_shape
 from parallel.config.weight_sizes import weight_sizes
 
 
@@ -20,7 +20,8 @@ def activation_elements(requirements: Requirements) -> int:
     """
     target, ranks = requirements.target, requirements.ranks
     # projections, their normed and rotated copies, and the output
-    attention = target.head_dim * (5 * target.heads + 4 * target.kv_heads)
+    shapes = (head_shape(target, windowed) for windowed in (False, True))
+    attention = max(each.dim * each.heads * (5 * each.groups + 4) for each in shapes)
     widest = max(4 * target.intermediate, attention) // ranks
     if target.experts is not None:  # the sum, and one expert's inputs and outputs
         widest = max(widest, 3 * target.hidden + 4 * target.experts.intermediate // ranks)

@@ -16,7 +16,13 @@ from offload.errors import TierForceError
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
-from parallel.config.parameter_count import active_share, moe_layers
+from parallel.config.parameter_count import (
+    active_share,
+    has_window,
+    head_shape,
+    moe_layers,
+    shares_values,
+)
 from parallel.config.weight_sizes import weight_sizes
 from parallel.formats.plane_format import PlaneFormat
 from parallel.ranks.partition import vocab_rows
@@ -35,13 +41,21 @@ def matmul_flops(config: ModelConfig) -> float:
 
     A mixture of experts counts only the experts that a token is routed to.
     """
-    attention = config.hidden * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
+    windowed = config.layers - config.full_layers
+    attention = config.full_layers * _projections(config, windowed=False)
+    attention += windowed * _projections(config, windowed=True)
     mlps = config.layers * config.intermediate
     if config.experts is not None:
         experts = config.experts
         expert_rows = experts.per_token * experts.intermediate
         mlps += moe_layers(config) * (expert_rows - config.intermediate)
-    return 2.0 * (config.layers * attention + 3 * config.hidden * mlps)
+    return 2.0 * (attention + 3 * config.hidden * mlps)
+
+
+def _projections(config: ModelConfig, windowed: bool) -> int:
+    """Return the weights of a layer's attention."""
+    shape, keys = head_shape(config, windowed), 1 if shares_values(config, windowed) else 2
+    return config.hidden * shape.dim * shape.heads * (2 * shape.groups + keys)
 
 
 def head_flops(config: ModelConfig, ranks: int) -> float:
@@ -63,7 +77,8 @@ def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
     The last layer computes only keys and values.
     """
     other_layers = (config.layers - 1) / config.layers
-    last_layer = 4.0 * config.hidden * config.kv_heads * config.head_dim
+    last = head_shape(config, has_window(config, config.layers - 1))
+    last_layer = 4.0 * config.hidden * last.heads * last.dim
     matmul = (other_layers * matmul_flops(config) + last_layer) * tokens
     first = min(tokens, _window(config))  # tokens that see all before them
     windowed = first * (first + 1) / 2 + (tokens - first) * first
@@ -75,8 +90,12 @@ def _attention_flops(config: ModelConfig, full: float, windowed: float) -> float
 
     Two for QK^T and two for PV per dimension.
     """
-    pairs = config.full_layers * full + (config.layers - config.full_layers) * windowed
-    return 4.0 * pairs * config.heads * config.head_dim
+    pairs = 0.0
+    counts = (config.full_layers, config.layers - config.full_layers)
+    for is_windowed, (layers, seen) in enumerate(zip(counts, (full, windowed), strict=True)):
+        shape = head_shape(config, bool(is_windowed))
+        pairs += layers * seen * shape.dim * shape.heads * shape.groups if layers else 0.0
+    return 4.0 * pairs
 
 
 def _window(config: ModelConfig) -> float:

@@ -118,12 +118,15 @@ class RequestSpec:
         whole_retrieval = target.full_layers * layer + shared
         whole_retrieval += self.retrieval.windowed_bytes(needs.layout)
         has_own_rope = target.windowed_rope is not None and target.sliding_window is not None
-        tables = 4 if has_own_rope else 2
+        rotated = target.rotary_dim  # dimensions of a position's cosines, and of its sines
+        if has_own_rope:
+            own = target.windowed_heads
+            rotated += target.rotary_dim if own is None else own.dim
         return MemoryRequirements(
             target=self.target,
             retrieval=whole_retrieval if needs.has_retrieval else 0,
             draft=self._draft_bytes,
-            tables=tables * self.tokens * target.rotary_dim * needs.dtype.itemsize,
+            tables=2 * self.tokens * rotated * needs.dtype.itemsize,
             hidden=self.hidden_bytes(self.prompt),
             forwards=self._forward_bytes,
             captured=self._captured_bytes(1),
@@ -144,7 +147,7 @@ class RequestSpec:
         nbytes = (tokens * needs.target.hidden + activations) * needs.dtype.itemsize
         window, layout = needs.layout.window, needs.layout
         if window is not None:  # a chunk's keys with those before it that it sees, and reversed
-            nbytes += 3 * layout.bytes(min(tokens, chunk + window.tokens), 1)
+            nbytes += 3 * layout.windowed.bytes(min(tokens, chunk + window.tokens), 1)
         return nbytes + unpacked_expert_bytes(needs)
 
     def _captured_bytes(self, concurrency: int) -> int:
@@ -232,7 +235,7 @@ def _windowed_bytes(requirements: Requirements) -> int:
     if requirements.settings.deterministic:  # one block of rows, always masked
         scores = ROW_BLOCK * (window.tokens + ROW_BLOCK) * _query_heads(requirements)
         masked = max(masked, 4 * MASKED_VALUES_PER_SCORE * scores)
-    return masked + 2 * layout.bytes(window.tokens, 1)
+    return masked + 2 * layout.windowed.bytes(window.tokens, 1)
 
 
 def _query_heads(requirements: Requirements) -> int:

@@ -138,7 +138,7 @@ def files_of(
         for start, end in segments:
             name = f"{stem}.kv" if end == tokens else f"{stem}-{end}.kv"
             seed = zlib.crc32(digest + name.encode())
-            file = KVFile(folder / name, layout, end, seed, start)
+            file = KVFile(folder / name, layout.of(layer), end, seed, start)
             files.append(LayerFile(layer, Segment(start, end), file))
     return files
 

@@ -9,6 +9,7 @@ from offload.attention.folding import Backend, Partial, attend_gqa, merge
 from offload.layout import ceil_div
 
 _ROWS_PER_BLOCK = 64  # block size of torch's kernel
+_MAX_DIM = 256  # dimensions of a head, of flash kernels
 _LONG = 4096  # keys from which reading them more often than necessary costs more than launches
 
 
@@ -26,11 +27,12 @@ def cuda_backend(dtype: torch.dtype) -> Backend:
 def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     """Attend with torch's built-in FlashAttention-2, for 16-bit dtypes.
 
-    It requires a head dimension that is a multiple of 8; others use the memory-efficient kernel.
+    It requires a head dimension that is a multiple of 8 and at most 256; others use the
+    memory-efficient kernel.
     It supports GQA and bottom-right causality, but each query head reads the keys again. Where the
     query heads of a KV head fill fewer blocks together, a long prefix is folded.
     """
-    if q.shape[-1] % 8:
+    if q.shape[-1] % 8 or q.shape[-1] > _MAX_DIM:
         return attend_gqa(_efficient_op, q, k, v, causal)
     rows, heads, _ = q.shape
     if not causal:
@@ -69,6 +71,8 @@ def flash_attn_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     """Attend with the flash-attn package, which supports GQA and bottom-right causality."""
     from flash_attn import flash_attn_func
 
+    if q.shape[-1] > _MAX_DIM:
+        return attend_gqa(_efficient_op, q, k, v, causal)
     out, lse, _ = flash_attn_func(
         q[None],
         k[None],

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,21 +63,25 @@ class StaticForward:
     is_batch_invariant = False
 
     def __init__(self, caches: Sequence[StaticCache], rows: int):
-        kv, layout = caches[0].buffers(0).kv, caches[0].layout
+        layout = caches[0].layout
         self.caches, self._rows = list(caches), rows
         # number of tokens, slot of the first one, and the first valid slot (B, 3): in layers of
         # full attention, and in those with a window
+        device = caches[0].buffers(0).kv.device
         self._places = [
-            torch.zeros(len(caches), 3, dtype=torch.int64, device=kv.device) for _ in range(2)
+            torch.zeros(len(caches), 3, dtype=torch.int64, device=device) for _ in range(2)
         ]
         # copied from the sequences' tables: the next sequence on a cache has others
         count = len(caches) * rows
         self._angles = caches[0].rotary.angles(0, 1).map(lambda table: table.repeat(count, 1, 1))
-        kernels, _ = slot_kernels(kv.device.type, kv.dtype, layout.head_dim, layout.groups)
+        kernels = [
+            slot_kernels(device.type, layout.dtype, each.head_dim, each.groups)[0]
+            for each in layout.kinds
+        ]
         self._attention = (
             _PlainAttention(self.caches, rows)
-            if kernels is None
-            else _FusedAttention(self.caches, kernels)
+            if kernels[0] is None or None in kernels
+            else _FusedAttention(self.caches, kernels[0])
         )
 
     def place(self, index: int, place: Place) -> None:
@@ -120,10 +125,16 @@ class _FusedAttention:
 
     def __init__(self, caches: Sequence[StaticCache], kernels: ModuleType):
         self._kernels, self._layout, self._rotary = kernels, caches[0].layout, caches[0].rotary
-        layers = range(self._layout.layers)
-        self._table = kernels.SlotTable.of(
-            [each.buffers(layer) for each in caches] for layer in layers
-        )
+        kinds: list[list[int]] = [[], []]  # layers with full attention, and with a window
+        for layer in range(self._layout.layers):
+            kinds[int(self._layout.window_of(layer) is not None)].append(layer)
+        # table of each layer's kind, with its index there
+        self._tables: dict[int, tuple[Any, int]] = {}
+        for layers in filter(None, kinds):
+            table = kernels.SlotTable.of(
+                [each.buffers(layer) for each in caches] for layer in layers
+            )
+            self._tables |= {layer: (table, index) for index, layer in enumerate(layers)}
 
     def begin(self, places: Sequence[Tensor]) -> None:
         """Begin a forward with the places of a StaticForward, (B, 3) for each kind of layer."""
@@ -133,8 +144,9 @@ class _FusedAttention:
         """Return the attention of q (B * T, Hq, D), as `StaticForward.attend`."""
         turns, window = self._rotary.of_layer(angles, layer), self._layout.window_of(layer)
         places = self._places[int(window is not None)]
-        q = self._kernels.write(q, k, v, turns, self._table, layer, places)
-        out: Partial = self._kernels.attend(q, self._table, layer, places, window)
+        table, index = self._tables[layer]
+        q = self._kernels.write(q, k, v, turns, table, index, places)
+        out: Partial = self._kernels.attend(q, table, index, places, window)
         return out
 
 

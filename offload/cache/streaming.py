@@ -6,6 +6,7 @@ rotation and rotated by their slot.
 
 from __future__ import annotations
 
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -30,7 +31,7 @@ class StreamingCache(StaticCache):
     positions as there are slots, however long the sequence.
     """
 
-    _state: ClassVar[tuple[str, ...]] = ("length", "_dropped", "_kv", "_raw")
+    _state: ClassVar[tuple[str, ...]] = ("length", "_dropped", "_memory")
 
     def __init__(
         self, layout: KVLayout, shape: StreamingCacheSpec, rotary: Rotary, device: torch.device
@@ -40,13 +41,15 @@ class StreamingCache(StaticCache):
         self.rotary = rotary
         self.slots = shape.slots
         self._dropped = 0  # tokens dropped between the sinks and the window
-        # keys rotated by slot, and keys before rotation
-        self._kv = torch.zeros(shape.kv_buffer(layout), dtype=layout.dtype, device=device)
-        self._raw = torch.zeros(shape.raw_buffer(layout), dtype=layout.dtype, device=device)
+        shapes = shape.layer_shapes(layout)
+        sizes = [prod(each) for each in shapes]
+        self._memory = torch.zeros(sum(sizes), dtype=layout.dtype, device=device)
+        parts = zip(self._memory.split(sizes), shapes, strict=True)
+        self._layers = [part.view(each) for part, each in parts]
 
     @property
     def device_bytes(self) -> int:
-        return self._kv.nbytes + self._raw.nbytes
+        return self._memory.nbytes
 
     def begin_forward(self, rows: int) -> None:
         end = self.length + rows
@@ -66,14 +69,15 @@ class StreamingCache(StaticCache):
         return super().has_room(rows)
 
     def buffers(self, layer: int) -> SlotBuffers:
-        return SlotBuffers(self._kv[layer], self._raw[layer])
+        buffer = self._layers[layer]
+        return SlotBuffers(buffer[:2], buffer[2])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         slot, _ = self.slot_and_position(start)
         end = slot + len(k)
-        kv = self._kv[layer]
-        raw = token_slice(self._raw[layer], slot, end)
-        raw.copy_(k.transpose(0, 1))
+        kv, raw, *_ = self.buffers(layer)
+        assert raw is not None
+        token_slice(raw, slot, end).copy_(k.transpose(0, 1))
         write_tokens(kv, self.rotary.keys(k, slot, layer), v, slot)
         q = self.rotary.queries(q, slot, layer)
         window = self.layout.window_of(layer)
@@ -96,8 +100,7 @@ class StreamingCache(StaticCache):
         Slots that are not visible are read by static forwards: what was not finite may not stay.
         """
         self.length = self._dropped = 0
-        self._kv.zero_()
-        self._raw.zero_()
+        self._memory.zero_()
 
     @property
     def oldest(self) -> int:
@@ -118,12 +121,10 @@ class StreamingCache(StaticCache):
         drop = self.length - self._dropped - end
         if drop <= 0:
             return
-        values = self._kv[:, 1]
-        for buffer in (self._raw, values):  # (L, Hkv, slots, D)
-            window = token_slice(buffer, start + drop, end + drop).clone()
-            token_slice(buffer, start, end).copy_(window)
-        for layer, (kv, raw) in enumerate(zip(self._kv, self._raw, strict=True)):
-            keys = token_slice(raw, start, end).transpose(0, 1)  # (window, Hkv, D)
-            rotated = self.rotary.keys(keys, start, layer)
-            token_slice(kv[0], start, end).copy_(rotated.transpose(0, 1))
+        for layer, buffer in enumerate(self._layers):
+            kept = buffer[1:]  # values, and keys before rotation
+            window = token_slice(kept, start + drop, end + drop).clone()
+            token_slice(kept, start, end).copy_(window)
+            rotated = self.rotary.keys(window[1].transpose(0, 1), start, layer)
+            token_slice(buffer[0], start, end).copy_(rotated.transpose(0, 1))
         self._dropped += drop

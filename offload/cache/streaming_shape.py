@@ -27,15 +27,15 @@ class StreamingCacheSpec:
     def slots(self) -> int:
         return self.sinks + self.window + self.slack
 
-    def kv_buffer(self, layout: KVLayout) -> tuple[int, ...]:
-        """Return the shape of keys, rotated by slot, and values (layers, 2, Hkv, slots + 1, D)."""
-        return layout.shape(layout.layers, self.slots + 1)  # one for padding: `StaticCache`
+    def layer_shapes(self, layout: KVLayout) -> list[tuple[int, ...]]:
+        """Return the shape of each layer's buffer (3, Hkv, slots + 1, D).
 
-    def raw_buffer(self, layout: KVLayout) -> tuple[int, ...]:
-        """Return the shape of keys before rotation (layers, Hkv, slots + 1, D)."""
-        return layout.layers, layout.heads, self.slots + 1, layout.head_dim
+        It has keys, rotated by slot, values, and keys before rotation.
+        """
+        slots = self.slots + 1  # one for padding: `StaticCache`
+        layers = map(layout.of, range(layout.layers))
+        return [(3, each.heads, slots, each.head_dim) for each in layers]
 
     def device_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory of the cache."""
-        numel = prod(self.kv_buffer(layout)) + prod(self.raw_buffer(layout))
-        return numel * layout.dtype.itemsize
+        return sum(map(prod, self.layer_shapes(layout))) * layout.dtype.itemsize

@@ -149,7 +149,7 @@ class RetrievalCacheSpec:
         """Return the bytes of device memory of all layers with a window."""
         if (window := layout.window) is None:
             return 0
-        return layout.bytes(self.windowed_slots(window.tokens) + 1, len(window.layers))
+        return layout.windowed.bytes(self.windowed_slots(window.tokens) + 1, len(window.layers))
 
     def device_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory of the cache."""

@@ -35,7 +35,7 @@ class RetrievalWindows:
         self._window = layout.window.tokens if layout.window is not None else 0
         self._before = min(self._window, shape.context)  # slots before the base's
         self.slots = shape.windowed_slots(self._window)
-        buffers = layout.shape(len(layers), self.slots + 1)
+        buffers = layout.windowed.shape(len(layers), self.slots + 1)
         self.kv = torch.zeros(buffers, dtype=layout.dtype, device=device)
         self.end = 0  # position after the last token of the target's current forward
 

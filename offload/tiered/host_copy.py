@@ -48,7 +48,7 @@ class HostCopy:
             segments = [Segment(start, min(end, self.length)) for start, end in read.segments]
             segments = [each for each in segments if each.start < each.end]
             segments = segments or [Segment(0, self.length)]
-            copies = (read_layer(read, self.layout, each) for each in segments)
+            copies = (read_layer(read, self.layout.of(index), each) for each in segments)
             self._layers.append(list(zip(segments, copies, strict=True)))
             yield index
 

@@ -202,7 +202,7 @@ def _copy_layers(
             if on_device is not None and layer.buffer is not None and layer.is_on_device:
                 token_slice(layer.buffer, 0, tokens).copy_(token_slice(on_device, 0, tokens))
             else:
-                heads = range(cache.layout.heads)
+                heads = range(cache.layout.of(index).heads)
                 held, window = read.segments or [Segment(0, tokens)], cache.layout.window
                 for _, part in loaded_segments(cache.layout, index, held, tokens):
                     if read.segments and window is not None:

@@ -248,7 +248,7 @@ class TieredCacheSpec:
             # those kept before the boundary, and the tail
             tokens = min(self.capacity, window.kept + self.tail)
             checkpoints = self.capacity // window.step if tokens < self.capacity else 0
-            spec = LayerSpec(self.layout, tokens, WINDOWED, checkpoints=checkpoints)
+            spec = LayerSpec(self.layout.windowed, tokens, WINDOWED, checkpoints=checkpoints)
             counts[spec] = len(window.layers)
         return counts
 

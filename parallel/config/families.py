@@ -25,6 +25,7 @@ from parallel.config_checks import (
 from parallel.errors import ConfigError
 
 GELU = "gelu_pytorch_tanh"
+PROPORTIONAL = "proportional"  # RoPE of Gemma 4
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 QKNorm = Literal["head", "width"]  # normalised per head, or over all heads together
 # those with a sliding window: all, the upper ones, or all but every so many
@@ -140,7 +141,9 @@ class Family:
     mlp: MlpNames = MLP
     has_nope_layers: bool = False
     has_multipliers: bool = False  # Granite's
-    is_gemma: bool = False  # norms, activation, embedding and scale of Gemma 3
+    is_gemma: bool = False  # norms, activation and embedding of Gemma 3
+    is_gemma4: bool = False
+    ends_with_full: bool = False  # the last layer has full attention whatever the config says
     is_cohere: bool = False  # LayerNorm, MLPs parallel to attention, and logit scale of Cohere
     has_query_scaling: bool = False  # Llama 4's
     experts: ExpertNames | None = None
@@ -181,6 +184,27 @@ _OLMO2 = Family(
     optional_biases=("attention_bias",),
     qk_norm="width",
     norms=_POST_NORMS,
+)
+_GEMMA3 = Family(
+    max_positions=131_072,
+    kv_heads=4,
+    head_dim=256,
+    tied=True,
+    stop_tokens=(1,),
+    rope_theta=1_000_000.0,
+    sliding_window=4096,
+    needs_window=True,
+    window_layers="pattern",
+    window_pattern=6,
+    has_pattern=True,
+    windowed_theta=10_000.0,
+    optional_biases=("attention_bias",),
+    qk_norm="head",
+    norms=Norms(
+        ("input_layernorm", "post_attention_layernorm"),
+        ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    is_gemma=True,
 )
 _GLM = Family(
     max_positions=131_072,
@@ -285,26 +309,14 @@ FAMILIES = {
         window_pattern=4,
         windowed_theta=500_000.0,
     ),
-    "gemma3_text": Family(
-        max_positions=131_072,
-        kv_heads=4,
-        head_dim=256,
-        tied=True,
-        stop_tokens=(1,),
-        rope_theta=1_000_000.0,
-        sliding_window=4096,
-        needs_window=True,
-        window_layers="pattern",
-        window_pattern=6,
-        has_pattern=True,
-        windowed_theta=10_000.0,
-        optional_biases=("attention_bias",),
-        qk_norm="head",
-        norms=Norms(
-            ("input_layernorm", "post_attention_layernorm"),
-            ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-        ),
-        is_gemma=True,
+    "gemma3_text": _GEMMA3,
+    "gemma4_text": replace(
+        _GEMMA3,
+        sliding_window=512,
+        has_pattern=False,
+        rope_types=(*ROPE_TYPES, PROPORTIONAL),
+        is_gemma4=True,
+        ends_with_full=True,
     ),
     "exaone4": Family(
         max_positions=2048,
@@ -505,6 +517,14 @@ def gemma_multipliers(fields: Mapping[str, Any], head_dim: int) -> dict[str, flo
     check_number("query_pre_attn_scalar", scalar, COUNT)
     query = 1.0 if scalar == head_dim else (head_dim / scalar) ** 0.5
     return {"embedding_multiplier": fields["hidden_size"] ** 0.5, "query_multiplier": query}
+
+
+def gemma4_numbers(fields: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return Gemma 4's multiplier of embeddings, and the cap of its logits."""
+    cap = fields.get("final_logit_softcapping")
+    if cap is not None:
+        check_number("final_logit_softcapping", cap, SCALE)
+    return {"embedding_multiplier": fields["hidden_size"] ** 0.5, "logits_cap": cap}
 
 
 def cohere_multipliers(fields: Mapping[str, Any]) -> dict[str, float]:

@@ -15,23 +15,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import one_line
-from offload.layout import KVLayout, SlidingWindow, ceil_div
+from offload.layout import HeadShape, KVLayout, SlidingWindow, ceil_div
 from parallel.config.config_file import ConfigFile, config_file, fields_for_transformers
 from parallel.config.families import (
     FAMILIES,
     MLP,
     PRE_NORMS,
+    Family,
     MlpNames,
     MoEConfig,
     Norms,
     QKNorm,
     cohere_multipliers,
     family_of,
+    gemma4_numbers,
     gemma_multipliers,
     multipliers,
     nope_layers,
     read_experts,
 )
+from parallel.config.layer_heads import full_attention_heads, shares_keys
 from parallel.config.positions import (
     addressable_positions,
     context_notes,
@@ -132,11 +135,15 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # scale of the outputs of attention and MLP
     query_multiplier: float = 1.0  # in addition to head_dim ** -0.5
     logits_scaling: float = 1.0  # divisor of the logits
-    # norms that multiply by 1 + weight in float32, GELU, and an embedding multiplier in the model's
-    # dtype, as in Gemma 3
+    # norms in float32, GELU, and an embedding multiplier in the model's dtype, as in Gemma 3 and 4
     is_gemma: bool = False
+    gemma_offset: bool = False  # norms multiply by 1 + weight, as in Gemma 3
     is_cohere: bool = False  # LayerNorm, and one for attention and an MLP that is parallel to it
     query_scaling: QueryScaling | None = None
+    windowed_heads: HeadShape | None = None  # those of layers with a window, if they are others
+    has_shared_values: bool = False  # layers with full attention project keys and values at once
+    logits_cap: float | None = None  # logits are cap * tanh(logits / cap)
+    is_gemma4: bool = False  # norms of values, no scale of attention, and a number for each layer
     has_sinks: bool = False  # heads have learned logits beside those of the keys
 
     def __post_init__(self) -> None:
@@ -150,11 +157,13 @@ class ModelConfig:
                     f"the model's config gives {name} = {getattr(self, name)!r}; it must be a "
                     "number above 0."
                 )
-        if self.heads % self.kv_heads:
-            raise ConfigError(
-                f"the model's {self.heads} attention heads do not divide into {self.kv_heads} "
-                "key/value heads."
-            )
+        windowed = self.windowed_heads
+        for kv_heads in {self.kv_heads, self.kv_heads if windowed is None else windowed.heads}:
+            if self.heads % kv_heads:
+                raise ConfigError(
+                    f"the model's {self.heads} attention heads do not divide into {kv_heads} "
+                    "key/value heads."
+                )
 
     @classmethod
     def from_pretrained(cls, folder: Path, packed: bool = False) -> ModelConfig:
@@ -223,7 +232,10 @@ class ModelConfig:
         if hf.model_type in FAMILIES:
             # moves parameters beside rope_parameters into it, where the frequencies use them
             hf.standardize_rope_params()
-        return cls.from_fields({**vars(hf), "model_type": hf.model_type}, source_fields)
+        fields = {**vars(hf), "model_type": hf.model_type}
+        if hf.model_type == "gemma4_text":
+            fields["per_layer_config"] = hf.to_dict().get("per_layer_config")
+        return cls.from_fields(fields, source_fields)
 
     @classmethod
     def from_fields(
@@ -243,8 +255,13 @@ class ModelConfig:
                 f"num_attention_heads = {heads}, and no head_dim."
             )
         head_dim = head_dim or hidden // heads
-        rope, rotary_dim = read_rope(fields, family, head_dim)
         windows, limit = sliding_window(fields, family)
+        kv_heads = fields.get("num_key_value_heads", family.kv_heads) or heads
+        windowed_heads = None
+        if family.is_gemma4:
+            windowed_heads = HeadShape(kv_heads, head_dim, heads // kv_heads)
+            kv_heads, head_dim = full_attention_heads(fields, kv_heads, windows)
+        rope, rotary_dim = read_rope(fields, family, head_dim)
         nope = nope_layers(fields) if family.has_nope_layers else frozenset()
         window = fields.get("sliding_window", family.sliding_window)
         if family.is_nope_with_window and window is not None:
@@ -270,7 +287,7 @@ class ModelConfig:
             layers=fields["num_hidden_layers"],
             hidden=hidden,
             heads=heads,
-            kv_heads=fields.get("num_key_value_heads", family.kv_heads) or heads,
+            kv_heads=kv_heads,
             head_dim=head_dim,
             intermediate=intermediate,
             vocab=fields["vocab_size"],
@@ -290,7 +307,11 @@ class ModelConfig:
             wrapper=fields.get(WRAPPER),
             kept_types=(),
             sliding_window=windows,
-            windowed_rope=read_windowed_rope(fields, family, head_dim),
+            windowed_rope=read_windowed_rope(
+                fields, family, head_dim if windowed_heads is None else windowed_heads.dim
+            ),
+            windowed_heads=windowed_heads if windows is not None else None,
+            has_shared_values=family.is_gemma4 and shares_keys(fields),
             nope_layers=nope,
             qk_norm=family.qk_norm,
             norms=family.norms,
@@ -301,9 +322,11 @@ class ModelConfig:
             experts=read_experts(fields, family),
             has_sinks=family.is_gpt_oss,
             is_gemma=family.is_gemma,
+            gemma_offset=family.is_gemma and not family.is_gemma4,
+            is_gemma4=family.is_gemma4,
             is_cohere=family.is_cohere,
             **(multipliers(fields, head_dim) if family.has_multipliers else {}),
-            **(gemma_multipliers(fields, head_dim) if family.is_gemma else {}),
+            **_gemma_numbers(fields, family, head_dim),
             **(cohere_multipliers(fields) if family.is_cohere else {}),
         )
 
@@ -407,9 +430,9 @@ class ModelConfig:
         frequencies, scale = self.inverse_frequencies(tokens, length)
         rotary = Rotary(frequencies, scale, length, dtype, device, self.nope_layers)
         if self.windowed_rope is not None and self.sliding_window is not None:
-            own = inverse_frequencies(
-                self.windowed_rope, self.rotary_dim, self.max_positions, tokens
-            )
+            heads = self.windowed_heads
+            dim = self.rotary_dim if heads is None else heads.dim
+            own = inverse_frequencies(self.windowed_rope, dim, self.max_positions, tokens)
             rotary.rotate_windowed(*own, self.sliding_window.layers)
         if self.query_scaling is not None:
             rotary.scale_queries(*self.query_scaling)
@@ -424,7 +447,19 @@ class ModelConfig:
         check_ranks(self.kv_heads, ranks)
         heads = share_size(self.kv_heads, ranks - 1 if rank is None else rank, ranks)
         groups = self.heads // self.kv_heads
-        return KVLayout(self.layers, heads, self.head_dim, dtype, groups, self.sliding_window)
+        windowed = self.windowed_heads
+        if windowed is not None:
+            check_ranks(windowed.heads, ranks)
+            own = share_size(windowed.heads, ranks - 1 if rank is None else rank, ranks)
+            windowed = windowed._replace(heads=own)
+        window = self.sliding_window
+        return KVLayout(self.layers, heads, self.head_dim, dtype, groups, window, windowed)
+
+
+def _gemma_numbers(fields: Mapping[str, Any], family: Family, head_dim: int) -> dict[str, Any]:
+    if family.is_gemma4:
+        return gemma4_numbers(fields)
+    return gemma_multipliers(fields, head_dim) if family.is_gemma else {}
 
 
 def _read_config(path: Path, packed: bool, hub_name: str | None = None) -> ModelConfig:

@@ -5,6 +5,7 @@ Does not import torch. The layers of `parallel.model.layers` allocate by the sam
 
 from __future__ import annotations
 
+from offload.layout import HeadShape
 from parallel.config.model_config import ModelConfig
 from parallel.ranks.partition import share_size, vocab_rows
 
@@ -18,9 +19,26 @@ MAX_GRAPH_TOKENS = 18
 MAX_STATIC_TOKENS = 64
 
 
-def head_rows(config: ModelConfig) -> tuple[int, int]:
+def head_shape(config: ModelConfig, windowed: bool) -> HeadShape:
+    """Return the KV heads of the layers with a window, or of the others, of the whole model."""
+    if windowed and config.windowed_heads is not None:
+        return config.windowed_heads
+    return HeadShape(config.kv_heads, config.head_dim, config.heads // config.kv_heads)
+
+
+def has_window(config: ModelConfig, layer: int) -> bool:
+    """Return whether a layer has a sliding window."""
+    return config.sliding_window is not None and layer in config.sliding_window.layers
+
+
+def shares_values(config: ModelConfig, windowed: bool) -> bool:
+    """Return whether keys and values of these layers are one projection."""
+    return config.has_shared_values and not windowed
+
+
+def head_rows(shape: HeadShape) -> tuple[int, int]:
     """Return the rows of one KV head: of all query heads that share it, and of its key head."""
-    return config.heads // config.kv_heads * config.head_dim, config.head_dim
+    return shape.groups * shape.dim, shape.dim
 
 
 def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) -> int:
@@ -32,9 +50,11 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
     embeddings = 1 if config.tied else 2
     mixtures = moe_layers(config)
     mlps = config.layers - mixtures
+    windowed = config.layers - config.full_layers
     return (
         embeddings * vocab_rows(config.vocab, ranks) * config.hidden
-        + config.layers * _attention_parameters(config, ranks, rank)
+        + config.full_layers * _attention_parameters(config, ranks, rank, windowed=False)
+        + windowed * _attention_parameters(config, ranks, rank, windowed=True)
         + mlps * _mlp_parameters(config, ranks, rank)
         + mixtures * _router_parameters(config, ranks, rank)
         + expert_parameters(config, ranks, rank)
@@ -57,17 +77,17 @@ def active_share(config: ModelConfig, tokens: int) -> float:
     return 1 - (1 - config.experts.per_token / config.experts.count) ** tokens
 
 
-def _attention_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
+def _attention_parameters(config: ModelConfig, ranks: int, rank: int, windowed: bool) -> int:
     """Return a layer's parameters on a rank without those of its MLP, but with all norms."""
-    hidden = config.hidden
-    heads = share_size(config.kv_heads, rank, ranks)
-    queries, keys = (heads * rows for rows in head_rows(config))
-    qk_norms = {None: 0, "head": 2 * config.head_dim, "width": queries + keys}[config.qk_norm]
+    hidden, shape = config.hidden, head_shape(config, windowed)
+    heads = share_size(shape.heads, rank, ranks)
+    queries, keys = (heads * rows for rows in head_rows(shape))
+    qk_norms = {None: 0, "head": 2 * shape.dim, "width": queries + keys}[config.qk_norm]
     norms = config.norms.total * hidden + qk_norms
-    qkv = (queries + 2 * keys) * (hidden + config.qkv_bias)
+    qkv = queries + (1 if shares_values(config, windowed) else 2) * keys
     o = hidden * (queries + config.o_bias)
-    sinks = queries // config.head_dim if config.has_sinks else 0
-    return norms + qkv + o + sinks
+    sinks = queries // shape.dim if config.has_sinks else 0
+    return norms + qkv * (hidden + config.qkv_bias) + o + sinks + config.is_gemma4
 
 
 def _mlp_parameters(config: ModelConfig, ranks: int, rank: int) -> int:

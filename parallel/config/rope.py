@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from parallel.config.families import Family
+from parallel.config.families import PROPORTIONAL, Family
 from parallel.config_checks import (
     FULL,
     SCALE,
@@ -29,6 +29,7 @@ _FACTOR_RANGE = Number(low=1, high=1e6, whole=False)
 _POSITIONS_RANGE = Number(low=2)
 _REQUIRED: dict[str, dict[str, Number]] = {  # required parameters, by RoPE type
     "default": {},
+    PROPORTIONAL: {},
     "linear": {"factor": _FACTOR_RANGE},
     "dynamic": {"factor": _FACTOR_RANGE},
     "yarn": {"factor": _FACTOR_RANGE, "original_max_position_embeddings": _POSITIONS_RANGE},
@@ -48,6 +49,8 @@ _OPTIONAL = {
     "beta_fast": SCALE,
     "beta_slow": SCALE,
 }
+_PART = "partial_rotary_factor"
+_PART_RANGE = Number(low=0, high=1, whole=False)
 _EXTENDED = ("yarn", "llama3", "longrope")  # types with original_max_position_embeddings
 _QUERY_SCALE = "llama_4_scaling_beta"
 _MINISTRAL3 = {  # transformers' default
@@ -68,6 +71,10 @@ _GPT_OSS = {  # transformers' default
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,  # the bounds of the dimensions that are interpolated are not whole
+}
+_GEMMA4 = {  # likewise, by kind of layer
+    FULL: {"rope_type": PROPORTIONAL, _PART: 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
 _LONG_FACTORS = ("short_factor", "long_factor")
 
@@ -109,13 +116,14 @@ def read_rope(
     """
     rope = rope_object(fields) or _default_rope(fields, family)
     if family.windowed_theta is not None:
-        scaling = dict(fields.get("rope_scaling") or {})
+        # Gemma 4 is newer than this field
+        scaling = {} if family.is_gemma4 else dict(fields.get("rope_scaling") or {})
         if {FULL, SLIDING} & scaling.keys():
             raise ConfigError(
                 f"the model's config gives rope_scaling = {quote(scaling)}; it must be that of "
                 f"{FULL} alone."
             )
-        rope = {**_of_kind(fields, FULL), **scaling}
+        rope = {**_of_kind(fields, FULL, family), **scaling}
     if family.has_query_scaling:
         rope.pop("max_position_embeddings", None)  # unused
     rope["rope_type"] = _rope_type(rope)
@@ -128,9 +136,7 @@ def read_rope(
             f"RoPE type {quote(kind)} is not supported; supported are "
             f"{', '.join(family.rope_types)}, one for all layers."
         )
-    part = rope.pop("partial_rotary_factor", fields.get("partial_rotary_factor"))
-    part = (family.partial_rotary or 1.0) if part is None else part
-    rotary_dim = _rotary_dim(head_dim, part, family)
+    rotary_dim = _rotary_dim(head_dim, _rotary_part(rope, fields, family), family)
     if kind in _EXTENDED:
         positions = fields.get("max_position_embeddings", family.max_positions)
         # a field beside rope_parameters takes precedence over the one within
@@ -164,7 +170,7 @@ def read_windowed_rope(
     theta = family.windowed_theta
     if theta is None:
         return None
-    rope = _of_kind(fields, SLIDING)
+    rope = _of_kind(fields, SLIDING, family)
     local = fields.get("rope_local_base_freq", theta) if family.is_gemma else theta
     rope.setdefault("rope_theta", local)
     if _rope_type(rope) in ("dynamic", "longrope"):
@@ -178,7 +184,7 @@ def read_windowed_rope(
     return read_rope({**own, "rope_parameters": rope}, plain, head_dim)[0]
 
 
-def _of_kind(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _of_kind(fields: Mapping[str, Any], kind: str, family: Family) -> dict[str, Any]:
     """Return the rope_parameters of one kind of layers; empty if a config gives none.
 
     Raises ConfigError if they are not objects by kind.
@@ -191,6 +197,8 @@ def _of_kind(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
             f"{FULL} and of {SLIDING}."
         )
     own = rope.get(kind)
+    if family.is_gemma4 and fields.get("rope_parameters") is None:
+        own = _GEMMA4[kind]
     if not isinstance(own, Mapping | None):
         raise ConfigError(
             f"the model's config gives rope_parameters of {kind} = {quote(own)}; they must be an "
@@ -292,6 +300,19 @@ def _check_numbers(rope: Mapping[str, Any], kind: str) -> None:
             f"RoPE type 'llama3' needs low_freq_factor below high_freq_factor, found "
             f"{rope['low_freq_factor']} and {rope['high_freq_factor']}."
         )
+
+
+def _rotary_part(rope: dict[str, Any], fields: Mapping[str, Any], family: Family) -> Any:
+    """Return the part of a head that rotates, and remove it from `rope`.
+
+    In proportional RoPE it remains: dimensions that do not rotate have angles of zero. Raises
+    ConfigError if it is invalid there.
+    """
+    if rope["rope_type"] == PROPORTIONAL:
+        check_number("RoPE's partial_rotary_factor", rope.setdefault(_PART, 1.0), _PART_RANGE)
+        return 1.0
+    part = rope.pop(_PART, fields.get(_PART))
+    return (family.partial_rotary or 1.0) if part is None else part
 
 
 def _rotary_dim(head_dim: int, part: Any, family: Family) -> int:

@@ -17,6 +17,7 @@ TIED = "tie_word_embeddings"
 # it, or it is this.
 _WRAPPERS = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "internvl": None,
     "llava": None,
     "mistral3": None,
@@ -47,6 +48,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # keys: types of text models, or of la
         "num_hidden_layers": 26,
         "num_attention_heads": 8,
         "vocab_size": 262_208,
+    },
+    "gemma4_text": {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "vocab_size": 262_144,
     },
     "llama": {**_SIZES, "intermediate_size": 11_008},
     "mistral": {**_SIZES, "intermediate_size": 14_336},

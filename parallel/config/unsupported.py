@@ -33,6 +33,7 @@ _FOREIGN_FIELDS = {
 }
 # fields of recurrent layers, which a hybrid need not have: its list of layers decides
 _HYBRID_FIELDS = ("mamba_d_state",)
+_GEMMA4_FIELDS = ("final_logit_softcapping", "use_bidirectional_attention")
 _RECURRENT = ("mamba", "hybrid", "linear")  # parts of the names of recurrent layers
 _LAYER_LISTS = ("layer_types", "layers_block_type")
 _ATTENTION_TYPES = {FULL, SLIDING, "attention"}
@@ -102,6 +103,9 @@ def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
     kinds = {kind for name in _LAYER_LISTS for kind in _kinds(fields, name)}
     has_recurrent = not kinds or any(word in kind for kind in kinds for word in _RECURRENT)
     names = [name for name in _FOREIGN_FIELDS if has_recurrent or name not in _HYBRID_FIELDS]
+    if fields.get("model_type") == "gemma4_text":
+        yield from _gemma4_parts(fields)
+        names = [name for name in names if name not in _GEMMA4_FIELDS]
     for part in _present_fields(fields, names):
         yield f"{part} ({_FOREIGN_FIELDS[part.partition(' ')[0]]})"
     for name in _LAYER_LISTS:
@@ -109,6 +113,18 @@ def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
             yield f"{name} with {', '.join(others)} (layers that are not attention)"
     if not known and (window := _window_part(fields)) is not None:
         yield window
+
+
+def _gemma4_parts(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the unsupported features of a Gemma 4, whose fields have other models' names."""
+    if size := fields.get("hidden_size_per_layer_input", 256):
+        yield f"hidden_size_per_layer_input = {quote(size)} (embeddings of each layer)"
+    if shared := fields.get("num_kv_shared_layers"):
+        yield f"num_kv_shared_layers = {quote(shared)} (layers without keys and values)"
+    if fields.get("enable_moe_block"):
+        yield "enable_moe_block = true (experts beside an MLP)"
+    if fields.get("use_bidirectional_attention") not in (None, "vision"):
+        yield "use_bidirectional_attention = 'all' (attention to later tokens)"
 
 
 def _quantised_part(fields: Mapping[str, Any]) -> str | None:

@@ -10,10 +10,17 @@ from functools import cache
 from typing import NamedTuple
 
 from parallel.config.model_config import ModelConfig
-from parallel.config.parameter_count import expert_parameters, head_rows, parameter_count
+from parallel.config.parameter_count import (
+    expert_parameters,
+    has_window,
+    head_rows,
+    head_shape,
+    parameter_count,
+    shares_values,
+)
 from parallel.formats.plane_format import PlaneFormat, is_kept, kept_bytes
 from parallel.formats.weight_headers import EMBEDDING, HEAD
-from parallel.ranks.partition import share, vocab_rows
+from parallel.ranks.partition import share, share_size, vocab_rows
 
 
 class WeightSizes(NamedTuple):
@@ -132,15 +139,16 @@ def _matrices(
     vocab = vocab_rows(config.vocab, ranks)
     for name in [EMBEDDING] if config.tied else [EMBEDDING, HEAD]:
         yield None, [_Part(name, vocab, all_columns)]
-    queries, keys = head_rows(config)
-    own_queries = share(config.heads * config.head_dim, rank, ranks, queries)
-    own_keys = share(config.kv_heads * config.head_dim, rank, ranks, keys)
-    key_rows = own_keys.stop - own_keys.start
     inner = share(config.intermediate, rank, ranks)
     columns = inner.stop - inner.start
     for layer in range(config.layers):
-        prefix = f"model.layers.{layer}"
-        heads = {"q": own_queries.stop - own_queries.start, "k": key_rows, "v": key_rows}
+        prefix, windowed = f"model.layers.{layer}", has_window(config, layer)
+        shape = head_shape(config, windowed)
+        query_unit, key_unit = head_rows(shape)
+        own_queries = share(shape.heads * query_unit, rank, ranks, query_unit)
+        key_rows = share_size(shape.heads * key_unit, rank, ranks, key_unit)
+        heads = {"q": own_queries.stop - own_queries.start, "k": key_rows}
+        heads |= {} if shares_values(config, windowed) else {"v": key_rows}
         projections = [
             _Part(
                 f"{prefix}.self_attn.{'qkv' if config.fused_qkv else name}_proj.weight",

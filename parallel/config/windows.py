@@ -57,6 +57,8 @@ def sliding_window(
             )
         return None, int(window)
     kinds = kinds or layer_types(fields, family)
+    if family.ends_with_full:
+        kinds = [*kinds[:-1], FULL]
     layers = [index for index, kind in enumerate(kinds) if kind == SLIDING]
     if window >= positions and not family.has_layer_kinds:
         return None, int(window) if layers else None

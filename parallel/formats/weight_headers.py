@@ -27,6 +27,9 @@ _VISION = (  # prefixes of the parts for images in a larger model
     "visual.",
     "multi_modal_projector.",
     "model.vision_tower.",
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
     "model.visual.",
     "model.multi_modal_projector.",
 )

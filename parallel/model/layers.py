@@ -25,19 +25,19 @@ from parallel.weights.packed import Slice, reorder_heads
 class RMSNorm(Module):
     """x / rms(x) * weight, with the mean square in float32 (Zhang and Sennrich 2019).
 
-    If `is_gemma`, the weight is in float32 in any model, and multiplies before the result is
-    rounded (transformers, modeling_gemma3.py).
+    If `in_float32`, the weight is in float32 in any model, and multiplies before the result is
+    rounded; with `has_offset` it is stored less 1 (transformers, modeling_gemma3.py).
     """
 
-    def __init__(self, size: int, eps: float, is_gemma: bool = False):
+    def __init__(self, size: int, eps: float, in_float32: bool = False, has_offset: bool = False):
         super().__init__()
         self.weight = empty_parameter(size)
         self.eps = eps
-        self.is_gemma = is_gemma
+        self.in_float32, self.has_offset = in_float32, has_offset
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         """Read the tensor NAME.weight (size,)."""
-        load_norm(self.weight, checkpoint, name, self.is_gemma)
+        load_norm(self.weight, checkpoint, name, self.has_offset)
 
     def forward(self, x: Tensor) -> Tensor:
         return map_blocks(lambda rows: rms_norm(rows, self.weight, self.eps), x)
@@ -58,7 +58,7 @@ def make_norm(config: ModelConfig) -> RMSNorm:
     """Return a norm of hidden states."""
     if config.is_cohere:
         return LayerNorm(config.hidden, config.norm_eps)
-    return RMSNorm(config.hidden, config.norm_eps, config.is_gemma)
+    return RMSNorm(config.hidden, config.norm_eps, config.is_gemma, config.gemma_offset)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,10 +66,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
-def load_norm(weight: Tensor, checkpoint: Checkpoint, name: str, is_gemma: bool) -> None:
-    """Fill a norm's weight from the tensor NAME.weight; Gemma's safetensors have it less 1."""
+def unweighted_norm(x: Tensor, size: int, eps: float) -> Tensor:
+    """Return x (T, n * size), each `size` dimensions of which are divided by their rms."""
+
+    def normed(rows: Tensor) -> Tensor:
+        parts = rows.float().unflatten(-1, (-1, size))
+        return F.rms_norm(parts, (size,), None, eps).to(x.dtype).flatten(1)
+
+    return map_blocks(normed, x)
+
+
+def load_norm(weight: Tensor, checkpoint: Checkpoint, name: str, has_offset: bool) -> None:
+    """Fill a norm's weight from the tensor NAME.weight; some safetensors have it less 1."""
     tensor = checkpoint.tensor(f"{name}.weight", tuple(weight.shape))[:]
-    if is_gemma and checkpoint.norms_have_offset:
+    if has_offset and checkpoint.norms_have_offset:
         tensor = 1 + tensor.float()
     weight.copy_(tensor)
 
@@ -77,17 +87,26 @@ def load_norm(weight: Tensor, checkpoint: Checkpoint, name: str, is_gemma: bool)
 class HeadNorms(Module):
     """The RMSNorms of each head's queries and of its keys, replicated on every rank."""
 
-    def __init__(self, head_dim: int, eps: float, is_gemma: bool = False):
-        """`is_gemma`: as in `RMSNorm`."""
+    def __init__(
+        self,
+        head_dim: int,
+        eps: float,
+        in_float32: bool = False,
+        has_offset: bool = False,
+        query_multiplier: float = 1.0,
+    ):
+        """`in_float32` and `has_offset`: as in `RMSNorm`; queries are multiplied as well."""
         super().__init__()
         self.weights = empty_parameter(2, head_dim)
         self.eps = eps
-        self.is_gemma = is_gemma
+        self.in_float32, self.has_offset = in_float32, has_offset
+        self.query_multiplier = query_multiplier
 
     def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
         """Read the tensors NAME.weight (head_dim,)."""
         for name, weight in zip(names, self.weights, strict=True):
-            load_norm(weight, checkpoint, name, self.is_gemma)
+            load_norm(weight, checkpoint, name, self.has_offset)
+        self.weights[0] *= self.query_multiplier
 
     def forward(self, parts: Sequence[Tensor], first: int = 0) -> list[Tensor]:
         """Normalize queries and keys (T, heads * head_dim), or those from `first` on."""

@@ -146,7 +146,7 @@ def random_model(
             module.allocate()
     generator = torch.Generator(group.device)  # a failed capture may break torch's default one
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if "norm" in name or name.endswith("scalar"):
             parameter.fill_(1.0)
         else:
             parameter.normal_(std=0.02, generator=generator)
@@ -163,7 +163,7 @@ def _empty_model(
         if isinstance(module, Matrix):  # allocated by loading, in the form in which it is stored
             module.prepare(dtype, group.device)
             continue
-        own = torch.float32 if getattr(module, "is_gemma", False) else dtype
+        own = torch.float32 if getattr(module, "in_float32", False) else dtype
         for name, parameter in module.named_parameters(recurse=False):
             empty = torch.empty(parameter.shape, dtype=own, device=group.device)
             setattr(module, name, Parameter(empty, requires_grad=False))

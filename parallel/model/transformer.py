@@ -18,7 +18,13 @@ from offload.kernels.batch_invariant_shape import ROW_BLOCK
 from offload.tiered.prefill import OBSERVED_ROWS
 from parallel.batch_invariant import batch_invariant
 from parallel.config.model_config import ModelConfig
-from parallel.config.parameter_count import has_experts, head_rows
+from parallel.config.parameter_count import (
+    has_experts,
+    has_window,
+    head_rows,
+    head_shape,
+    shares_values,
+)
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.layers import (
     ColumnParallelLinear,
@@ -28,6 +34,7 @@ from parallel.model.layers import (
     VocabParallelEmbedding,
     WidthNorms,
     make_norm,
+    unweighted_norm,
 )
 from parallel.model.moe import SparseMoE
 from parallel.model.pipeline import (
@@ -40,7 +47,7 @@ from parallel.model.pipeline import (
 )
 from parallel.model.residual import Branch, Mlp
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
-from parallel.weights.matrix import Matrix, Scratch
+from parallel.weights.matrix import Matrix, Scratch, empty_parameter
 
 
 class Attends(Protocol):
@@ -91,26 +98,32 @@ class Attention(Branch):
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, layer: int):
         super().__init__(config, config.norms.attention)
         self.layer = layer
-        self.head_dim = config.head_dim
+        windowed = has_window(config, layer)
+        shape = head_shape(config, windowed)
+        self.head_dim = shape.dim
         # dimensions of a head whose rows the checkpoint interleaves
         self.interleaved = config.rotary_dim if config.interleaved_rope else 0
         self.query_multiplier = config.query_multiplier
-        queries = config.heads * config.head_dim
-        keys = config.kv_heads * config.head_dim
-        outputs = [queries, keys, keys]
-        self.names = ["qkv_proj"] if config.fused_qkv else ["q_proj", "k_proj", "v_proj"]
-        own_queries, own_keys = head_rows(config)
-        units = [own_queries, own_keys, own_keys]
-        self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias, units)
+        own_queries, own_keys = units = head_rows(shape)
+        queries, keys = shape.heads * own_queries, shape.heads * own_keys
+        names = ["q_proj", "k_proj"] + ([] if shares_values(config, windowed) else ["v_proj"])
+        self.names = ["qkv_proj"] if config.fused_qkv else names
+        outputs = [queries, keys, keys][: len(names)]
+        row_units = [own_queries, own_keys, own_keys][: len(names)]
+        self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias, row_units)
         self.qk_norm: HeadNorms | WidthNorms | None = None
         if config.qk_norm == "head":
-            self.qk_norm = HeadNorms(config.head_dim, config.norm_eps, config.is_gemma)
+            # Gemma 4's attention has no scale of its own
+            scale = shape.dim**0.5 if config.is_gemma4 else 1.0
+            kind = config.is_gemma, config.gemma_offset
+            self.qk_norm = HeadNorms(shape.dim, config.norm_eps, *kind, scale)
         elif config.qk_norm == "width":
-            self.qk_norm = WidthNorms(group, outputs[:2], units[:2], config.norm_eps)
+            self.qk_norm = WidthNorms(group, outputs[:2], units, config.norm_eps)
+        self.value_norm_eps = config.norm_eps if config.is_gemma4 else None
         self.o = RowParallelLinear(group, queries, config.hidden, config.o_bias, own_queries)
         self.sinks: SinkLogits | None = None
         if config.has_sinks:
-            self.sinks = SinkLogits(group, config.heads, config.heads // config.kv_heads)
+            self.sinks = SinkLogits(group, config.heads, shape.groups)
 
     def forward(self, x: Tensor, cache: Attends, start: int) -> AsyncSum:
         """Attend with x (T, hidden), the tokens from position `start` on.
@@ -147,16 +160,22 @@ class Attention(Branch):
 
     def _heads(self, x: Tensor, first: int = 0) -> list[Tensor]:
         """Project x (T, hidden) to queries, keys and values (T, H, D), or to those from `first`."""
-        *parts, v = self.qkv(self.pre(x), first=first)
+        parts = self.qkv(self.pre(x), first=first)
+        v = parts[-1]
+        if len(self.qkv.outputs) == 3:  # else it is the keys
+            parts = parts[:-1]
         if self.qk_norm is not None:
             parts = self.qk_norm(parts, first)
+        if self.value_norm_eps is not None:
+            v = unweighted_norm(v, self.head_dim, self.value_norm_eps)
         return [part.unflatten(-1, (-1, self.head_dim)) for part in (*parts, v)]
 
 
 class DecoderLayer(Module):
     """y = x + attention(x), then y + mlp(y): two all-reduces per layer.
 
-    In Cohere's models both have the same input: y = x + attention(x) + mlp(x).
+    In Cohere's models both have the same input: y = x + attention(x) + mlp(x). In Gemma 4 a layer's
+    output is multiplied by a number of its own.
     """
 
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, index: int):
@@ -165,11 +184,12 @@ class DecoderLayer(Module):
         mlp = SparseMoE if has_experts(config, index) else Mlp
         self.mlp: Mlp | SparseMoE = mlp(config, group)
         self.is_parallel = config.is_cohere
+        self.scalar = empty_parameter(1) if config.is_gemma4 else None
 
     def forward(self, x: Tensor, cache: Attends, start: int) -> Tensor:
         """Transform x (T, hidden), the tokens from position `start` on, to the same shape."""
         attended = x + self.attention(x, cache, start)()
-        return attended + self.mlp(x if self.is_parallel else attended)()
+        return self._scaled(attended + self.mlp(x if self.is_parallel else attended)())
 
     def run_pipelined(self, chunks: Iterable[Chunk], cache: Attends) -> Iterator[Chunk]:
         """Transform chunks of a prompt; yield each when it is done.
@@ -185,7 +205,10 @@ class DecoderLayer(Module):
             attended = chunk.finish_sum()
             chunk.start_sum(self.mlp(before if self.is_parallel else attended))
 
-        return pipelined(chunks, [attend, transform, Chunk.finish_sum])
+        def finish(chunk: Chunk) -> None:
+            chunk.x = self._scaled(chunk.finish_sum())
+
+        return pipelined(chunks, [attend, transform, finish])
 
     def run_last(self, chunks: Sequence[Chunk], cache: PrefillCacheLike) -> Tensor:
         """Store the keys and values of a whole prompt, in the last layer.
@@ -201,6 +224,11 @@ class DecoderLayer(Module):
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.attention.load(checkpoint, prefix)
         self.mlp.load(checkpoint, prefix)
+        if self.scalar is not None:
+            self.scalar.copy_(checkpoint.tensor(f"{prefix}.layer_scalar", (1,))[:])
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scalar is None else x * self.scalar
 
 
 class Transformer(Module):
@@ -258,8 +286,9 @@ class Transformer(Module):
     def logits(self, x: Tensor) -> Tensor:
         """Return logits (T, V) float32 of the last layer's hidden states x (T, hidden)."""
         logits = self.head.logits(self.norm(x))
-        scaling = self.config.logits_scaling
-        return logits if scaling == 1.0 else logits / scaling
+        scaling, cap = self.config.logits_scaling, self.config.logits_cap
+        logits = logits if scaling == 1.0 else logits / scaling
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def prefill(self, tokens: Tensor, cache: PrefillCacheLike, max_chunk: int) -> Tensor:
         """Prefill a prompt at once (`prefill_steps`); return the logits (1, V)."""

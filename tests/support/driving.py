@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from offload.attention.folding import Partial
@@ -39,17 +40,12 @@ SHAPE = TieredCacheSpec(LAYOUT, CAPACITY, recent=RECENT, block=BLOCK, rows=ROWS,
 def random_qkv(rows: int, layout: KVLayout = LAYOUT) -> list[QKV]:
     """Return random q (T, Hq, D), k and v (T, Hkv, D) of `rows` tokens, per layer, none rotated."""
 
-    def random_tensor(heads: int) -> Tensor:
-        return torch.randn(rows, heads, layout.head_dim).to(layout.dtype)
+    def random_layer(own: KVLayout) -> QKV:
+        groups = GROUPS if layout.windowed_heads is None else own.groups
+        heads = (own.heads * groups, own.heads, own.heads)
+        return tuple(torch.randn(rows, each, own.head_dim).to(own.dtype) for each in heads)
 
-    return [
-        (
-            random_tensor(layout.heads * GROUPS),
-            random_tensor(layout.heads),
-            random_tensor(layout.heads),
-        )
-        for _ in range(layout.layers)
-    ]
+    return [random_layer(layout.of(layer)) for layer in range(layout.layers)]
 
 
 def concat(*sequences: list[QKV]) -> list[QKV]:
@@ -65,6 +61,12 @@ def first_tokens(tokens: list[QKV], count: int) -> list[QKV]:
     return [tuple(x[:count] for x in qkv) for qkv in tokens]
 
 
+def stacked(outs: Sequence[Tensor]) -> Tensor:
+    """Return each layer's output as one (L, T, Hq, D); heads of fewer dimensions end with zeros."""
+    dim = max(out.shape[-1] for out in outs)
+    return torch.stack([F.pad(out, (0, dim - out.shape[-1])) for out in outs])
+
+
 def attended(cache: Cache, tokens: list[QKV]) -> Partial:
     """Run one forward over all layers, without advancing the cache.
 
@@ -73,7 +75,7 @@ def attended(cache: Cache, tokens: list[QKV]) -> Partial:
     cache.begin_forward(len(tokens[0][0]))
     parts = [cache.attend(layer, *qkv, cache.length) for layer, qkv in enumerate(tokens)]
     outs, lses = zip(*parts, strict=True)
-    return torch.stack(outs), torch.stack(lses)
+    return stacked(outs), torch.stack(lses)
 
 
 def forward(cache: Cache, tokens: list[QKV]) -> Tensor:
@@ -88,7 +90,7 @@ def assert_same_forward(
 
     They then advance by `accepted` tokens, and are cropped if `crop` is given.
     """
-    tokens = random_qkv(rows)
+    tokens = random_qkv(rows, cache.layout)
     expected = attended(reference, tokens)
     torch.testing.assert_close(attended(cache, tokens), expected, atol=1e-5, rtol=1e-5)
     for kv_cache in (cache, reference):
@@ -105,7 +107,7 @@ def prefill(cache: TieredCache, tokens: list[QKV], chunk: int) -> Tensor:
             parts = enumerate(zip(*(x.split(chunk) for x in qkv), strict=True))
             rows = [context.attend(layer, *part, index * chunk)[0] for index, part in parts]
             outs.append(torch.cat(rows))
-    return torch.stack(outs)
+    return stacked(outs)
 
 
 def tiered_cache(

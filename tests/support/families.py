@@ -37,5 +37,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"family": "gemma3_text"},
     "olmo3": {"family": "olmo3"},
     "cohere2": {"family": "cohere2", "seed": 5},
+    "gemma4_text": {"family": "gemma4_text"},
     "gpt_oss": {"family": "gpt_oss", "seed": 5},
 }

@@ -102,6 +102,18 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "pad_token_id": None,
     },
+    "gemma4_text": {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 2,
+        "num_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 3.0,
+        "pad_token_id": None,
+    },
     "cohere": {"logit_scale": 0.7, "tie_word_embeddings": True, "pad_token_id": None},
     "cohere2": {
         "logit_scale": 0.7,
@@ -179,8 +191,11 @@ def build_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * scale
-            is_scale = "norm" in name and not family.startswith("gemma")
+            is_scale = "norm" in name and family != "gemma3_text"
             parameter.copy_(1 + noise if is_scale else noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + torch.randn(1, generator=generator) * scale)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

@@ -55,8 +55,14 @@ def random_rotary(layout: KVLayout, length: int, scale: float = 1.0) -> Rotary:
 
     The second layer has no RoPE.
     """
-    exponents = torch.arange(0, layout.head_dim, 2) / layout.head_dim
-    return Rotary(10_000.0**-exponents, scale, length, layout.dtype, torch.device("cpu"), {1})
+    frequencies = [
+        10_000.0 ** -(torch.arange(0, dim, 2) / dim)
+        for dim in (layout.head_dim, layout.windowed.head_dim)
+    ]
+    rotary = Rotary(frequencies[0], scale, length, layout.dtype, torch.device("cpu"), {1})
+    if layout.window is not None and layout.windowed_heads is not None:
+        rotary.rotate_windowed(frequencies[1], scale, layout.window.layers)
+    return rotary
 
 
 class PlainCache(Cache):
@@ -65,15 +71,21 @@ class PlainCache(Cache):
     def __init__(self, layout: KVLayout, rotary: Rotary):
         super().__init__(layout)
         self.rotary = rotary
-        # (L, 2, N, Hkv, D)
-        self.kv = torch.empty(
-            layout.layers, 2, 0, layout.heads, layout.head_dim, dtype=layout.dtype
-        )
+        layouts = map(layout.of, range(layout.layers))
+        # (2, N, Hkv, D) of each layer
+        self._kept = [
+            torch.empty(2, 0, each.heads, each.head_dim, dtype=layout.dtype) for each in layouts
+        ]
         self._new: list[Tensor] = []
+
+    @property
+    def kv(self) -> Tensor:
+        """Return the KV (L, 2, N, Hkv, D) of layers with the same heads."""
+        return torch.stack(self._kept)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         new_kv = torch.stack((self.rotary.keys(k, start, layer), v))
-        kv = torch.cat((self.kv[layer, :, :start], new_kv), dim=1)  # (2, N, Hkv, D)
+        kv = torch.cat((self._kept[layer][:, :start], new_kv), dim=1)  # (2, N, Hkv, D)
         self._new = [*self._new[:layer], kv]
         q = self.rotary.queries(q, start, layer)
         mask = window_mask(len(q), kv.shape[1], self.layout.window_of(layer))
@@ -83,11 +95,11 @@ class PlainCache(Cache):
     def advance(self, rows: int) -> None:
         super().advance(rows)
         if rows:
-            self.kv = torch.stack(self._new)[:, :, : self.length]
+            self._kept = [kv[:, : self.length] for kv in self._new]
 
     @property
     def device_bytes(self) -> int:
-        return self.kv.nbytes
+        return sum(kv.nbytes for kv in self._kept)
 
 
 def reference_scores(

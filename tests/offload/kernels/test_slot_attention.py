@@ -18,10 +18,12 @@ from offload.cache.streaming import StreamingCache
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.kernels import selection
 from offload.kernels.selection import slot_kernels
+from offload.layout import HeadShape, SlidingWindow
 from offload.retrieval.shape import RetrievalCacheSpec
 from support.driving import (
     BLOCK,
     CAPACITY,
+    GROUPS,
     LAYOUT,
     RECENT,
     cache_pair,
@@ -35,6 +37,13 @@ from support.reference import random_rotary
 from support.slow import slow_except
 
 pytest.importorskip("triton")
+# two layers have a window, and other heads
+WINDOWED = replace(
+    LAYOUT,
+    groups=GROUPS,
+    window=SlidingWindow(9, frozenset({1, 2})),
+    windowed_heads=HeadShape(2, 16, 3),
+)
 SHAPE = RetrievalCacheSpec(48, 4, RECENT, BLOCK, CAPACITY, 7, CAPACITY)
 
 
@@ -136,17 +145,18 @@ def _outputs(
     return [static.attend(layer, *each, 0) for layer, each in enumerate(qkv)]
 
 
-@pytest.mark.parametrize("kind", ["16 bits", "8 bits", "streaming"])
+@pytest.mark.parametrize("kind", ["16 bits", "8 bits", "streaming", "windows"])
 def test_sequences_of_different_sizes_share_launches(
     kind: str, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each writes the KV, and gets the attention, that plain operations give it."""
     caches: list[StaticCache] = []
+    layout = WINDOWED if kind == "windows" else LAYOUT
     for index, start in enumerate((70, 5, 40)):
-        if kind == "streaming":
-            rotary = random_rotary(LAYOUT, 40)
-            cache = StreamingCache(LAYOUT, StreamingCacheSpec(3, 16 + index, 8), rotary, CPU)
-            forward(cache, random_qkv(19))
+        if kind in ("streaming", "windows"):
+            rotary = random_rotary(layout, 40)
+            cache = StreamingCache(layout, StreamingCacheSpec(3, 16 + index, 8), rotary, CPU)
+            forward(cache, random_qkv(19, layout))
             cache.advance(19)
             caches.append(cache)
             continue
@@ -156,7 +166,7 @@ def test_sequences_of_different_sizes_share_launches(
         caches.append(middle)
     rows = 4
     places = [Place.after(caches[0], 3), Place(0), Place.after(caches[2], 4)]
-    qkv = random_qkv(rows * len(caches))
+    qkv = random_qkv(rows * len(caches), layout)
     before = [[x.clone() for x in _buffers(cache)] for cache in caches]
     expected = _outputs(caches, places, qkv, rows)
     written = [[x.clone() for x in _buffers(cache)] for cache in caches]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
 from parallel.config.model_config import FAMILIES, ConfigError, ModelConfig
 from parallel.config.rope import inverse_frequencies
@@ -111,6 +112,17 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "sliding_window": (100, 131_072),
         "layer_types": (["full_attention"] * 2, ["full_attention", "sliding_attention"]),
     },
+    "gemma4_text": {
+        "sliding_window": (100,),
+        "layer_types": (["full_attention"] * 2, ["sliding_attention"] * 2),
+        "global_head_dim": (8, 32),
+        "num_global_key_value_heads": (None, 2),
+        "attention_k_eq_v": (True, False),
+        "final_logit_softcapping": (None, 30.0),
+        "num_key_value_heads": (1, 8),
+        "head_dim": (16,),
+        "per_layer_config": ({"1": {"head_dim": 64}}, {"1": {"num_key_value_heads": 4}}, {}),
+    },
     "gpt_oss": {
         "sliding_window": (100, 131_072),
         "layer_types": (["full_attention"] * 2, ["full_attention", "sliding_attention"]),
@@ -127,9 +139,10 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "glm4": {"partial_rotary_factor": (1.0,)},
 }
 ALL = set(range(8))  # layers of a model
-HAVE_WINDOWS = ("cohere2", "exaone4", "gemma3_text", "gpt_oss", "olmo3")
+HAVE_WINDOWS = ("cohere2", "exaone4", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3")
 # fields without which there is no supported model of a family
 FAMILY_NEEDED: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "gpt_oss": MIXTURE,
     "mixtral": MIXTURE,
     "qwen3_moe": MIXTURE,
@@ -152,14 +165,14 @@ def random_config(family: str, draw: random.Random) -> dict[str, Any]:
         fields["sliding_window"] = draw.choice((None, 131_072))
     if draw.random() < 0.3:
         fields["use_sliding_window"] = False
-    if draw.random() < 0.7:
+    if family != "gemma4_text" and draw.random() < 0.7:
         forms = ("rope_scaling", "rope_parameters")
         form = draw.choice(forms[: 1 + (family not in ("gemma3_text", "olmo3"))])
         fields[form] = dict(draw.choice(PHI3_ROPES if family == "phi3" else ROPES))
     # combinations that transformers rejects
     strict = {"num_key_value_heads": ("mistral", "mixtral", "ministral3", "exaone4", "glm4")}
-    strict["num_key_value_heads"] += ("gemma3_text", "gpt_oss", "ministral")
-    strict["head_dim"] = ("ministral3", "glm4", "gemma3_text", "gpt_oss")
+    strict["num_key_value_heads"] += ("gemma3_text", "gemma4_text", "gpt_oss", "ministral")
+    strict["head_dim"] = ("ministral3", "glm4", "gemma3_text", "gemma4_text", "gpt_oss")
     for name, families in strict.items():
         if family in families and fields.get(name, 0) is None:
             del fields[name]
@@ -200,7 +213,7 @@ def test_from_pretrained_and_from_name_agree(family: str, tmp_path: Path) -> Non
     assert valid > 50
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "gemma4_text"])
 def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     base = {"model_type": family, **NEEDED, "num_key_value_heads": 4, "sliding_window": None}
@@ -242,6 +255,37 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
             expected = embedding.compute_default_rope_parameters(hf, **local)
             own = inverse_frequencies(config.windowed_rope, config.rotary_dim, 512, 100)
             assert torch.equal(own[0], expected[0])
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        None,
+        {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 3e5},
+        {"rope_type": "proportional", "factor": 8.0, "rope_theta": 3e5},
+        rope("default", theta=2e4),
+        rope("yarn", factor=4.0, original_max_position_embeddings=128),
+    ],
+)
+def test_frequencies_of_gemma_4_are_those_of_transformers(
+    own: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """Layers with a window have other heads, and so other frequencies."""
+    path = tmp_path / "config.json"
+    fields = {"model_type": "gemma4_text", **NEEDED, **FAMILY_NEEDED["gemma4_text"]}
+    fields |= {"num_key_value_heads": 4, "head_dim": 16, "global_head_dim": 64}
+    if own is not None:
+        local = rope("default", theta=500.0)
+        fields["rope_parameters"] = {"full_attention": own, "sliding_attention": local}
+    path.write_text(json.dumps(fields))
+    expected = Gemma4TextRotaryEmbedding(AutoConfig.from_pretrained(path))
+    config = ModelConfig.from_name(str(path))
+    assert config.windowed_rope is not None
+    frequencies, factor = config.inverse_frequencies(100)
+    assert torch.equal(frequencies, expected.full_attention_inv_freq)
+    assert factor == expected.full_attention_attention_scaling
+    windowed, _ = inverse_frequencies(config.windowed_rope, 16, 512, 100)
+    assert torch.equal(windowed, expected.sliding_attention_inv_freq)
 
 
 @pytest.mark.parametrize(

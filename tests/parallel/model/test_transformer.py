@@ -150,6 +150,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo3": {"family": "olmo3"},
     "cohere": {"family": "cohere", "attention_bias": True, "logit_scale": 0.5},
     "cohere2": {"family": "cohere2"},
+    "gemma4": {"family": "gemma4_text"},
+    "gemma4-separate-values": {
+        "family": "gemma4_text",
+        "attention_k_eq_v": False,
+        "attention_bias": True,
+        "num_key_value_heads": 2,
+        "global_head_dim": 8,
+        "layer_types": None,
+        "final_logit_softcapping": None,
+        "rope_parameters": {
+            "full_attention": rope("proportional", theta=3e5, partial_rotary_factor=0.5),
+            "sliding_attention": rope("default", theta=300.0),
+        },
+    },
     "gpt-oss": {"family": "gpt_oss"},
     "gpt-oss-clamped": {
         "family": "gpt_oss",
