@@ -14,7 +14,7 @@ class Detokenizer:
     """Turns tokens into text, in whole characters, without special tokens and other channels.
 
     The text of a token may depend on the tokens before it, so a few of them are decoded again with
-    it; and a character may need several tokens. The concatenation is the text of all tokens.
+    it; and a character may need several tokens. The concatenation is the text of all tokens shown.
     """
 
     def __init__(self, tokenizer: Any):
@@ -23,10 +23,10 @@ class Detokenizer:
         self._window: list[int] = []  # tokens of the last text, and all after them
         self._done = 0  # tokens of the window whose text has been returned
 
-    def feed(self, token: int) -> str:
-        """Return the text that a token completes."""
+    def feed(self, token: int) -> str | None:
+        """Return the text that a token completes; None if the token is not for the user."""
         if not self._channels.shows(token):
-            return ""
+            return None
         self._window.append(token)
         text, prefix = self._decode(len(self._window)), self._decode(self._done)
         if len(text) <= len(prefix) or text.endswith(_INCOMPLETE):

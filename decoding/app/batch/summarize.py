@@ -226,7 +226,14 @@ class Summaries:
             if state.error is not None:
                 self.on_record(*failure(state.request.name, state.error))
             else:
-                self.on_record(self._record(state), summary_line(state.stats))
+                record = self._record(state)
+                if not record["summary"] and state.tokens:
+                    warn(
+                        f"{record['id']}: none of its {len(state.tokens)} new tokens are for the "
+                        "reader, perhaps because they ended within the model's reasoning. Use more "
+                        "--max-new-tokens."
+                    )
+                self.on_record(record, summary_line(state.stats))
 
     def _requests(self, readers: Mapping[str, Callable[[], str]]) -> Iterator[Request]:
         """Yield a request per document, read only when the engine has room for it."""

@@ -244,9 +244,10 @@ class _AnswerText:
 
     def feed(self, token: int, logprobs: TokenLogprobs | None) -> TextDelta | None:
         """Return the text to send after a token, with the tokens that begin in it."""
+        if (piece := self._detokenizer.feed(token)) is None:
+            return None  # nor its log-probabilities
         if logprobs is not None:
             self._new.append(logprobs)
-        piece = self._detokenizer.feed(token)
         return self._delta(self._add(piece)) if piece else None
 
     def rest(self) -> TextDelta | None:
