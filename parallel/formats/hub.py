@@ -73,7 +73,7 @@ def fetch_model(name: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     # Some repositories have the weights in other formats as well, in folders or beside them.
-    others = ["*/*", "consolidated*"]
+    others = ["original/*", "metal/*", "onnx/*", "consolidated*"]
     return _fetch(snapshot_download, name, allow_patterns=list(patterns), ignore_patterns=others)
 
 

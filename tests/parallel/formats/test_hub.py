@@ -10,6 +10,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType as Kind
@@ -243,3 +244,18 @@ def test_a_plan_reads_headers_of_quantised_weights(
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"owner/model is neither .*\(it has no config.json\)"):
         ModelConfig.from_name("owner/model")
+
+
+def test_weights_in_other_formats_are_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = ["config.json", "model-00001-of-00002.safetensors", "chat_template.jinja"]
+    others = ["original/model.safetensors", "metal/model.bin", "consolidated.safetensors"]
+    asked: list[list[str]] = []
+
+    def snapshot(repo: str, local_files_only: bool, **patterns: list[str]) -> str:
+        asked.append(list(filter_repo_objects([*stored, *others], **patterns)))
+        return "folder"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: None)
+    assert resolve("owner/model", TensorParallelGroup()) == Path("folder")
+    assert asked == [stored]
