@@ -13,7 +13,7 @@ from typing import Any
 from parallel.errors import ConfigError
 
 MAX_LAYERS = 100_000
-MAX_EXPERTS = 1 << 16  # per layer
+MAX_EXPERTS = 1 << 12  # per layer
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers in a config
 
 

@@ -18,6 +18,7 @@ from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import (
     active_share,
+    dense_layers,
     has_window,
     head_shape,
     moe_layers,
@@ -44,11 +45,9 @@ def matmul_flops(config: ModelConfig) -> float:
     windowed = config.layers - config.full_layers
     attention = config.full_layers * _projections(config, windowed=False)
     attention += windowed * _projections(config, windowed=True)
-    mlps = config.layers * config.intermediate
-    if config.experts is not None:
-        experts = config.experts
-        expert_rows = experts.per_token * experts.intermediate
-        mlps += moe_layers(config) * (expert_rows - config.intermediate)
+    mlps = dense_layers(config) * config.intermediate
+    if (experts := config.experts) is not None:
+        mlps += moe_layers(config) * experts.per_token * experts.intermediate
     return 2.0 * (attention + 3 * config.hidden * mlps)
 
 

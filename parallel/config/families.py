@@ -13,8 +13,10 @@ from parallel.config.unsupported import unsupported_reason
 from parallel.config_checks import (
     COUNT,
     COUNT_OR_NONE,
+    MAX_EXPERTS,
     REAL,
     SCALE,
+    Number,
     bool_field,
     check_fields,
     check_number,
@@ -71,11 +73,12 @@ class ExpertNames:
     """Names of a family's experts, in the config and in the checkpoint."""
 
     intermediate: str  # config field with the experts' intermediate size
-    block: str  # prefix of the experts' tensors within a layer
-    gate: str
-    up: str
-    down: str
-    router: str = "gate"
+    experts: str  # prefix of the experts' tensors within a layer
+    router: str  # the router's
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    per_token: str = "num_experts_per_tok"  # config field with the number of a token's experts
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,11 @@ class MoEConfig:
     normalised: bool  # whether the weights of a token's experts sum to 1
     layers: frozenset[int]  # layers with experts; the others have a dense MLP
     names: ExpertNames
-    clamp: Clamp | None = None  # None: silu(gate) * up
+    clamp: Clamp | None = None  # None: silu(gate) * up, or gelu(gate) * up
     has_biases: bool = False  # experts and router
+    # layers have an MLP beside their experts, the router scales what it gets and returns, and the
+    # activation is GELU, as in Gemma 4
+    is_gemma4: bool = False
 
     def __post_init__(self) -> None:
         sizes = (self.count, self.per_token, self.intermediate)
@@ -272,9 +278,7 @@ FAMILIES = {
         uses_sliding_window=False,
         window_layers="all",
         has_layer_types=False,
-        experts=ExpertNames(
-            "moe_intermediate_size", "mlp", gate="gate_proj", up="up_proj", down="down_proj"
-        ),
+        experts=ExpertNames("moe_intermediate_size", "mlp.experts", "mlp.gate"),
     ),
     "mixtral": Family(
         max_positions=131_072,
@@ -284,7 +288,14 @@ FAMILIES = {
         rope_theta=1_000_000.0,
         window_layers="all",
         has_layer_types=False,
-        experts=ExpertNames("intermediate_size", "block_sparse_moe", gate="w1", up="w3", down="w2"),
+        experts=ExpertNames(
+            "intermediate_size",
+            "block_sparse_moe.experts",
+            "block_sparse_moe.gate",
+            gate="w1",
+            up="w3",
+            down="w2",
+        ),
     ),
     "phi3": Family(
         max_positions=4096,
@@ -315,6 +326,9 @@ FAMILIES = {
         sliding_window=512,
         has_pattern=False,
         rope_types=(*ROPE_TYPES, PROPORTIONAL),
+        experts=ExpertNames(
+            "moe_intermediate_size", "experts", "router", per_token="top_k_experts"
+        ),
         is_gemma4=True,
         ends_with_full=True,
     ),
@@ -364,14 +378,7 @@ FAMILIES = {
         window_pattern=2,
         optional_biases=("attention_bias",),
         default_biases=("attention_bias",),
-        experts=ExpertNames(
-            "intermediate_size",
-            "mlp",
-            gate="gate_proj",
-            up="up_proj",
-            down="down_proj",
-            router="router",
-        ),
+        experts=ExpertNames("intermediate_size", "mlp.experts", "mlp.router"),
         is_gpt_oss=True,
     ),
     "seed_oss": Family(
@@ -434,11 +441,16 @@ def missing_fields(fields: Mapping[str, Any]) -> list[str]:
     if family is None:
         return []
     required = list(_REQUIRED)
-    if family.experts is not None:
-        required += ["num_experts_per_tok", family.experts.intermediate]
+    if family.experts is not None and _has_experts(fields, family):
+        required += [family.experts.per_token, family.experts.intermediate]
         required += [] if expert_count(fields) is not None else ["num_experts"]
     required.append(family.intermediate)
     return [name for name in dict.fromkeys(required) if name not in fields]
+
+
+def _has_experts(fields: Mapping[str, Any], family: Family) -> bool:
+    """Return whether a config of a family with experts has any."""
+    return not family.is_gemma4 or bool_field(fields, "enable_moe_block", False)
 
 
 def expert_count(fields: Mapping[str, Any]) -> Any:
@@ -456,31 +468,36 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
     Raises ConfigError for invalid numbers.
     """
     names = family.experts
-    if names is None:
+    if names is None or not _has_experts(fields, family):
         return None
     count = expert_count(fields)
     if count is None:
         return None
-    check_number(_count_field(fields), count, COUNT_OR_NONE)
-    step = fields.get("decoder_sparse_step", 1)
-    check_number("decoder_sparse_step", step, COUNT)
-    dense = list_field(fields, "mlp_only_layers", int)
-    layers = range(fields["num_hidden_layers"])
-    sparse = frozenset(index for index in layers if index not in dense and (index + 1) % step == 0)
-    if not count or not sparse:
-        return None
-    always = fields["model_type"] in ("mixtral", "gpt_oss")
-    for name in ("num_experts_per_tok", names.intermediate):
+    sparse = frozenset(range(fields["num_hidden_layers"]))
+    if fields["model_type"] == "qwen3_moe":
+        check_number(_count_field(fields), count, COUNT_OR_NONE)
+        step = fields.get("decoder_sparse_step", 1)
+        check_number("decoder_sparse_step", step, COUNT)
+        dense = list_field(fields, "mlp_only_layers", int)
+        sparse = frozenset(
+            index for index in sparse if index not in dense and (index + 1) % step == 0
+        )
+        if not count or not sparse:
+            return None
+    check_number(_count_field(fields), count, Number(high=MAX_EXPERTS))
+    always = fields["model_type"] != "qwen3_moe"
+    for name in (names.per_token, names.intermediate):
         check_number(name, fields[name], COUNT)
     return MoEConfig(
         count=count,
-        per_token=fields["num_experts_per_tok"],
+        per_token=fields[names.per_token],
         intermediate=fields[names.intermediate],
         normalised=always or bool_field(fields, "norm_topk_prob", False),
         layers=sparse,
         names=names,
         clamp=_clamp(fields) if family.is_gpt_oss else None,
         has_biases=family.is_gpt_oss,
+        is_gemma4=family.is_gemma4,
     )
 
 

@@ -46,10 +46,14 @@ def full_attention_heads(
 def _shared_overrides(by_layer: Any, layers: Collection[int]) -> dict[str, Any]:
     """Return what a per_layer_config says of all layers with full attention, and of no other."""
     entries = by_layer.items() if isinstance(by_layer, Mapping) else ()
-    overrides = {str(layer): dict(each) for layer, each in entries if isinstance(each, Mapping)}
+    overrides = {  # numbers may begin with zeros
+        int(layer) if str(layer).isdecimal() else layer: dict(each)
+        for layer, each in entries
+        if isinstance(each, Mapping)
+    }
     own = next(iter(overrides.values()), {})
     is_uniform = all(each == own for each in overrides.values())
-    if set(overrides) != set(map(str, layers)) or not is_uniform or not own.keys() <= _OVERRIDES:
+    if set(overrides) != set(layers) or not is_uniform or not own.keys() <= _OVERRIDES:
         raise ConfigError(
             f"the model's config gives per_layer_config = {quote(by_layer)}; it must give heads "
             "of the same number and size for all layers of full_attention, and for no others."

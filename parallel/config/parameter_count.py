@@ -49,7 +49,7 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
     rank = ranks - 1 if rank is None else rank
     embeddings = 1 if config.tied else 2
     mixtures = moe_layers(config)
-    mlps = config.layers - mixtures
+    mlps = dense_layers(config)
     windowed = config.layers - config.full_layers
     return (
         embeddings * vocab_rows(config.vocab, ranks) * config.hidden
@@ -102,10 +102,12 @@ def _router_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     """Return the parameters of a layer's router, and the biases of its experts."""
     if (experts := config.experts) is None:
         return 0
-    biases = 0
+    per_expert = config.hidden
     if experts.has_biases:  # router, gate and up, down
-        biases = 1 + 2 * share_size(experts.intermediate, rank, ranks) + config.hidden
-    return experts.count * (config.hidden + biases)
+        per_expert += 1 + 2 * share_size(experts.intermediate, rank, ranks) + config.hidden
+    # Gemma 4's scales, and the norms before and after the experts, and after the MLP
+    others = experts.count + 4 * config.hidden if experts.is_gemma4 else 0
+    return experts.count * per_expert + others
 
 
 def expert_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
@@ -121,6 +123,12 @@ def moe_layers(config: ModelConfig) -> int:
     return sum(has_experts(config, layer) for layer in range(config.layers))
 
 
+def dense_layers(config: ModelConfig) -> int:
+    """Return the number of layers with a dense MLP, which may have experts as well."""
+    has_both = config.experts is not None and config.experts.is_gemma4
+    return config.layers - (0 if has_both else moe_layers(config))
+
+
 def has_experts(config: ModelConfig, layer: int) -> bool:
-    """Return whether a layer has a mixture of experts instead of a dense MLP."""
+    """Return whether a layer has a mixture of experts, in general instead of a dense MLP."""
     return config.experts is not None and layer in config.experts.layers

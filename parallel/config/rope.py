@@ -156,7 +156,7 @@ def _default_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return a family's default of rope_parameters, for a config that gives none."""
     if family.has_query_scaling:
         return dict(_MINISTRAL3)
-    is_absent = all(fields.get(name) is None for name in ("rope_scaling", "rope_parameters"))
+    is_absent = fields.get("rope_parameters") is None  # an empty one is the default type
     return dict(_GPT_OSS) if family.is_gpt_oss and is_absent else {}
 
 

@@ -121,8 +121,6 @@ def _gemma4_parts(fields: Mapping[str, Any]) -> Iterator[str]:
         yield f"hidden_size_per_layer_input = {quote(size)} (embeddings of each layer)"
     if shared := fields.get("num_kv_shared_layers"):
         yield f"num_kv_shared_layers = {quote(shared)} (layers without keys and values)"
-    if fields.get("enable_moe_block"):
-        yield "enable_moe_block = true (experts beside an MLP)"
     if fields.get("use_bidirectional_attention") not in (None, "vision"):
         yield "use_bidirectional_attention = 'all' (attention to later tokens)"
 
@@ -132,7 +130,9 @@ def _quantised_part(fields: Mapping[str, Any]) -> str | None:
     try:
         config = quantisation_fields(fields)
         if config:
-            Quantisation.parse(config)
+            method = Quantisation.parse(config).method
+            if method == "mxfp4" and fields.get("model_type") != "gpt_oss":
+                return "weights quantised by MXFP4"
     except UnsupportedQuantisation as error:
         return f"weights quantised by {error}"
     return None

@@ -123,7 +123,7 @@ def _stacks(config: ModelConfig, ranks: int, rank: int) -> Iterator[list[_Part]]
     rows = mixture.count * (inner.stop - inner.start)
     names = mixture.names
     for layer in sorted(mixture.layers):
-        prefix = f"model.layers.{layer}.{names.block}.experts.{{}}"
+        prefix = f"model.layers.{layer}.{names.experts}.{{}}"
         yield [
             _Part(f"{prefix}.{name}.weight", rows, slice(0, config.hidden))
             for name in (names.gate, names.up)

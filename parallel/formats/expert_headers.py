@@ -1,7 +1,8 @@
-"""Matrices and biases of experts in safetensors files that stack those of a layer, as gpt-oss does.
+"""Matrices and biases of experts in safetensors files that stack those of a layer.
 
-Knows only headers, and does not import torch, since a plan has to be fast. Source of the layouts:
-transformers, modeling_gpt_oss.py and integrations/mxfp4.py.
+gpt-oss and Gemma 4 have such. Knows only headers, and does not import torch, since a plan has to be
+fast. Source of the layouts: transformers, modeling_gpt_oss.py, integrations/mxfp4.py and
+modeling_gemma4.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parallel.config_checks import MAX_EXPERTS
 from parallel.errors import CheckpointError
@@ -17,19 +19,17 @@ from parallel.formats.weight_headers import DTYPES, TensorHeader
 
 MXFP4 = PLANE_FORMATS["MXFP4"]
 _STACK = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
-# the matrices in a stack: name, first row, and the distance of its rows
-_MATRICES = {
-    "gate_up_proj": (("gate_proj", 0, 2), ("up_proj", 1, 2)),
-    "down_proj": (("down_proj", 0, 1),),
-}
+_GEMMA4 = re.compile(r"(?:.+\.)?layers\.\d+\.experts")  # prefix of its stacks
+_MAX_HEADERS = 1 << 18  # experts' parts in a model; the largest have a third of them
 
 
 @dataclass(frozen=True)
 class ExpertHeader:
     """A matrix (rows, columns) of an expert, or a bias (rows,), and the stacks that hold it.
 
-    Its rows are every `step`-th of those of the expert, from `first` on. Stacks of numbers are
-    (experts, columns, rows), of biases (experts, rows), of codes (experts, rows, groups, bytes).
+    Its rows are every `step`-th of those of the expert, from `first` on. Stacks are (experts, rows,
+    columns), or (experts, columns, rows) if transposed, of biases (experts, rows), of codes
+    (experts, rows, groups, bytes).
     """
 
     name: str
@@ -39,6 +39,7 @@ class ExpertHeader:
     expert: int
     first: int
     step: int
+    is_transposed: bool
 
     @property
     def planes(self) -> KeptType | None:
@@ -56,48 +57,89 @@ def expert_headers(
 ) -> tuple[dict[str, ExpertHeader], set[str]]:
     """Return what stacks of experts hold by name, and the names of the stacks.
 
-    Those without biases are another model's, with other rows: they are left out. Raises
-    CheckpointError for stacks whose types or shapes do not belong together.
+    Those of other models, with other rows, are left out. Raises CheckpointError for stacks whose
+    types or shapes do not belong together, or that hold what another tensor does.
     """
     headers: dict[str, ExpertHeader] = {}
     stacks: set[str] = set()
     for name, tensor in tensors.items():
         match = _STACK.fullmatch(name)
-        if match is None or f"{match[1]}.gate_up_proj_bias" not in tensors:
+        has_biases = match is not None and f"{match[1]}.gate_up_proj_bias" in tensors
+        is_gemma4 = match is not None and not match[3] and _GEMMA4.fullmatch(match[1])
+        if match is None or not (has_biases or is_gemma4):
             continue
         stacks.add(name)
-        prefix, kind, suffix = match.groups()
-        scale = None
-        if suffix == "_scales":
-            if f"{prefix}.{kind}_blocks" not in tensors:
-                raise _broken(tensor, "has no codes (_blocks) beside it")
-            continue
-        if suffix == "_blocks":
-            scale = _scale(tensor, tensors.get(f"{prefix}.{kind}_scales"))
-        elif tensor.dtype not in DTYPES:
-            raise _broken(tensor, f"is {tensor.dtype}")
-        for header in _of_experts(prefix, kind, tensor, scale, is_bias=suffix == "_bias"):
+        stack = _stack(tensor, match, has_biases, tensors)
+        for header in () if stack is None else stack.experts():
+            if header.name in headers or header.name in tensors:
+                raise _broken(tensor, f"holds {header.name}, which is stored twice")
             headers[header.name] = header
+        if len(headers) > _MAX_HEADERS:
+            raise _broken(tensor, f"is one of stacks with more than {_MAX_HEADERS:,} matrices")
     return headers, stacks
 
 
-def _of_experts(
-    prefix: str, kind: str, stack: TensorHeader, scale: TensorHeader | None, is_bias: bool
-) -> Iterator[ExpertHeader]:
-    """Yield what a stack holds of each expert."""
-    dimensions = 2 if is_bias else 3 if scale is None else 4
-    shape = stack.shape
-    if len(shape) != dimensions or not all(shape) or shape[0] > MAX_EXPERTS:
-        raise _broken(stack, f"has shape {shape}, which is no stack of experts")
-    height = shape[1] if is_bias or scale is not None else shape[2]
-    inner = () if is_bias else (shape[1] if scale is None else shape[2] * GROUP,)
-    if height % len(_MATRICES[kind]):
-        raise _broken(stack, f"has {height} rows for two matrices")
-    for expert in range(shape[0]):
-        for part, first, step in _MATRICES[kind]:
-            name = f"{prefix}.{expert}.{part}.{'bias' if is_bias else 'weight'}"
-            own = height // step, *inner
-            yield ExpertHeader(name, own, stack, scale, expert, first, step)
+def _stack(
+    tensor: TensorHeader,
+    name: re.Match[str],
+    is_gpt_oss: bool,
+    tensors: Mapping[str, TensorHeader],
+) -> _Stack | None:
+    """Return the stack of this name; None for the scales of one. Raises CheckpointError."""
+    prefix, kind, suffix = name.groups()
+    scale = None
+    if suffix == "_scales":
+        if f"{prefix}.{kind}_blocks" not in tensors:
+            raise _broken(tensor, "has no codes (_blocks) beside it")
+        return None
+    if suffix == "_blocks":
+        scale = _scale(tensor, tensors.get(f"{prefix}.{kind}_scales"))
+    elif tensor.dtype not in DTYPES:
+        raise _broken(tensor, f"is {tensor.dtype}")
+    return _Stack(prefix, kind, tensor, scale, suffix == "_bias", is_gpt_oss)
+
+
+class _Stack(NamedTuple):
+    """One tensor with the matrices or biases of all experts of a layer."""
+
+    prefix: str
+    kind: str  # gate_up_proj or down_proj
+    stack: TensorHeader
+    scale: TensorHeader | None
+    is_bias: bool
+    is_gpt_oss: bool  # gates and ups alternate, and matrices in numbers are transposed
+
+    def experts(self) -> Iterator[ExpertHeader]:
+        """Yield what it holds of each expert. Raises CheckpointError."""
+        experts, height, inner = self._sizes()
+        is_transposed = self.is_gpt_oss and self.scale is None and not self.is_bias
+        names = ("gate_proj", "up_proj") if self.kind == "gate_up_proj" else ("down_proj",)
+        if height % len(names):
+            raise _broken(self.stack, f"has {height} rows for two matrices")
+        rows, kind = height // len(names), "bias" if self.is_bias else "weight"
+        step = len(names) if self.is_gpt_oss else 1
+        for expert in range(experts):
+            for index, part in enumerate(names):
+                name = f"{self.prefix}.{expert}.{part}.{kind}"
+                first, shape = index if self.is_gpt_oss else index * rows, (rows, *inner)
+                yield ExpertHeader(
+                    name, shape, self.stack, self.scale, expert, first, step, is_transposed
+                )
+
+    def _sizes(self) -> tuple[int, int, tuple[int, ...]]:
+        """Return the number of experts, and the rows and columns of each."""
+        shape = self.stack.shape
+        dimensions = 2 if self.is_bias else 3 if self.scale is None else 4
+        if len(shape) != dimensions or not all(shape) or shape[0] > MAX_EXPERTS:
+            raise _broken(self.stack, f"has shape {shape}, which is no stack of experts")
+        experts, *sizes = shape
+        if self.is_bias:
+            return experts, sizes[0], ()
+        if self.scale is not None:
+            return experts, sizes[0], (sizes[1] * GROUP,)
+        if self.is_gpt_oss:
+            sizes.reverse()
+        return experts, sizes[0], (sizes[1],)
 
 
 def _scale(blocks: TensorHeader, scale: TensorHeader | None) -> TensorHeader:

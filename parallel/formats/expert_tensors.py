@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload.layout import ceil_div
 from parallel.formats.expert_headers import MXFP4, ExpertHeader
-from parallel.formats.plane_format import GROUP, KeptType, is_kept
+from parallel.formats.plane_format import GROUP, MAX_E8M0, KeptType, is_kept
 from parallel.formats.tensors import BlockTensor, Indexable, Parts, SafetensorsReader
 
 _CHUNK_CODES = 1 << 22  # codes per chunk, each of which takes up to ten bytes
@@ -38,9 +38,11 @@ class ExpertTensor:
             slice(*part.indices(size)[:2])
             for part, size in zip((*parts, slice(None)), self.shape, strict=False)
         ]
-        rows, *columns = header.stored_rows(own[0]), *own[1:]
-        stored = self.reader.read(header.stack, (header.expert, *columns, rows))
-        return stored[..., :: header.step].t()
+        rows, columns = header.stored_rows(own[0]), own[1:]
+        if header.is_transposed:
+            stored = self.reader.read(header.stack, (header.expert, *columns, rows))
+            return stored[:, :: header.step].t()
+        return self.reader.read(header.stack, (header.expert, rows, *columns))[:: header.step]
 
 
 class MxExpertTensor(BlockTensor):
@@ -88,4 +90,7 @@ class MxExpertTensor(BlockTensor):
             index = header.expert, own, groups
             raw = self.reader.read(header.stack, index)[:: header.step]  # (R, G, bytes)
             codes = torch.stack((raw & 15, raw >> 4), dim=-1).flatten(1)
-            yield {"codes": codes, "sub": self.reader.read(header.scale, index)[:: header.step]}
+            scales = self.reader.read(header.scale, index)[:: header.step]
+            if bool((scales > MAX_E8M0).any()):
+                raise self.scale_error()
+            yield {"codes": codes, "sub": scales}

@@ -23,6 +23,7 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled, as ggml has them
 
 
+MAX_E8M0 = 252  # scale with which no code overflows; 255 is not a number
 WHOLE_ROW = 1 << 20  # more groups than a row has, which then share a scale
 _SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _ORDER_BYTES = 8  # a column's index

@@ -55,7 +55,7 @@ class UnsupportedQuantisation(Exception):
 class Quantisation:
     """How a checkpoint's weights are quantised, for whatever its tensors do not tell."""
 
-    method: str  # awq, gptq, compressed-tensors or fp8
+    method: str  # awq, gptq, compressed-tensors, fp8 or mxfp4
     # bits, and columns that share a scale (-1: all of a row), of matrices in words of 32 bits
     sizes: frozenset[tuple[int, int]] = frozenset()
     block: tuple[int, int] | None = None  # rows and columns that share a scale, of those in bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from operator import index
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from parallel.errors import CheckpointError
 
 # supported dtypes of weights, in which models also run: name in safetensors, name in torch
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1, "I8": 1, "F8_E4M3": 1, "I32": 4, "I64": 8}
 _MAX_HEADER = 32 * MIB  # maximum bytes of a header; real ones have a few MB
 _COMPARE_BYTES = 16 * MIB  # bytes per step of a comparison of two tensors
 WORDS = ("qweight", "weight_packed")  # in place of `weight`, if codes are packed in words
@@ -176,7 +178,10 @@ def _header(path: Path) -> dict[str, StoredTensor]:
                     8 + length + first,
                     last - first,
                 )
-                if not 0 <= first <= last <= size - 8 - length:
+                itemsize = ITEM_BYTES.get(tensor.dtype)
+                if not 0 <= first <= last <= size - 8 - length or (
+                    itemsize is not None and prod(shape) * itemsize != last - first
+                ):
                     raise _Incomplete
                 if (own_name := text_tensor(name)) is None:
                     continue

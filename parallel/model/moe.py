@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from parallel.batch_invariant import map_rows
-from parallel.config.families import MoEConfig
+from parallel.config.families import BranchNorms, MoEConfig
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.formats.checkpoint import Checkpoint
-from parallel.model.residual import Branch
+from parallel.model.layers import rms_norm
+from parallel.model.residual import Branch, Mlp, gelu_gated
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 from parallel.weights.expert_matrix import ExpertMatrix
 from parallel.weights.matmul import linear
@@ -45,13 +46,18 @@ class Experts(Module):
             self.down_bias = empty_parameter(shape.count, hidden)
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """Return the activations (..., columns) of stacked products (..., 2 columns)."""
+        """Return the activations (..., columns) of stacked products (..., 2 columns).
+
+        The products are overwritten.
+        """
         gate, up = gate_up.chunk(2, dim=-1)
+        if self.shape.is_gemma4:
+            return gelu_gated(gate, up)
         if (clamp := self.shape.clamp) is None:
             return F.silu(gate) * up
-        gate = gate.clamp(max=clamp.limit)
-        up = up.clamp(-clamp.limit, clamp.limit)
-        return gate * torch.sigmoid(gate * clamp.alpha) * (up + 1)
+        gate.clamp_(max=clamp.limit)
+        up.clamp_(-clamp.limit, clamp.limit).add_(1)
+        return torch.sigmoid_(gate * clamp.alpha).mul_(gate).mul_(up)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         """Read the tensors PREFIX.{expert}.{name}.weight, and .bias."""
@@ -86,31 +92,69 @@ class Experts(Module):
             self.down_bias[index].copy_(bias[:] if self.has_down_bias else torch.zeros(hidden))
 
 
-class SparseMoE(Branch):
-    """A layer's experts, and the router that selects among them for each token.
+class Router(Module):
+    """Selects a few of a layer's experts for each token.
 
-    The router is replicated. All ranks apply it to the same x, so they select the same experts.
+    It is replicated: all ranks apply it to the same x, so they select the same experts. In Gemma 4
+    it normalises x, and scales this and the weights of experts (transformers, modeling_gemma4.py).
     """
 
-    def __init__(self, config: ModelConfig, group: TensorParallelGroup):
-        super().__init__(config, config.norms.mlp)
+    def __init__(self, shape: MoEConfig, hidden: int, eps: float):
+        super().__init__()
+        self.shape, self.eps = shape, eps
+        self.weight = empty_parameter(shape.count, hidden)
+        self.bias = empty_parameter(shape.count) if shape.has_biases else None
+        self.scale = empty_parameter(hidden) if shape.is_gemma4 else None
+        self.expert_scale = empty_parameter(shape.count) if shape.is_gemma4 else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights (T, per_token) float32 of the experts of x (T, hidden), and these."""
+        if self.scale is not None:
+            x = rms_norm(x, self.scale.float() * x.shape[-1] ** -0.5, self.eps)
+        scores = linear(x, self.weight, self.bias)
+        weights, chosen = route(scores, self.shape.per_token, self.shape.normalised)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[chosen]
+        return weights, chosen
+
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        """Read the tensors NAME.weight and NAME.bias, or Gemma 4's NAME.proj.weight and scales."""
+        count, hidden = shape = tuple(self.weight.shape)
+        if self.scale is not None and self.expert_scale is not None:
+            self.scale.copy_(checkpoint.tensor(f"{name}.scale", (hidden,))[:])
+            scales = checkpoint.tensor(f"{name}.per_expert_scale", (count,))
+            self.expert_scale.copy_(scales[:])
+            name = f"{name}.proj"
+        self.weight.copy_(checkpoint.tensor(f"{name}.weight", shape)[:])
+        if self.bias is not None:
+            self.bias.copy_(checkpoint.tensor(f"{name}.bias", (count,))[:])
+
+
+class SparseMoE(Branch):
+    """A layer's experts, and the router that selects among them for each token."""
+
+    def __init__(
+        self, config: ModelConfig, group: TensorParallelGroup, norms: BranchNorms | None = None
+    ):
+        """`norms`: names of its own, if they are not the model's."""
+        super().__init__(config, norms or config.norms.mlp)
         assert config.experts is not None
         self.shape = config.experts
         self.group = group
-        self.router = empty_parameter(self.shape.count, config.hidden)
-        self.router_bias = empty_parameter(self.shape.count) if self.shape.has_biases else None
+        self.router = Router(self.shape, config.hidden, config.norm_eps)
         self.experts = Experts(self.shape, config.hidden, group)
 
     def forward(self, x: Tensor) -> AsyncSum:
         """Transform x (T, hidden); return a pending all-reduce (T, hidden)."""
+        normed = self.pre(x)
+        routed = x if self.shape.is_gemma4 else normed  # what the router gets
         # Row by row if batch-invariant: an expert's number of rows depends on all tokens.
-        partial = map_rows(self._expert_sum, self.pre(x))
+        partial = map_rows(self._expert_sum, normed, routed)
         return self.post(self.group.start_all_reduce(partial))
 
-    def _expert_sum(self, x: Tensor) -> Tensor:
+    def _expert_sum(self, x: Tensor, routed: Tensor) -> Tensor:
         """Return this rank's partial sum (T, hidden) of the experts' outputs for x (T, hidden)."""
-        scores = linear(x, self.router, self.router_bias)
-        weights, chosen = route(scores, self.shape.per_token, self.shape.normalised)
+        weights, chosen = self.router(routed)
         # On a GPU a short forward may be captured, and the host must not wait for the routing.
         is_static = self.group.device.type == "cuda" and len(x) <= MAX_STATIC_TOKENS
         moe = static_moe if is_static else moe_by_expert
@@ -118,13 +162,28 @@ class SparseMoE(Branch):
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norms(checkpoint, prefix)
-        names = self.shape.names
-        block = f"{prefix}.{names.block}"
-        router, shape = f"{block}.{names.router}", tuple(self.router.shape)
-        self.router.copy_(checkpoint.tensor(f"{router}.weight", shape)[:])
-        if self.router_bias is not None:
-            self.router_bias.copy_(checkpoint.tensor(f"{router}.bias", shape[:1])[:])
-        self.experts.load(checkpoint, f"{block}.experts")
+        self.router.load(checkpoint, f"{prefix}.{self.shape.names.router}")
+        self.experts.load(checkpoint, f"{prefix}.{self.shape.names.experts}")
+
+
+class MlpAndExperts(Branch):
+    """A dense MLP and experts with the same input, each with norms of its own, as in Gemma 4."""
+
+    def __init__(self, config: ModelConfig, group: TensorParallelGroup):
+        before, after = config.norms.mlp
+        super().__init__(config, (None, after))
+        self.mlp = Mlp(config, group, (before, f"{after}_1"))
+        self.moe = SparseMoE(config, group, (f"{before}_2", f"{after}_2"))
+
+    def forward(self, x: Tensor) -> AsyncSum:
+        """Transform x (T, hidden); return two pending all-reduces as one (T, hidden)."""
+        dense, sparse = self.mlp(x), self.moe(x)
+        return self.post(lambda: dense() + sparse())
+
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.load_norms(checkpoint, prefix)
+        self.mlp.load(checkpoint, prefix)
+        self.moe.load(checkpoint, prefix)
 
 
 def route(scores: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -203,10 +262,10 @@ def _expert_mlps(x: Tensor, experts: Experts, chosen: Tensor | slice) -> Tensor:
 
 
 def _plus(y: Tensor, bias: Tensor | None, chosen: Tensor | slice) -> Tensor:
-    """Return products y (B, rows) or (B, T, rows) of B chosen experts, with their biases."""
+    """Add the biases of B chosen experts to products y (B, rows) or (B, T, rows), in place."""
     if bias is None:
         return y
-    return y + (bias[chosen] if y.dim() == 2 else bias[chosen][:, None])
+    return y.add_(bias[chosen] if y.dim() == 2 else bias[chosen][:, None])
 
 
 def _weighted(y: Tensor, scales: Tensor, dim: int) -> Tensor:

@@ -50,11 +50,14 @@ class Branch(Module):
 class Mlp(Branch):
     """A layer's gated MLP, over this rank's intermediate dimensions."""
 
-    def __init__(self, config: ModelConfig, group: TensorParallelGroup):
-        super().__init__(config, config.norms.mlp)
+    def __init__(
+        self, config: ModelConfig, group: TensorParallelGroup, norms: BranchNorms | None = None
+    ):
+        """`norms`: names of its own, if they are not the model's."""
+        super().__init__(config, norms or config.norms.mlp)
         outputs = [config.intermediate] * 2
         self.names = config.mlp_names
-        self.gated = _gelu_gated if config.is_gemma else _gated
+        self.gated = gelu_gated if config.is_gemma else _gated
         self.gate_up = ColumnParallelLinear(group, config.hidden, outputs, config.mlp_bias)
         self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
 
@@ -74,5 +77,5 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
+def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up

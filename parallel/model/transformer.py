@@ -36,7 +36,7 @@ from parallel.model.layers import (
     make_norm,
     unweighted_norm,
 )
-from parallel.model.moe import SparseMoE
+from parallel.model.moe import MlpAndExperts, SparseMoE
 from parallel.model.pipeline import (
     Chunk,
     PrefillStep,
@@ -181,8 +181,10 @@ class DecoderLayer(Module):
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, index: int):
         super().__init__()
         self.attention = Attention(config, group, index)
-        mlp = SparseMoE if has_experts(config, index) else Mlp
-        self.mlp: Mlp | SparseMoE = mlp(config, group)
+        kind: type[Mlp | SparseMoE | MlpAndExperts] = Mlp
+        if config.experts is not None and has_experts(config, index):
+            kind = MlpAndExperts if config.experts.is_gemma4 else SparseMoE
+        self.mlp = kind(config, group)
         self.is_parallel = config.is_cohere
         self.scalar = empty_parameter(1) if config.is_gemma4 else None
 
@@ -288,7 +290,7 @@ class Transformer(Module):
         logits = self.head.logits(self.norm(x))
         scaling, cap = self.config.logits_scaling, self.config.logits_cap
         logits = logits if scaling == 1.0 else logits / scaling
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def prefill(self, tokens: Tensor, cache: PrefillCacheLike, max_chunk: int) -> Tensor:
         """Prefill a prompt at once (`prefill_steps`); return the logits (1, V)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from offload.layout import ceil_div
-from parallel.formats.plane_format import GROUP, PlaneFormat
+from parallel.formats.plane_format import GROUP, MAX_E8M0, PlaneFormat
 from parallel.formats.tensors import Parts
 from parallel.weights.ggml_blocks import pack_codes, split_blocks
 
@@ -95,8 +95,8 @@ class Planes(Module):
         codes = parts.pop("codes")
         if self.format.is_float and bool((codes.view(torch.uint8) & 127 == 127).any()):
             raise ValueError("a code is not finite")
-        if self.format.sub_kind == "e8m0" and bool((parts["sub"] == 255).any()):
-            raise ValueError("a scale is not a number")
+        if self.format.sub_kind == "e8m0" and bool((parts["sub"] > MAX_E8M0).any()):
+            raise ValueError("a scale is not finite")
         parts["low"], high = pack_codes(codes, self.format.bits)
         if high is not None:
             parts["high"] = high

@@ -38,5 +38,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "olmo3": {"family": "olmo3"},
     "cohere2": {"family": "cohere2", "seed": 5},
     "gemma4_text": {"family": "gemma4_text"},
+    "gemma4-experts": {
+        "family": "gemma4_text",
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+        "seed": 1,
+    },
     "gpt_oss": {"family": "gpt_oss", "seed": 5},
 }

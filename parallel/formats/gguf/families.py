@@ -57,6 +57,7 @@ class GgufFamily:
     # parts that have a bias, in all layers or in none, each group of them on its own
     biases: tuple[tuple[str, ...], ...] = ()
     needs_biases: bool = False  # all of these are in all files
+    stop_names: tuple[str, ...] = ()  # tokens that end an answer, whatever the metadata says
     has_windows: bool = False  # whether a sliding window means that of the model type
     ignored: tuple[str, ...] = ()  # prefixes of metadata without effect on the language model
 
@@ -215,7 +216,10 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             "expert_feed_forward_length": "intermediate_size",
         },
         biases=((*_QKV, "attn_output", "ffn_gate_inp", *_EXPERTS),),
+        expected={"attention.sliding_window_pattern": (2,)},  # other numbers
         needs_biases=True,
+        # <|end|> ends a message of several
+        stop_names=("<|return|>", "<|call|>", "<|endoftext|>"),
         has_windows=True,
     ),
     "seed_oss": GgufFamily(

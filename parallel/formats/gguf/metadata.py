@@ -130,7 +130,8 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     values = _read_fields(header, family)
     known = {**FIELDS, **family.fields}
     fields = dict(family.constants)
-    fields |= {known[name]: value for name, value in values.items() if name in known}
+    # in the order of the table: an architecture's own have precedence
+    fields |= {field: values[name] for name, field in known.items() if name in values}
     metadata, tensors = header.metadata, header.tensors
     fields["model_type"] = family.model_type
     if family.model_type == "phi3" and fields["max_position_embeddings"] == 4096:
@@ -152,6 +153,10 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
     stops = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_TOKENS]
     fields["eos_token_id"] = [token for token in stops if token is not None]
+    if family.stop_names:
+        named = {token: index for index, token in enumerate(_tokens(header))}
+        stops = [named[name] for name in family.stop_names if name in named]
+        fields["eos_token_id"] = stops or fields["eos_token_id"]
     fields["rope_parameters"] = _rope(header, family, values, fields["head_dim"])
     _add_windows(header, family, fields)
     _check_tensors(header, family, fields)
@@ -393,5 +398,11 @@ def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[in
         "ffn_gate_exps": wide,
         "ffn_up_exps": wide,
         "ffn_down_exps": (experts, hidden, wide[1]),
+        "attn_sinks": (fields["num_attention_heads"],),
     }
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
+    biases = {
+        f"{name}.bias": shape[:-1]
+        for name, shape in shapes.items()
+        if name.startswith(("attn_", "ffn_")) and name != "attn_sinks"
+    }
+    return {**{f"{name}.weight": shape for name, shape in shapes.items()}, **biases}

@@ -121,7 +121,7 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "final_logit_softcapping": (None, 30.0),
         "num_key_value_heads": (1, 8),
         "head_dim": (16,),
-        "per_layer_config": ({"1": {"head_dim": 64}}, {"1": {"num_key_value_heads": 4}}, {}),
+        "per_layer_config": ({"1": {"head_dim": 64}}, {"01": {"num_key_value_heads": 4}}, {}),
     },
     "gpt_oss": {
         "sliding_window": (100, 131_072),

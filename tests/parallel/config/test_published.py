@@ -87,6 +87,34 @@ def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     }
 
 
+def gemma4(
+    layers: int, hidden: int, intermediate: int, heads: tuple[int, int], global_kv_heads: int
+) -> dict[str, Any]:
+    """Return the fields of the text model in a Gemma 4's config.json."""
+    return {
+        **decoder("gemma4_text", layers, hidden, intermediate, heads, 262_144, head_dim=256),
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * (layers // 6),
+        "max_position_embeddings": 262_144,
+        "num_global_key_value_heads": global_kv_heads,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": "vision",
+    }
+
+
 # fields, billions of weights, KV bytes per token in 16 bits of layers without a window, and context
 PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
     "Mistral-Small-3.1-24B": (
@@ -159,6 +187,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         1.28,
         61_440,
         65_536,
+    ),
+    "Gemma-4-31B": (
+        {"model_type": "gemma4", "text_config": gemma4(60, 5376, 21_504, (32, 16), 4)},
+        30.70,
+        81_920,
+        262_144,
+    ),
+    "Gemma-4-26B-A4B": (
+        {
+            "model_type": "gemma4",
+            "text_config": gemma4(30, 2816, 2112, (16, 8), 2)
+            | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
+            | {"moe_intermediate_size": 704},
+        },
+        25.23,
+        20_480,
+        262_144,
     ),
     "gpt-oss-20b": (gpt_oss(24, 32), 20.91, 24_576, 131_072),
     "gpt-oss-120b": (gpt_oss(36, 128), 116.83, 36_864, 131_072),

@@ -14,7 +14,7 @@ from parallel.model.moe import Experts, moe_by_expert, route, static_moe
 from parallel.ranks.process_group import TensorParallelGroup
 
 HIDDEN, COLUMNS = 12, 10
-NAMES = ExpertNames("intermediate_size", "mlp", gate="gate", up="up", down="down")
+NAMES = ExpertNames("intermediate_size", "mlp.experts", "mlp.gate")
 Moe = Callable[..., Tensor]
 
 

@@ -151,6 +151,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere": {"family": "cohere", "attention_bias": True, "logit_scale": 0.5},
     "cohere2": {"family": "cohere2"},
     "gemma4": {"family": "gemma4_text"},
+    "gemma4-experts": {
+        "family": "gemma4_text",
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+    },
     "gemma4-separate-values": {
         "family": "gemma4_text",
         "attention_k_eq_v": False,
