@@ -133,10 +133,10 @@ def _build(metadata: Mapping[str, Any], is_phi3: bool) -> Any:
             "the file has no tokenizer (tokenizer.ggml.model and .tokens): use one that was "
             "converted with its vocabulary."
         )
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise TierForceError(
             f"its tokenizer (tokenizer.ggml.model) is {quote(kind)}; supported are gpt2 "
-            "(byte-level BPE) and llama (SentencePiece)."
+            "(byte-level BPE), llama (SentencePiece) and gemma4 (SentencePiece with merges)."
         )
     for name in ("scores", "token_type"):
         if len(metadata.get(name, tokens)) != len(tokens):
@@ -149,8 +149,11 @@ def _build(metadata: Mapping[str, Any], is_phi3: bool) -> Any:
         raise TierForceError("its vocabulary has a duplicate token: the file is broken.")
     if kind == "gpt2":
         backend, add_bos = _byte_level(metadata, vocab)
+    elif kind == "llama":
+        backend = _sentencepiece(metadata, vocab, _merges_by_score(vocab, metadata))
+        add_bos = True
     else:
-        backend, add_bos = _sentencepiece(metadata, vocab), True
+        backend, add_bos = _gemma4(metadata, vocab), True
     rstrip = is_phi3 and kind == "llama"
     _add_tokens(backend, tokens, metadata.get("token_type"), rstrip)
     specials = {
@@ -198,17 +201,14 @@ def _pair(merge: str) -> tuple[str, str]:
     return merge[:gap], merge[gap + 1 :]
 
 
-def _sentencepiece(metadata: Mapping[str, Any], vocab: dict[str, int]) -> Tokenizer:
+def _sentencepiece(
+    metadata: Mapping[str, Any], vocab: dict[str, int], merges: list[tuple[str, str]]
+) -> Tokenizer:
     """Return a SentencePiece BPE with byte fallback (Kudo and Richardson 2018)."""
-    if "scores" not in metadata:
-        raise TierForceError(
-            "the tokenizer cannot be built: the file has no tokenizer.ggml.scores, which "
-            "SentencePiece merges need."
-        )
     unknown = metadata.get("unknown_token_id", 0)
     model = BPE(
         vocab=vocab,
-        merges=_merges_by_score(vocab, metadata["scores"]),
+        merges=merges,
         unk_token=_token(list(vocab), unknown),
         fuse_unk=True,
         byte_fallback=True,
@@ -224,12 +224,29 @@ def _sentencepiece(metadata: Mapping[str, Any], vocab: dict[str, int]) -> Tokeni
     return backend
 
 
-def _merges_by_score(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _gemma4(metadata: Mapping[str, Any], vocab: dict[str, int]) -> Tokenizer:
+    """Return a SentencePiece BPE with the file's merges, none of which is across lines."""
+    if not metadata.get("merges"):
+        raise TierForceError("the file has no tokenizer.ggml.merges, which gemma4 needs.")
+    merges = [_pair(merge) for merge in metadata["merges"]]
+    backend = _sentencepiece(metadata, vocab, merges)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), behavior="isolated")
+    return backend
+
+
+def _merges_by_score(
+    vocab: Mapping[str, int], metadata: Mapping[str, Any]
+) -> list[tuple[str, str]]:
     """Return all pairs of tokens that concatenate to a token, the best score first.
 
-    Raises TierForceError for more of them than any real vocabulary has.
+    Raises TierForceError for more of them than any real vocabulary has, and without scores.
     """
-    merges = []
+    if "scores" not in metadata:
+        raise TierForceError(
+            "the tokenizer cannot be built: the file has no tokenizer.ggml.scores, which "
+            "SentencePiece merges need."
+        )
+    merges, scores = [], metadata["scores"]
     for token, index in vocab.items():
         for at in range(1, len(token)):
             left, right = vocab.get(token[:at]), vocab.get(token[at:])

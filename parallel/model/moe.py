@@ -147,7 +147,7 @@ class SparseMoE(Branch):
     def forward(self, x: Tensor) -> AsyncSum:
         """Transform x (T, hidden); return a pending all-reduce (T, hidden)."""
         normed = self.pre(x)
-        routed = x if self.shape.is_gemma4 else normed  # what the router gets
+        routed = x if self.shape.is_gemma4 else normed  # input of the router
         # Row by row if batch-invariant: an expert's number of rows depends on all tokens.
         partial = map_rows(self._expert_sum, normed, routed)
         return self.post(self.group.start_all_reduce(partial))

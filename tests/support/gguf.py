@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "cohere": "command-r",
     "gpt_oss": "gpt-oss",
+    "gemma4_text": "gemma4",
 }
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")  # their Q and K have interleaved heads
 MULTIPLIERS = {
@@ -117,7 +118,9 @@ def convert(
     for name, value in metadata.items():
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
         add[type(value)](name.replace("__", "."), value)
-    heads = {"attn_q": hf.num_attention_heads, "attn_k": hf.num_key_value_heads}
+    heads = {"attn_q": hf.num_attention_heads}
+    if writer.arch in PERMUTED:
+        heads["attn_k"] = hf.num_key_value_heads
     tensors = with_split_mlps(stacked_experts(load_file(folder / "model.safetensors")))
     tensors = with_split_experts(tensors)
     names = name_map(writer.arch, hf.num_hidden_layers)
@@ -131,7 +134,7 @@ def convert(
             weight = weight + 1
         if part in heads and writer.arch in PERMUTED:
             weight = interleave_heads(weight, heads[part])
-        if weight.ndim == 1 or kind == Kind.F32 or tensor_name.endswith(".bias"):
+        if weight.ndim == 1 or kind == Kind.F32 or not tensor_name.endswith(".weight"):
             writer.add_tensor(tensor_name, weight)
         else:
             raw = blocks(weight.reshape(-1, weight.shape[-1]), kind, seed)
@@ -150,6 +153,11 @@ def name_map(architecture: str, layers: int) -> Callable[[str], str]:
     names = get_tensor_name_map(known[architecture], layers)
 
     def named(name: str) -> str:
+        if name.endswith("router.scale"):
+            return f"{names.get_name(name.replace('scale', 'proj'))}.scale"
+        if name.endswith("router.per_expert_scale"):
+            down = name.replace("router.per_expert_scale", "experts.down_proj")
+            return f"{names.get_name(down)}.scale"
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         return found
@@ -192,9 +200,13 @@ def with_split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?", name)
         if match is None:
-            split[f"{name}.weight" if name.endswith(".sinks") else name] = tensor
+            is_bare = name.endswith((".sinks", ".layer_scalar"))
+            split[f"{name}.weight" if is_bare else name] = tensor
             continue
         prefix, part, is_bias = match.groups()
+        if "mlp" not in prefix:  # Gemma 4's are as they are
+            split[f"{name}.weight"] = tensor
+            continue
         rows = tensor if is_bias else tensor.transpose(1, 2)
         kind = "bias" if is_bias else "weight"
         names = ("gate", "up") if part == "gate_up" else ("down",)
@@ -217,8 +229,6 @@ def _describe(writer: GGUFWriter, hf: Any) -> None:
     size = hf.shared_intermediate_size if is_hybrid else hf.intermediate_size
     writer.add_feed_forward_length(size)
     writer.add_head_count(hf.num_attention_heads)
-    kv_heads = hf.num_key_value_heads
-    writer.add_head_count_kv([kv_heads] * hf.num_hidden_layers if is_hybrid else kv_heads)
     if is_hybrid:  # the model has no such layers
         writer.add_ssm_conv_kernel(4)
         writer.add_ssm_state_size(256)
@@ -234,22 +244,63 @@ def _describe(writer: GGUFWriter, hf: Any) -> None:
         writer.add_logit_scale(hf.logit_scale)
     else:
         writer.add_layer_norm_rms_eps(hf.rms_norm_eps)
+    writer.add_vocab_size(hf.vocab_size)
+    if hf.model_type == "gemma4_text":
+        _describe_gemma4(writer, hf)
+    else:
+        _describe_heads(writer, hf)
+    _describe_experts(writer, hf)
+    for name, add in MULTIPLIERS.items():
+        if hasattr(hf, name):
+            add(writer, getattr(hf, name))
+
+
+def _describe_experts(writer: GGUFWriter, hf: Any) -> None:
+    if count := getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None):
+        writer.add_expert_count(count)
+        per_token = "top_k_experts" if hf.model_type == "gemma4_text" else "num_experts_per_tok"
+        writer.add_expert_used_count(getattr(hf, per_token))
+    if hf.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(hf.intermediate_size)
+    if size := getattr(hf, "moe_intermediate_size", None):
+        writer.add_expert_feed_forward_length(size)
+
+
+def _describe_heads(writer: GGUFWriter, hf: Any) -> None:
+    kv_heads = hf.num_key_value_heads
+    if hf.model_type == "granitemoehybrid":
+        writer.add_head_count_kv([kv_heads] * hf.num_hidden_layers)
+    else:
+        writer.add_head_count_kv(kv_heads)
     if getattr(hf, "head_dim", None):
         writer.add_key_length(hf.head_dim)
         writer.add_value_length(hf.head_dim)
         if "glm" not in hf.model_type:
             writer.add_rope_dimension_count(hf.head_dim)
-    writer.add_vocab_size(hf.vocab_size)
-    if count := getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None):
-        writer.add_expert_count(count)
-        writer.add_expert_used_count(hf.num_experts_per_tok)
-    if hf.model_type == "gpt_oss":
-        writer.add_expert_feed_forward_length(hf.intermediate_size)
-    if size := getattr(hf, "moe_intermediate_size", None):
-        writer.add_expert_feed_forward_length(size)
-    for name, add in MULTIPLIERS.items():
-        if hasattr(hf, name):
-            add(writer, getattr(hf, name))
+
+
+def _describe_gemma4(writer: GGUFWriter, hf: Any) -> None:
+    """Add the heads of each kind of layer, and which dimensions of full attention rotate."""
+    layers = [hf.per_layer_config[layer] for layer in range(hf.num_hidden_layers)]
+    full, windowed = (
+        layers[hf.layer_types.index(kind)].head_dim
+        for kind in ("full_attention", "sliding_attention")
+    )
+    writer.add_head_count_kv([each.num_key_value_heads for each in layers])
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(windowed)
+    writer.add_value_length_swa(windowed)
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(windowed)
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    if hf.final_logit_softcapping:
+        writer.add_final_logit_softcapping(hf.final_logit_softcapping)
+    part = hf.rope_parameters["full_attention"]["partial_rotary_factor"]
+    rotated = int(full * part / 2)
+    factors = np.array([1.0] * rotated + [1e30] * (full // 2 - rotated), dtype=np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
 
 
 def _add_rope(writer: GGUFWriter, hf: Any) -> None:
@@ -283,7 +334,7 @@ def _add_rope_factors(writer: GGUFWriter, hf: Any, rope: dict[str, Any]) -> None
         for name in ("long", "short"):
             factors = np.array(rope[f"{name}_factor"], dtype=np.float32)
             writer.add_tensor(f"rope_factors_{name}.weight", factors)
-    elif rope["rope_type"] != "default":
+    elif rope["rope_type"] not in ("default", "proportional"):
         writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
         if "original_max_position_embeddings" in rope:
@@ -294,7 +345,7 @@ def _add_rope_factors(writer: GGUFWriter, hf: Any, rope: dict[str, Any]) -> None
 
 def _add_windows(writer: GGUFWriter, hf: Any) -> None:
     """Add the sliding window, and which layers have one."""
-    with_windows = ("cohere2", "exaone4", "gemma3_text", "gpt_oss", "olmo3")
+    with_windows = ("cohere2", "exaone4", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3")
     if hf.model_type not in with_windows or not hf.sliding_window:
         return
     writer.add_sliding_window(hf.sliding_window)

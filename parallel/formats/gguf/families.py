@@ -46,7 +46,10 @@ class GgufFamily:
     """The properties of GGUF files of one architecture."""
 
     model_type: str
-    tensors: Mapping[str, str]  # part of a layer: its name, with {} for the index of an expert
+    # part of a layer: its name, with {} for the index of an expert, or several that it stacks; or a
+    # whole tensor, such as attn_sinks.weight: its whole name
+    tensors: Mapping[str, str | tuple[str, ...]]
+    optional: tuple[str, ...] = ()  # parts that some layers lack
     # llama.cpp's RoPE rotates adjacent dimensions, Hugging Face's the halves of a head: the
     # converter has permuted the rows of Q and K accordingly
     interleaved_rope: bool = False
@@ -65,38 +68,41 @@ class GgufFamily:
         """Return the number of experts of a layer that a config's fields say; 0 without any."""
         return int(fields.get(self.fields.get("expert_count", ""), 0))
 
-    def tensor_name(self, name: str) -> str | None:
+    def tensor_names(self, name: str) -> tuple[str, ...]:
         """Return a tensor's Hugging Face name, with {} if it stacks those of all experts.
 
-        None for a tensor the family does not have.
+        Several if it stacks these; none for a tensor the family does not have.
         """
         stem, _, kind = name.rpartition(".")
         if stem in _NON_LAYER and kind == "weight":
-            return f"{_NON_LAYER[stem]}.{kind}"
+            return (f"{_NON_LAYER[stem]}.{kind}",)
         head, _, rest = stem.partition(".")
         index, _, part = rest.partition(".")
-        if head != "blk" or not index.isdecimal() or part not in self.tensors:
-            return None
+        if head != "blk" or not index.isdecimal():
+            return ()
+        if (whole := self.tensors.get(f"{part}.{kind}")) is not None:
+            return (f"model.layers.{index}.{whole}",)
         if kind != "weight" and (kind != "bias" or part not in chain(*self.biases)):
-            return None
-        own = f"model.layers.{index}.{self.tensors[part]}"
-        return own if part == "attn_sinks" else f"{own}.{kind}"
+            return ()
+        names = self.tensors.get(part, ())
+        names = (names,) if isinstance(names, str) else names
+        return tuple(f"model.layers.{index}.{each}.{kind}" for each in names)
 
     def tensors_in(self, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
         """Yield the Hugging Face names of a tensor, or of the experts' stacked in it.
 
         Each with its location. Shapes are those that the metadata implies.
         """
-        name = self.tensor_name(info.name)
-        assert name is not None
-        if "{}" not in name:
-            yield name, info
+        names = self.tensor_names(info.name)
+        if "{}" not in names[0]:
+            yield names[0], info
             return
-        experts, *inner = info.shape
-        shape, kind = tuple(inner), TYPES[info.kind]
+        experts, rows, *inner = info.shape
+        shape, kind = (rows // len(names), *inner), TYPES[info.kind]
         nbytes = prod(shape) // kind.numbers * kind.nbytes
-        for index in range(experts):
-            yield name.format(index), replace(info, shape=shape, start=info.start + index * nbytes)
+        parts = ((index, name) for index in range(experts) for name in names)
+        for place, (index, name) in enumerate(parts):
+            yield name.format(index), replace(info, shape=shape, start=info.start + place * nbytes)
 
 
 _QKV = ("attn_q", "attn_k", "attn_v")
@@ -147,6 +153,47 @@ _COHERE = GgufFamily(
     {"attn_norm": "input_layernorm", **_PROJECTIONS, **_MLP},
     fields={"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
     biases=(_QKV,),
+)
+_GEMMA4 = GgufFamily(
+    "gemma4_text",
+    {
+        **_POST_NORMS,
+        **_QK_NORMS,
+        **_PROJECTIONS,
+        **_MLP,
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "layer_output_scale.weight": "layer_scalar",
+    },
+    optional=("attn_v",),  # absent if keys are values
+    fields={
+        "attention.key_length_swa": "head_dim",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "rope.freq_base_swa": "rope_local_base_freq",
+    },
+    constants={"hidden_size_per_layer_input": 0},
+    has_windows=True,
+)
+_GEMMA4_EXPERTS = replace(
+    _GEMMA4,
+    tensors={
+        **_GEMMA4.tensors,
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_gate_up_exps": ("experts.{}.gate_proj", "experts.{}.up_proj"),
+        "ffn_down_exps": "experts.{}.down_proj",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+    },
+    fields={
+        **_GEMMA4.fields,
+        "expert_count": "num_experts",
+        "expert_used_count": "top_k_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+    constants={**_GEMMA4.constants, "enable_moe_block": True},
 )
 _IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral and Mixtral
@@ -206,7 +253,7 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             **_PROJECTIONS,
             "attn_norm": "input_layernorm",
             "post_attention_norm": "post_attention_layernorm",
-            "attn_sinks": "self_attn.sinks",
+            "attn_sinks.weight": "self_attn.sinks",
             "ffn_gate_inp": "mlp.router",
             **_EXPERTS,
         },
@@ -222,6 +269,7 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
         stop_names=("<|return|>", "<|call|>", "<|endoftext|>"),
         has_windows=True,
     ),
+    "gemma4": _GEMMA4,
     "seed_oss": GgufFamily(
         "seed_oss",
         {
@@ -273,6 +321,8 @@ def family_of(header: GgufHeader) -> GgufFamily:
         )
     if name == "llama" and header.metadata.get("llama.expert_count"):
         return _MIXTRAL
+    if name == "gemma4" and header.metadata.get("gemma4.expert_count"):
+        return _GEMMA4_EXPERTS
     family = FAMILIES[name]
     if name == "olmo2" and header.metadata.get("olmo2.attention.sliding_window"):
         return _OLMO3

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,13 +19,13 @@ from parallel.config_checks import (
     NORM_EPS,
     SLIDING,
     Number,
-    is_positive,
     quote,
 )
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf.families import GgufFamily, family_of
-from parallel.formats.gguf.header import GgufHeader, TensorInfo
-from parallel.formats.gguf.tensors import TYPES, check_end, check_tensor_offsets
+from parallel.formats.gguf.gemma4 import KV_HEADS, add_gemma4
+from parallel.formats.gguf.header import GgufHeader
+from parallel.formats.gguf.tensors import TYPES, check_tensor_offsets, read_floats
 from parallel.formats.plane_format import KeptType, PlaneFormat, kept_type
 
 FIELDS = {  # metadata key without the architecture: field of a config.json
@@ -60,6 +59,7 @@ _ROPE = {  # metadata key without the architecture: field of rope_parameters
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 _CHECKED = ("attention.value_length", "rope.dimension_count")
+_GEMMA4_CHECKED = ("attention.value_length_swa", "rope.dimension_count_swa")
 _HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
 _EXPECTED: dict[str, tuple[Any, ...]] = {  # values with which a field changes nothing
     "attention.causal": (True,),
@@ -80,6 +80,7 @@ _NUMBERS = {  # ranges of known fields; all others are whole numbers of at least
     "rope.freq_base_swa": _NON_NEGATIVE,
     "embedding_scale": _NON_NEGATIVE,
     "expert_count": Number(high=MAX_EXPERTS),
+    "final_logit_softcapping": _NON_NEGATIVE,
     "logit_scale": _NON_NEGATIVE,
     "residual_scale": _NON_NEGATIVE,
     "rope.freq_base": _NON_NEGATIVE,
@@ -110,12 +111,11 @@ def kept_types(header: GgufHeader) -> dict[str, KeptType]:
     for info in header.tensors.values():
         stored = TYPES.get(info.kind)
         kind = None if stored is None else kept_type(stored.name)
-        name = family.tensor_name(info.name)
-        if kind is None or name is None:
-            continue
-        is_stack = "{}" in name  # those of experts stay packed only in planes
-        if len(info.shape) == 2 + is_stack and (isinstance(kind, PlaneFormat) or not is_stack):
-            types[name] = kind
+        for name in family.tensor_names(info.name) if kind is not None else ():
+            is_stack = "{}" in name  # those of experts stay packed only in planes
+            is_matrix = len(info.shape) == 2 + is_stack
+            if is_matrix and kind and (isinstance(kind, PlaneFormat) or not is_stack):
+                types[name] = kind
     return types
 
 
@@ -157,7 +157,10 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         named = {token: index for index, token in enumerate(_tokens(header))}
         stops = [named[name] for name in family.stop_names if name in named]
         fields["eos_token_id"] = stops or fields["eos_token_id"]
-    fields["rope_parameters"] = _rope(header, family, values, fields["head_dim"])
+    if family.model_type == "gemma4_text":
+        add_gemma4(header, values, fields)
+    else:
+        fields["rope_parameters"] = _rope(header, family, values, fields["head_dim"])
     _add_windows(header, family, fields)
     _check_tensors(header, family, fields)
     return fields
@@ -201,6 +204,7 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
     own = {*family.fields, *family.rope}
     expected = {**_EXPECTED, **family.expected}
     known = {*FIELDS, *_ROPE, *_CHECKED, *_HARMLESS, *expected, *own}
+    known |= set(_GEMMA4_CHECKED) if family.model_type == "gemma4_text" else set()
     values = {}
     required = [*_REQUIRED, *(name for name in _EXPERT_FIELDS if name in own)]
     if missing := [prefix + name for name in required if not header.metadata.get(prefix + name)]:
@@ -218,6 +222,9 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
             unknown.append(f"{key} = {str(value)[:40]!r}")
             continue
         is_by_layer = isinstance(value, list) and len(value) == header.metadata[layers]
+        if is_by_layer and name == KV_HEADS and family.model_type == "gemma4_text":
+            values[name] = value  # checked with the kinds of layers
+            continue
         if is_by_layer and name == _PATTERN and all(isinstance(each, bool) for each in value):
             values[name] = "".join("L" if each else "G" for each in value)
             continue
@@ -301,32 +308,8 @@ def _rope(
     if family.model_type == "gpt_oss":
         rope["truncate"] = False  # absent from the file
     for name in ROPE_FACTORS.keys() & header.tensors.keys():
-        rope[ROPE_FACTORS[name]] = _floats(header, header.tensors[name], rotary_dim // 2)
+        rope[ROPE_FACTORS[name]] = read_floats(header, header.tensors[name], rotary_dim // 2)
     return rope
-
-
-def _floats(header: GgufHeader, tensor: TensorInfo, count: int) -> list[float]:
-    """Return the elements of a short F32 tensor. Raises CheckpointError."""
-    if tensor.shape != (count,) or tensor.kind:  # 0 is F32
-        raise CheckpointError(
-            f"{header.path}: tensor {tensor.name} has shape {tensor.shape}; expected {count} "
-            "numbers in F32."
-        )
-    check_end(header, tensor)  # before memory is allocated for it
-    try:
-        with tensor.path.open("rb") as file:
-            file.seek(tensor.start)
-            numbers = list(struct.unpack(f"<{count}f", file.read(4 * count)))
-    except (OSError, struct.error) as error:
-        raise CheckpointError(
-            f"{header.path}: tensor {tensor.name} cannot be read ({error}). Fetch the file again."
-        ) from error
-    if not all(map(is_positive, numbers)):
-        raise CheckpointError(
-            f"{header.path}: tensor {tensor.name} has numbers that are not positive, or are "
-            "out of bounds. Fetch the file again."
-        )
-    return numbers
 
 
 def _rows(header: GgufHeader, name: str) -> int:
@@ -344,7 +327,7 @@ def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, 
         )
     shapes = _shapes(family, fields)
     for name, info in header.tensors.items():
-        if name not in ROPE_FACTORS and family.tensor_name(name) is None:
+        if name not in ROPE_FACTORS and not family.tensor_names(name):
             is_old = re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight", name)
             raise CheckpointError(
                 f"{header.path}: tensor {name} is none of architecture "
@@ -361,7 +344,12 @@ def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, 
                 f"{header.path}: tensor {name} has shape {info.shape}, but its metadata implies "
                 f"{expected}."
             )
-    needed = [f"blk.{layer}.{part}.weight" for layer in layers for part in family.tensors]
+    parts = [part for part in family.tensors if part not in family.optional]
+    needed = [
+        f"blk.{layer}.{part}" + ("" if "." in part else ".weight")
+        for layer in layers
+        for part in parts
+    ]
     for group in family.biases:
         biases = [f"blk.{layer}.{part}.bias" for layer in layers for part in group]
         has_one = any(name in header.tensors for name in biases)
@@ -398,8 +386,11 @@ def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[in
         "ffn_gate_exps": wide,
         "ffn_up_exps": wide,
         "ffn_down_exps": (experts, hidden, wide[1]),
+        "ffn_gate_up_exps": (experts, 2 * wide[1], hidden),
         "attn_sinks": (fields["num_attention_heads"],),
     }
+    if family.model_type == "gemma4_text":  # kinds of layers differ
+        shapes = {name: each for name, each in shapes.items() if not name.startswith("attn_")}
     biases = {
         f"{name}.bias": shape[:-1]
         for name, shape in shapes.items()

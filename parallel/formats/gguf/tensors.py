@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file: supported types, and validation of their offsets in the file.
+"""The tensors of a GGUF file: supported types, validation of their offsets, and short ones.
 
 Imports only the standard library, since a plan has to be fast.
 """
@@ -6,6 +6,7 @@ Imports only the standard library, since a plan has to be fast.
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -107,3 +108,29 @@ def _type_name(kind: int) -> str:
 
     known = {member.value: member.name for member in GGMLQuantizationType}
     return f"type {known[kind]}" if kind in known else f"an unknown type ({kind})"
+
+
+def read_floats(
+    header: GgufHeader, tensor: TensorInfo, count: int, maximum: float = 1e6
+) -> list[float]:
+    """Return the elements of a short F32 tensor, all above 0. Raises CheckpointError."""
+    if tensor.shape != (count,) or tensor.kind:  # 0 is F32
+        raise CheckpointError(
+            f"{header.path}: tensor {tensor.name} has shape {tensor.shape}; expected {count} "
+            "numbers in F32."
+        )
+    check_end(header, tensor)  # before memory is allocated for it
+    try:
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.start)
+            numbers = list(struct.unpack(f"<{count}f", file.read(4 * count)))
+    except (OSError, struct.error) as error:
+        raise CheckpointError(
+            f"{header.path}: tensor {tensor.name} cannot be read ({error}). Fetch the file again."
+        ) from error
+    if not all(1e-6 <= number <= maximum for number in numbers):
+        raise CheckpointError(
+            f"{header.path}: tensor {tensor.name} has numbers that are not positive, or are "
+            "out of bounds. Fetch the file again."
+        )
+    return numbers

@@ -232,10 +232,14 @@ def test_control_tokens_of_phi3_stand_for_the_white_space_after_them(
         assert found == [*user, *newline, "h", "i", *end, *newline, *tail]
 
 
-@pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
+@pytest.mark.parametrize(("kind", "prefix"), [("llama", True), ("llama", False), ("gemma4", False)])
+def test_sentencepiece(tmp_path: Path, kind: str, prefix: bool) -> None:
     backend = Tokenizer(BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    lines_alone = pre_tokenizers.Split(Regex("\n+"), "isolated")  # as Gemma's merges are
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    if kind == "gemma4":
+        words = pre_tokenizers.Metaspace(prepend_scheme="never")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([lines_alone, words])
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=1200, special_tokens=specials, show_progress=False)
     backend.train_from_iterator(lines(), trainer)
@@ -263,9 +267,10 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
     scores = [ranks.get(token, -1e6) for token in tokens]
     kinds = [6 if token in specials else 1 for token in tokens]
     kinds[:3], kinds[-1] = [2, 3, 3], 4
-    fields = {"scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    fields = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    fields |= {"merges": merges} if kind == "gemma4" else {"scores": scores}
     fields |= {} if prefix else {"add_space_prefix": False}
-    path = write(tmp_path / "model.gguf", "llama", tokens, kinds, **fields)
+    path = write(tmp_path / "model.gguf", kind, tokens, kinds, **fields)
     tokenizer = check_same_tokens(path, backend)
     assert tokenizer("").input_ids == [1]  # a text begins with <s>
     assert tokenizer("of course", add_special_tokens=False).input_ids == [len(tokens) - 1]
@@ -286,6 +291,7 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
         ("llama", {}, "cannot be built"),
         ("llama", {"scores": [0.0]}, "has 2 tokens, but scores of 1"),
         ("llama", {}, "has no tokenizer.ggml.scores"),
+        ("gemma4", {}, "has no tokenizer.ggml.merges"),
         ("llama", {"scores": [0.0, float("nan")]}, "nan in tokenizer.ggml.scores; it must be a"),
         ("llama", {"scores": 5}, "tokenizer.ggml.scores = 5; it must be a list of finite numbers"),
         ("llama", {"scores": ["a", "b"]}, "'a' in tokenizer.ggml.scores; it must be a list of"),

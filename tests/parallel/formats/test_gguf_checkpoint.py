@@ -141,9 +141,8 @@ MODELS: dict[str, dict[str, Any]] = {
     **{
         name: {**options, **GGUF_FIELDS.get(name, {})}
         for name, options in OTHERS.items()
-        # GLM-4 files have the architecture of its first code, those of Mistral no window, and those
-        # of Gemma 4 are not read
-        if name not in ("glm", "mistral-window", "gemma4_text", "gemma4-experts")
+        # its files have the architecture of its first code; the window is not in files of mistral
+        if name not in ("glm", "mistral-window")
     },
     "mistral": {"family": "mistral", "sliding_window": None},
     "phi3-short": {"family": "phi3", "original_max_position_embeddings": 512},

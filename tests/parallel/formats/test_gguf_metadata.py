@@ -121,8 +121,36 @@ def test_metadata_of_wrong_type_or_size(
             {"granite.attention.head_count_kv": [2, 2]},
             "head_count_kv = [2, 2]; it must be a whole number",  # the model has three layers
         ),
+        (
+            {"family": "gemma4_text"},
+            {"gemma4.attention.shared_kv_layers": 1},
+            "gemma4.attention.shared_kv_layers = '1', which indicates parts",
+        ),
+        (
+            {"family": "gemma4_text"},
+            {"gemma4.attention.sliding_window_pattern": 6},
+            "must say of each layer whether it has a window",
+        ),
+        (
+            {"family": "gemma4_text"},
+            {"gemma4.attention.head_count_kv": [4, 2, 4]},
+            "of [2, 4] in layers of one kind",
+        ),
+        (
+            {"family": "gemma4_text"},
+            {"gemma4.rope.dimension_count_swa": 4},
+            "dimension_count_swa = 4 for heads of 8 dimensions",
+        ),
+        (
+            {"family": "gpt_oss"},
+            {"gpt-oss.attention.sliding_window_pattern": 3},
+            "sliding_window_pattern = 3; it must be 2",
+        ),
     ],
-    ids=["gemma3", "gemma3-pattern", "qwen2", "granite4", "ministral3", "granite"],
+    ids=[
+        *("gemma3", "gemma3-pattern", "qwen2", "granite4", "ministral3", "granite"),
+        *("gemma4-shared", "gemma4-pattern", "gemma4-heads", "gemma4-rope", "gpt-oss"),
+    ],
 )
 def test_models_that_would_be_read_as_others(
     checkpoint: Callable[..., Path],
