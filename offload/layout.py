@@ -142,7 +142,9 @@ class KVLayout:
     @property
     def kinds(self) -> list[KVLayout]:
         """The geometries of its layers, one or two."""
-        if self.windowed_heads is None or not self.full_layers:
+        if self.window is None or self.windowed_heads is None:
+            return [self]
+        if not self.full_layers:
             return [self.windowed]
         return [self, self.windowed]
 

@@ -377,9 +377,10 @@ def _run_on_ranks(gpus: int, model: str | None) -> None:
     elif gpus > 1:
         if model is not None:
             from parallel.config.model_config import ModelConfig
+            from parallel.config.parameter_count import min_kv_heads
             from parallel.ranks.partition import check_ranks
 
-            check_ranks(ModelConfig.from_name(model).kv_heads, gpus)
+            check_ranks(min_kv_heads(ModelConfig.from_name(model)), gpus)
         from parallel.ranks.launch import launch
 
         sys.exit(launch(gpus, "decoding.cli", sys.argv[1:], advice_after_loss(sys.argv[1:])))

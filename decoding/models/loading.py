@@ -27,6 +27,7 @@ from offload.errors import TierForceError, one_line
 from offload.memory.link_spec import check_device, make_link
 from offload.regular_files import read_json
 from parallel.config.model_config import ModelConfig, token_ids
+from parallel.config.parameter_count import min_kv_heads
 from parallel.errors import ConfigError
 from parallel.execution.cuda_graphs import cuda_graphs_supported
 from parallel.formats.locate import find_local, is_gguf
@@ -249,9 +250,9 @@ def _load_draft(
     config = machine.choose_weights(config, settings.weights, dtype, target.config)
     if shard is None:
         shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
-    if shard and config.kv_heads < group.size:
+    if shard and (heads := min_kv_heads(config)) < group.size:
         raise TierForceError(
-            f"{folder}: the draft's {config.kv_heads} key/value heads cannot be sharded over "
+            f"{folder}: the draft's {heads} key/value heads cannot be sharded over "
             f"{group.size} GPUs: leave `shard_draft` out."
         )
     if group.rank and not shard:

@@ -23,6 +23,7 @@ from parallel.config.parameter_count import (
     head_shape,
     moe_layers,
     shares_values,
+    windowed_layers,
 )
 from parallel.config.weight_sizes import weight_sizes
 from parallel.formats.plane_format import PlaneFormat
@@ -42,9 +43,8 @@ def matmul_flops(config: ModelConfig) -> float:
 
     A mixture of experts counts only the experts that a token is routed to.
     """
-    windowed = config.layers - config.full_layers
     attention = config.full_layers * _projections(config, windowed=False)
-    attention += windowed * _projections(config, windowed=True)
+    attention += windowed_layers(config) * _projections(config, windowed=True)
     mlps = dense_layers(config) * config.intermediate
     if (experts := config.experts) is not None:
         mlps += moe_layers(config) * experts.per_token * experts.intermediate
@@ -76,8 +76,9 @@ def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
     The last layer computes only keys and values.
     """
     other_layers = (config.layers - 1) / config.layers
-    last = head_shape(config, has_window(config, config.layers - 1))
-    last_layer = 4.0 * config.hidden * last.heads * last.dim
+    is_windowed = has_window(config, config.layers - 1)
+    last, matrices = head_shape(config, is_windowed), 1 if shares_values(config, is_windowed) else 2
+    last_layer = 2.0 * matrices * config.hidden * last.heads * last.dim
     matmul = (other_layers * matmul_flops(config) + last_layer) * tokens
     first = min(tokens, _window(config))  # tokens that see all before them
     windowed = first * (first + 1) / 2 + (tokens - first) * first
@@ -90,7 +91,7 @@ def _attention_flops(config: ModelConfig, full: float, windowed: float) -> float
     Two for QK^T and two for PV per dimension.
     """
     pairs = 0.0
-    counts = (config.full_layers, config.layers - config.full_layers)
+    counts = (config.full_layers, windowed_layers(config))
     for is_windowed, (layers, seen) in enumerate(zip(counts, (full, windowed), strict=True)):
         shape = head_shape(config, bool(is_windowed))
         pairs += layers * seen * shape.dim * shape.heads * shape.groups if layers else 0.0
@@ -213,7 +214,7 @@ class ForwardCost:
         attended = key_blocks * KEY_BLOCK
         # layers with a window have one block of keys for all heads
         chunks = config.full_layers * layout.heads * key_blocks
-        key_blocks_s = (chunks + config.layers - config.full_layers) * hardware.chunk_s
+        key_blocks_s = (chunks + windowed_layers(config)) * hardware.chunk_s
         kv = layout.bytes(attended)
         block_s = self._compute_s(ROW_BLOCK, attended, weights_s, kv, ROW_BLOCK - 1, key_blocks_s)
         blocks = 1 + (query_tokens - 1) / ROW_BLOCK

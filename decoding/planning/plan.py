@@ -17,6 +17,7 @@ from decoding.planning.requirements import Requirements
 from offload.errors import InsufficientMemoryError
 from offload.layout import ceil_div
 from offload.tiered.shape import OFFLOADED, TieredCacheSpec
+from parallel.config.parameter_count import windowed_layers
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Plan:
         Link-bound verifications already include it.
         """
         needs = self.requirements
-        on_device = self.memory.resident_layers + needs.target.layers - needs.target.full_layers
+        on_device = self.memory.resident_layers + windowed_layers(needs.target)
         if on_device or not needs.copies:
             return 0
         return self.prompt_spec.buffers.slot_numel * needs.dtype.itemsize

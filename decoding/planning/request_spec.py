@@ -239,5 +239,5 @@ def _windowed_bytes(requirements: Requirements) -> int:
 
 
 def _query_heads(requirements: Requirements) -> int:
-    """Return the number of query heads on a rank."""
-    return requirements.layout.heads * requirements.layout.groups
+    """Return the largest number of query heads of a layer on a rank."""
+    return max(each.heads * each.groups for each in requirements.layout.kinds)

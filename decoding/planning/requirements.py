@@ -21,6 +21,7 @@ from offload.codec.format import split_format
 from offload.dtypes import dtype_name
 from offload.layout import KVLayout
 from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import min_kv_heads
 from parallel.config.weight_sizes import weight_sizes
 from parallel.formats.plane_format import PlaneFormat
 
@@ -197,4 +198,4 @@ def weight_notes(requirements: Requirements) -> list[str]:
 def draft_ranks(draft: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
     """Return the default number of tensor-parallel ranks of a draft model."""
     large = weight_bytes(draft, 1, dtype) >= SPLIT_DRAFT_BYTES
-    return ranks if large and draft.kv_heads >= ranks else 1
+    return ranks if large and min_kv_heads(draft) >= ranks else 1

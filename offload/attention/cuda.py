@@ -10,6 +10,7 @@ from offload.layout import ceil_div
 
 _ROWS_PER_BLOCK = 64  # block size of torch's kernel
 _MAX_DIM = 256  # dimensions of a head, of flash kernels
+_PART_KEYS, _MAX_PARTS = 2048, 64  # keys that a block reads alone, and parts of them
 _LONG = 4096  # keys from which reading them more often than necessary costs more than launches
 
 
@@ -32,7 +33,9 @@ def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     It supports GQA and bottom-right causality, but each query head reads the keys again. Where the
     query heads of a KV head fill fewer blocks together, a long prefix is folded.
     """
-    if q.shape[-1] % 8 or q.shape[-1] > _MAX_DIM:
+    if q.shape[-1] > _MAX_DIM:
+        return attend_gqa(_wide_op, q, k, v, causal)
+    if q.shape[-1] % 8:
         return attend_gqa(_efficient_op, q, k, v, causal)
     rows, heads, _ = q.shape
     if not causal:
@@ -67,12 +70,30 @@ def _efficient_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     return out, lse[..., : q.shape[2]]  # lse is padded to a multiple of 32 rows
 
 
+def _wide_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+    """Attend as `_efficient_op`, but with many keys in parts.
+
+    That kernel has one block for some rows of a head, which reads all of its keys.
+    """
+    keys = k.shape[2]
+    parts = min(_MAX_PARTS, keys // _PART_KEYS)
+    if causal or parts < 2 or q.shape[2] > _ROWS_PER_BLOCK:
+        return _efficient_op(q, k, v, causal)
+    whole = keys // parts * parts  # equal parts; the remaining keys are a part of their own
+    by_part = [x[0, :, :whole].unflatten(1, (parts, -1)).transpose(0, 1) for x in (k, v)]
+    out, lse = _efficient_op(q.expand(parts, -1, -1, -1), by_part[0], by_part[1], False)
+    partials = [(out[part, None], lse[part, None]) for part in range(parts)]
+    if whole < keys:
+        partials.append(_efficient_op(q, k[:, :, whole:], v[:, :, whole:], False))
+    return merge(partials)
+
+
 def flash_attn_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     """Attend with the flash-attn package, which supports GQA and bottom-right causality."""
     from flash_attn import flash_attn_func
 
     if q.shape[-1] > _MAX_DIM:
-        return attend_gqa(_efficient_op, q, k, v, causal)
+        return attend_gqa(_wide_op, q, k, v, causal)
     out, lse, _ = flash_attn_func(
         q[None],
         k[None],

@@ -25,7 +25,7 @@ from offload.layout import ceil_div
 
 _TILE = 64  # keys per tile
 _MAX_ROWS = 64  # rows per program: more would not fit a multiprocessor's registers
-_MAX_ROWS_OF_LARGE_HEADS = 16  # in 32 bits: more would not fit 100 KB of shared memory
+_MAX_ROWS_OF_LARGE_HEADS = 16  # of more than 512 bytes: more would not fit 100 KB of shared memory
 
 
 def attend(q: Tensor, parts: Sequence[Tensor]) -> Partial:
@@ -73,7 +73,7 @@ def attend(q: Tensor, parts: Sequence[Tensor]) -> Partial:
         KEY_BLOCK=KEY_BLOCK,
         ROWS=tile,
         TILES=tiles,
-        TILE=_TILE,
+        TILE=tile_keys(columns),
         DIM=dim,
         COLUMNS=columns,
         UPCAST=UPCAST,
@@ -83,6 +83,11 @@ def attend(q: Tensor, parts: Sequence[Tensor]) -> Partial:
         outs, lses, out, lse, key_blocks, rows, query_heads, DIM=dim, COLUMNS=columns
     )
     return out, lse
+
+
+def tile_keys(columns: int) -> int:
+    """Return the keys of a tile, for a head dimension padded to `columns`."""
+    return _TILE if columns <= 256 else _TILE // 2
 
 
 def program_rows(groups: int, columns: int, dtype: torch.dtype) -> int:
@@ -96,7 +101,7 @@ def program_rows(groups: int, columns: int, dtype: torch.dtype) -> int:
     rows = triton.next_power_of_2(ROW_BLOCK * groups)
     rows = max(16, rows)
     limit = _MAX_ROWS
-    if columns > 128 and dtype.itemsize == 4:
+    if columns * dtype.itemsize > 512:
         limit = _MAX_ROWS_OF_LARGE_HEADS
     return min(limit, rows)
 

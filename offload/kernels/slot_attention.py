@@ -19,10 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from offload.attention.folding import Partial
-from offload.kernels.split_float import UPCAST, launch_options
+from offload.kernels.split_float import UPCAST, launch_options, tile_sizes
 from offload.layout import ceil_div
 
-_KEYS = 64  # keys per tile
 # keys per program: with 32 KV heads a budget of 4,096 makes four for each of a 4090's processors
 _SPLIT_KEYS = 256
 _NO_WINDOW = 1 << 30  # more slots than any buffer has
@@ -124,7 +123,9 @@ def attend(
     sequences, heads = len(places), table.heads
     tokens = rows // sequences
     groups = query_heads // heads
-    block = min(64, max(16, triton.next_power_of_2(tokens * groups)))
+    columns = max(16, triton.next_power_of_2(dim))
+    most_rows, keys = tile_sizes(columns)
+    block = min(most_rows, max(16, triton.next_power_of_2(tokens * groups)))
     blocks = ceil_div(tokens * groups, block)
     # The same for any number of sequences and tokens: with caches of the same size, a sequence
     # gets the same results as alone.
@@ -133,7 +134,6 @@ def attend(
         split_keys *= 2
     code_splits = ceil_div(table.codes, split_keys)
     splits = code_splits + ceil_div(table.tokens, split_keys)
-    columns = max(16, triton.next_power_of_2(dim))
     outs = torch.empty(splits, rows, query_heads, dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(splits, rows, query_heads, dtype=torch.float32, device=q.device)
     _attend[sequences * heads, blocks, splits](
@@ -152,7 +152,7 @@ def attend(
         _NO_WINDOW if window is None else window,
         GROUPS=groups,
         ROWS=block,
-        KEYS=_KEYS,
+        KEYS=keys,
         DIM=columns,
         CODES=table.codes > 0,
         UPCAST=UPCAST,

@@ -22,7 +22,8 @@ from offload.codec.format import SplitFormat
 from offload.layout import ceil_div
 
 _BLOCK = 1024  # elements of a head per program, where there is no attention
-_KEYS = 64  # keys per tile
+_KEYS = 64  # keys per tile, of which larger heads have half
+_WIDE = 256  # columns of a head up to which tiles are of full size
 _PROGRAMS = 512  # target number of programs: four for each multiprocessor of a 4090
 _MIN_KEYS = 256  # minimum keys per program
 _FEW_ROWS = 16  # smallest block of rows
@@ -138,16 +139,16 @@ def attend(fmt: SplitFormat, q: Tensor, high: Tensor, offsets: Tensor, recent: P
     _, heads, tokens, _ = high.shape
     groups = query_heads // heads
     folded = rows * groups  # rows of a KV head
-    block = triton.next_power_of_2(folded)
-    block = min(64, max(_FEW_ROWS, block))
+    columns = max(16, triton.next_power_of_2(dim))
+    most_rows, keys = tile_sizes(columns)
+    block = min(most_rows, max(_FEW_ROWS, triton.next_power_of_2(folded)))
     blocks = ceil_div(folded, block)
     target = max(1, _PROGRAMS // (heads * blocks))
     max_splits = ceil_div(tokens, _MIN_KEYS)
     splits = min(target, max_splits)
     split_keys = ceil_div(tokens, splits)
-    split_keys = ceil_div(split_keys, _KEYS) * _KEYS
+    split_keys = ceil_div(split_keys, keys) * keys
     splits = ceil_div(tokens, split_keys)
-    columns = max(16, triton.next_power_of_2(dim))
     outs = torch.empty(splits, rows, query_heads, dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(splits, rows, query_heads, dtype=torch.float32, device=q.device)
     _attend[heads, blocks, splits](
@@ -168,7 +169,7 @@ def attend(fmt: SplitFormat, q: Tensor, high: Tensor, offsets: Tensor, recent: P
         GROUPS=groups,
         LOW_BITS=fmt.low_bits,
         ROWS=block,
-        KEYS=_KEYS,
+        KEYS=keys,
         DIM=columns,
         UPCAST=UPCAST,
         **launch_options(block, columns),
@@ -196,6 +197,11 @@ def _merged(outs: Tensor, lses: Tensor, recent: Partial) -> Partial:
         DIM=triton.next_power_of_2(dim),
     )
     return out, lse
+
+
+def tile_sizes(columns: int) -> tuple[int, int]:
+    """Return the most rows of a program, and the keys of a tile, for heads of this size."""
+    return (64, _KEYS) if columns <= _WIDE else (16, _KEYS // 2)
 
 
 def launch_options(rows: int, columns: int) -> dict[str, int]:

@@ -471,7 +471,7 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
     if names is None or not _has_experts(fields, family):
         return None
     count = expert_count(fields)
-    if count is None:
+    if count is None and not family.is_gemma4:
         return None
     sparse = frozenset(range(fields["num_hidden_layers"]))
     if fields["model_type"] == "qwen3_moe":

@@ -22,15 +22,15 @@ def shares_keys(fields: Mapping[str, Any]) -> bool:
 
 
 def full_attention_heads(
-    fields: Mapping[str, Any], kv_heads: int, windows: SlidingWindow | None
+    fields: Mapping[str, Any], kv_heads: int, head_dim: int, windows: SlidingWindow | None
 ) -> tuple[int, int]:
     """Return the KV heads of layers with full attention, and their dimensions.
 
-    `kv_heads` are those of layers with a window. Raises ConfigError for layers that differ
-    otherwise.
+    `kv_heads` and `head_dim` are those of layers with a window. Raises ConfigError for layers that
+    differ otherwise.
     """
     by_layer = fields.get("per_layer_config")
-    own: dict[str, Any] = {"num_key_value_heads": kv_heads, "head_dim": fields.get("head_dim")}
+    own: dict[str, Any] = {"num_key_value_heads": kv_heads, "head_dim": head_dim}
     if by_layer is None:
         heads = fields.get("num_global_key_value_heads") if shares_keys(fields) else None
         own["num_key_value_heads"] = kv_heads if heads is None else heads

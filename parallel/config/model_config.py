@@ -260,7 +260,7 @@ class ModelConfig:
         windowed_heads = None
         if family.is_gemma4:
             windowed_heads = HeadShape(kv_heads, head_dim, heads // kv_heads)
-            kv_heads, head_dim = full_attention_heads(fields, kv_heads, windows)
+            kv_heads, head_dim = full_attention_heads(fields, kv_heads, head_dim, windows)
         rope, rotary_dim = read_rope(fields, family, head_dim)
         nope = nope_layers(fields) if family.has_nope_layers else frozenset()
         window = fields.get("sliding_window", family.sliding_window)

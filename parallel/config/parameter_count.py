@@ -26,6 +26,16 @@ def head_shape(config: ModelConfig, windowed: bool) -> HeadShape:
     return HeadShape(config.kv_heads, config.head_dim, config.heads // config.kv_heads)
 
 
+def min_kv_heads(config: ModelConfig) -> int:
+    """Return the KV heads of the layers that have fewest: over more ranks they cannot be split."""
+    return min(head_shape(config, windowed).heads for windowed in (False, True))
+
+
+def windowed_layers(config: ModelConfig) -> int:
+    """Return the number of layers with a window."""
+    return config.layers - config.full_layers
+
+
 def has_window(config: ModelConfig, layer: int) -> bool:
     """Return whether a layer has a sliding window."""
     return config.sliding_window is not None and layer in config.sliding_window.layers
@@ -50,7 +60,7 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
     embeddings = 1 if config.tied else 2
     mixtures = moe_layers(config)
     mlps = dense_layers(config)
-    windowed = config.layers - config.full_layers
+    windowed = windowed_layers(config)
     return (
         embeddings * vocab_rows(config.vocab, ranks) * config.hidden
         + config.full_layers * _attention_parameters(config, ranks, rank, windowed=False)

@@ -121,8 +121,8 @@ def _gemma4_parts(fields: Mapping[str, Any]) -> Iterator[str]:
         yield f"hidden_size_per_layer_input = {quote(size)} (embeddings of each layer)"
     if shared := fields.get("num_kv_shared_layers"):
         yield f"num_kv_shared_layers = {quote(shared)} (layers without keys and values)"
-    if fields.get("use_bidirectional_attention") not in (None, "vision"):
-        yield "use_bidirectional_attention = 'all' (attention to later tokens)"
+    if (later := fields.get("use_bidirectional_attention")) not in (None, "vision"):
+        yield f"use_bidirectional_attention = {quote(later)} (attention to later tokens)"
 
 
 def _quantised_part(fields: Mapping[str, Any]) -> str | None:

@@ -95,7 +95,11 @@ def _stack(
     if suffix == "_blocks":
         scale = _scale(tensor, tensors.get(f"{prefix}.{kind}_scales"))
     elif tensor.dtype not in DTYPES:
-        raise _broken(tensor, f"is {tensor.dtype}")
+        raise CheckpointError(
+            f"{tensor.path}: the experts' tensor {tensor.name} is {tensor.dtype}; only MXFP4 and "
+            f"{', '.join(DTYPES)} are supported in stacks of experts. Use a GGUF file or the "
+            "16-bit checkpoint."
+        )
     return _Stack(prefix, kind, tensor, scale, suffix == "_bias", is_gpt_oss)
 
 

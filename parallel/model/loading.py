@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from offload.dtypes import DTYPES, NO_FLOAT16, dtype_of
 from offload.errors import TierForceError
 from parallel.config.model_config import ModelConfig
-from parallel.config.parameter_count import parameter_count
+from parallel.config.parameter_count import min_kv_heads, parameter_count
 from parallel.errors import CheckpointError
 from parallel.formats import weight_headers
 from parallel.formats.checkpoint import Checkpoint, SafetensorsCheckpoint
@@ -119,7 +119,7 @@ def load_model(
     Raises ConfigError, CheckpointError, or TierForceError for the dtype.
     """
     config = config or ModelConfig.from_pretrained(folder)
-    check_ranks(config.kv_heads, group.size)  # before any tensor is read
+    check_ranks(min_kv_heads(config), group.size)  # before any tensor is read
     checkpoint = open_checkpoint(folder)
     chosen = choose_dtype(dtype, config, checkpoint, group.device)
     checkpoint.set_dtype(chosen)
@@ -146,7 +146,7 @@ def random_model(
             module.allocate()
     generator = torch.Generator(group.device)  # a failed capture may break torch's default one
     for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith("scalar"):
+        if "norm" in name or name.endswith(("scalar", "scale")):
             parameter.fill_(1.0)
         else:
             parameter.normal_(std=0.02, generator=generator)

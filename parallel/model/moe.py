@@ -18,7 +18,7 @@ from parallel.config.families import BranchNorms, MoEConfig
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.formats.checkpoint import Checkpoint
-from parallel.model.layers import rms_norm
+from parallel.model.layers import unweighted_norm
 from parallel.model.residual import Branch, Mlp, gelu_gated
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 from parallel.weights.expert_matrix import ExpertMatrix
@@ -48,7 +48,7 @@ class Experts(Module):
     def gated(self, gate_up: Tensor) -> Tensor:
         """Return the activations (..., columns) of stacked products (..., 2 columns).
 
-        The products are overwritten.
+        The products may be overwritten.
         """
         gate, up = gate_up.chunk(2, dim=-1)
         if self.shape.is_gemma4:
@@ -110,7 +110,7 @@ class Router(Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (T, per_token) float32 of the experts of x (T, hidden), and these."""
         if self.scale is not None:
-            x = rms_norm(x, self.scale.float() * x.shape[-1] ** -0.5, self.eps)
+            x = unweighted_norm(x, x.shape[-1], self.eps) * self.scale * x.shape[-1] ** -0.5
         scores = linear(x, self.weight, self.bias)
         weights, chosen = route(scores, self.shape.per_token, self.shape.normalised)
         if self.expert_scale is not None:

@@ -37,6 +37,7 @@ SPLIT_SHAPES = {
     89: [
         *(("bf16", rows, columns) for columns in (128, 256) for rows in (16, 32, 64)),
         ("fp16", 64, 64),
+        ("bf16", 16, 512),
     ],
     90: [("bf16", 64, 128)],
 }
@@ -60,7 +61,7 @@ BATCH_INVARIANT_SHAPES = {
     80: [("fp16", 128, 1)],
     89: [
         *(("bf16", 64, 3), ("bf16", 80, 1), ("bf16", 128, 4), ("bf16", 128, 16)),
-        *(("bf16", 256, 8), ("fp32", 128, 8), ("fp32", 256, 8)),
+        *(("bf16", 256, 8), ("fp32", 128, 8), ("fp32", 256, 8), ("bf16", 512, 8)),
     ],
     90: [("bf16", 128, 8)],
 }
@@ -105,6 +106,7 @@ def compile_split_kernels(capability: int, shapes: int | None) -> None:
     """Compile attention over high bytes; two programs fit an SM up to head dimension 128."""
     for element, rows, columns in SPLIT_SHAPES[capability][:shapes]:
         sizes = SIZES | SPLIT[element] | {"ROWS": rows, "DIM": columns}
+        sizes["KEYS"] = split_kernels.tile_sizes(columns)[1]
         options = split_kernels.launch_options(rows, columns)
         binary = compile_kernel(split_kernels._attend, element, capability, sizes, **options)
         if capability == 89 and columns <= 128:
@@ -126,7 +128,7 @@ def compile_batch_invariant_kernels(capability: int, shapes: int | None) -> None
         }
         sizes |= {
             "TILES": ceil_div(ROW_BLOCK * groups, rows),
-            "TILE": batch_invariant_kernels._TILE,
+            "TILE": batch_invariant_kernels.tile_keys(columns),
         }
         sizes |= {"COLUMNS": columns, "UPCAST": False}
         compile_kernel(batch_invariant_kernels._attend, element, capability, sizes, num_stages=1)
@@ -153,6 +155,7 @@ def compile_slot_kernels(capability: int, shapes: int | None) -> None:
         options = slot_kernels.launch_options(rows, columns)
         for codes in (True, False):
             sizes = SIZES | {"ROWS": rows, "DIM": columns, "CODES": codes}
+            sizes["KEYS"] = split_kernels.tile_sizes(columns)[1]
             binary = compile_kernel(slot_kernels._attend, element, capability, sizes, **options)
             assert "ld.global.v4" in binary.asm["ptx"]  # addresses from a table are aligned, too
             if capability == 89 and columns <= 128:

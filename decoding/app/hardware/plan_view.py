@@ -18,6 +18,7 @@ from decoding.planning.plan import Plan
 from decoding.planning.requirements import whole_weight_bytes
 from offload.dtypes import dtype_name
 from offload.errors import TierForceError
+from parallel.config.parameter_count import windowed_layers
 
 # labels of memory tiers
 _TIERS = {
@@ -101,7 +102,7 @@ def times_table(plans: Plans) -> Table:
         budget = best.requirements.strategy.budget
         table.add_row("retrieval budget", f"{budget:,} tokens per head")
     target = best.requirements.target
-    if windowed := target.layers - target.full_layers:
+    if windowed := windowed_layers(target):
         table.add_row("layers with a window", f"{windowed}")
     table.add_row("on-device layers", f"{best.memory.resident_layers}")
     table.add_row("offloaded layers", f"{best.layers_on_host}")

@@ -98,12 +98,13 @@ def _ropes(
     if (tensor := header.tensors.get(_FACTORS)) is not None:
         factors = read_floats(header, tensor, dim // 2, maximum=float("inf"))
         rotated = sum(factor == 1.0 for factor in factors)
-        if any(factor < _NO_ROTATION for factor in factors[rotated:]):
+        part = 2 * rotated / dim
+        is_exact = int(part * dim // 2) == rotated  # as it will be read
+        if not is_exact or any(factor < _NO_ROTATION for factor in factors[rotated:]):
             raise ConfigError(
                 f"{header.path}: its {_FACTORS} has other divisors than 1, followed by some of at "
                 f"least {_NO_ROTATION:g}, which is not supported."
             )
-        part = 2 * rotated / dim
     full = {"rope_type": "proportional", "partial_rotary_factor": part}
     full["rope_theta"] = values.get("rope.freq_base", 1e6)
     local = fields.pop("rope_local_base_freq", 10_000.0)

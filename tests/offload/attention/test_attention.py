@@ -330,7 +330,28 @@ CUDA_KERNELS = [
 ]
 
 
-@pytest.mark.parametrize(("dim", "name"), [(64, "_flash_op"), (100, "_efficient_op")])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keys", [9, 64, 130])
+def test_large_heads_attend_to_many_keys_in_parts(
+    keys: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = []
+
+    def op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Partial:
+        shapes.append(tuple(k.shape))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+
+    monkeypatch.setattr(cuda, "_efficient_op", op)
+    monkeypatch.setattr(cuda, "_PART_KEYS", 16)
+    q, k, v = draw(3, keys, (8, 2), torch.float32, dim=320)
+    agree(cuda_flash(q, k, v, causal), q, k, v, causal=causal)
+    prefix = keys - 3 * causal
+    assert any(shape[0] == prefix // 16 for shape in shapes) == (prefix >= 32)
+
+
+@pytest.mark.parametrize(
+    ("dim", "name"), [(64, "_flash_op"), (100, "_efficient_op"), (512, "_efficient_op")]
+)
 def test_torch_flash_kernel_gets_supported_head_dimensions(
     dim: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
