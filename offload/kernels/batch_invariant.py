@@ -25,7 +25,7 @@ from offload.layout import ceil_div
 
 _TILE = 64  # keys per tile
 _MAX_ROWS = 64  # rows per program: more would not fit a multiprocessor's registers
-_MAX_ROWS_OF_LARGE_HEADS = 16  # of more than 512 bytes: more would not fit 100 KB of shared memory
+_MAX_ROWS_OF_LARGE_HEADS = 16  # above 512 bytes more would not fit 100 KB of shared memory
 
 
 def attend(q: Tensor, parts: Sequence[Tensor]) -> Partial:

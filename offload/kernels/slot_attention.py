@@ -124,8 +124,8 @@ def attend(
     tokens = rows // sequences
     groups = query_heads // heads
     columns = max(16, triton.next_power_of_2(dim))
-    most_rows, keys = tile_sizes(columns)
-    block = min(most_rows, max(16, triton.next_power_of_2(tokens * groups)))
+    max_rows, keys = tile_sizes(columns)
+    block = min(max_rows, max(16, triton.next_power_of_2(tokens * groups)))
     blocks = ceil_div(tokens * groups, block)
     # The same for any number of sequences and tokens: with caches of the same size, a sequence
     # gets the same results as alone.

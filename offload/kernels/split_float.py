@@ -140,8 +140,8 @@ def attend(fmt: SplitFormat, q: Tensor, high: Tensor, offsets: Tensor, recent: P
     groups = query_heads // heads
     folded = rows * groups  # rows of a KV head
     columns = max(16, triton.next_power_of_2(dim))
-    most_rows, keys = tile_sizes(columns)
-    block = min(most_rows, max(_FEW_ROWS, triton.next_power_of_2(folded)))
+    max_rows, keys = tile_sizes(columns)
+    block = min(max_rows, max(_FEW_ROWS, triton.next_power_of_2(folded)))
     blocks = ceil_div(folded, block)
     target = max(1, _PROGRAMS // (heads * blocks))
     max_splits = ceil_div(tokens, _MIN_KEYS)
