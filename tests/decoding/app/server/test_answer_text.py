@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("prometheus_client")
+
 from decoding.app.server.worker.answering import _AnswerText
 from decoding.app.server.worker.jobs import TokenLogprobs
 from support.channels import MARKERS, make_tokenizer
