@@ -21,8 +21,8 @@ from parallel.config.parameter_count import (
     dense_layers,
     has_window,
     head_shape,
+    kv_projections,
     moe_layers,
-    shares_values,
     windowed_layers,
 )
 from parallel.config.weight_sizes import weight_sizes
@@ -53,8 +53,9 @@ def matmul_flops(config: ModelConfig) -> float:
 
 def _projections(config: ModelConfig, windowed: bool) -> int:
     """Return the weights of a layer's attention."""
-    shape, keys = head_shape(config, windowed), 1 if shares_values(config, windowed) else 2
-    return config.hidden * shape.dim * shape.heads * (2 * shape.groups + keys)
+    shape = head_shape(config, windowed)
+    per_head = 2 * shape.groups + kv_projections(config, windowed)
+    return config.hidden * shape.dim * shape.heads * per_head
 
 
 def head_flops(config: ModelConfig, ranks: int) -> float:
@@ -77,8 +78,8 @@ def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
     """
     other_layers = (config.layers - 1) / config.layers
     is_windowed = has_window(config, config.layers - 1)
-    last, matrices = head_shape(config, is_windowed), 1 if shares_values(config, is_windowed) else 2
-    last_layer = 2.0 * matrices * config.hidden * last.heads * last.dim
+    last, projections = head_shape(config, is_windowed), kv_projections(config, is_windowed)
+    last_layer = 2.0 * projections * config.hidden * last.heads * last.dim
     matmul = (other_layers * matmul_flops(config) + last_layer) * tokens
     first = min(tokens, _window(config))  # tokens that see all before them
     windowed = first * (first + 1) / 2 + (tokens - first) * first
@@ -91,10 +92,10 @@ def _attention_flops(config: ModelConfig, full: float, windowed: float) -> float
     Two for QK^T and two for PV per dimension.
     """
     pairs = 0.0
-    counts = (config.full_layers, windowed_layers(config))
-    for is_windowed, (layers, seen) in enumerate(zip(counts, (full, windowed), strict=True)):
-        shape = head_shape(config, bool(is_windowed))
-        pairs += layers * seen * shape.dim * shape.heads * shape.groups if layers else 0.0
+    kinds = ((False, config.full_layers, full), (True, windowed_layers(config), windowed))
+    for is_windowed, layers, seen in kinds:
+        shape = head_shape(config, is_windowed)
+        pairs += layers * seen * shape.dim * shape.heads * shape.groups
     return 4.0 * pairs
 
 

@@ -8,6 +8,7 @@ grows (docs/algorithm.md).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -102,7 +103,7 @@ class RetrievalCache(StaticCache):
         end = slot + len(q)
         self.traffic.attended += self._store.slot_bytes(first, end)
         groups = self._store.head_groups(self._index[layer], first, end)
-        return attend_by_heads(q, k.shape[1], groups, _causal)
+        return attend_by_heads(q, k.shape[1], groups, partial(partial_attention, causal=True))
 
     def slot_and_position(self, start: int) -> tuple[int, int]:
         base = self.selector.base
@@ -196,7 +197,3 @@ def _write(
     slot, _ = cache.slot_and_position(start)
     window = token_slice(kv, 0, cache.slots - cache.window_offset)
     write_tokens(window[:, heads], k, v, slot - cache.window_offset)
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    return partial_attention(q, k, v, causal=True)

@@ -473,7 +473,7 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
     count = expert_count(fields)
     if count is None and not family.is_gemma4:
         return None
-    sparse = frozenset(range(fields["num_hidden_layers"]))
+    sparse, normalised = frozenset(range(fields["num_hidden_layers"])), True
     if fields["model_type"] == "qwen3_moe":
         check_number(_count_field(fields), count, COUNT_OR_NONE)
         step = fields.get("decoder_sparse_step", 1)
@@ -484,15 +484,15 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
         )
         if not count or not sparse:
             return None
+        normalised = bool_field(fields, "norm_topk_prob", False)
     check_number(_count_field(fields), count, Number(high=MAX_EXPERTS))
-    always = fields["model_type"] != "qwen3_moe"
     for name in (names.per_token, names.intermediate):
         check_number(name, fields[name], COUNT)
     return MoEConfig(
         count=count,
         per_token=fields[names.per_token],
         intermediate=fields[names.intermediate],
-        normalised=always or bool_field(fields, "norm_topk_prob", False),
+        normalised=normalised,
         layers=sparse,
         names=names,
         clamp=_clamp(fields) if family.is_gpt_oss else None,

@@ -41,9 +41,9 @@ def has_window(config: ModelConfig, layer: int) -> bool:
     return config.sliding_window is not None and layer in config.sliding_window.layers
 
 
-def shares_values(config: ModelConfig, windowed: bool) -> bool:
-    """Return whether keys and values of these layers are one projection."""
-    return config.has_shared_values and not windowed
+def kv_projections(config: ModelConfig, windowed: bool) -> int:
+    """Return the projections of keys and values in these layers: two, or one that they share."""
+    return 1 if config.has_shared_values and not windowed else 2
 
 
 def head_rows(shape: HeadShape) -> tuple[int, int]:
@@ -94,7 +94,7 @@ def _attention_parameters(config: ModelConfig, ranks: int, rank: int, windowed: 
     queries, keys = (heads * rows for rows in head_rows(shape))
     qk_norms = {None: 0, "head": 2 * shape.dim, "width": queries + keys}[config.qk_norm]
     norms = config.norms.total * hidden + qk_norms
-    qkv = queries + (1 if shares_values(config, windowed) else 2) * keys
+    qkv = queries + kv_projections(config, windowed) * keys
     o = hidden * (queries + config.o_bias)
     sinks = queries // shape.dim if config.has_sinks else 0
     return norms + qkv * (hidden + config.qkv_bias) + o + sinks + config.is_gemma4

@@ -15,8 +15,8 @@ from parallel.config.parameter_count import (
     has_window,
     head_rows,
     head_shape,
+    kv_projections,
     parameter_count,
-    shares_values,
 )
 from parallel.formats.plane_format import PlaneFormat, is_kept, kept_bytes
 from parallel.formats.weight_headers import EMBEDDING, HEAD
@@ -147,8 +147,8 @@ def _matrices(
         query_unit, key_unit = head_rows(shape)
         own_queries = share(shape.heads * query_unit, rank, ranks, query_unit)
         key_rows = share_size(shape.heads * key_unit, rank, ranks, key_unit)
-        heads = {"q": own_queries.stop - own_queries.start, "k": key_rows}
-        heads |= {} if shares_values(config, windowed) else {"v": key_rows}
+        heads = {"q": own_queries.stop - own_queries.start}
+        heads |= dict.fromkeys("kv"[: kv_projections(config, windowed)], key_rows)
         projections = [
             _Part(
                 f"{prefix}.self_attn.{'qkv' if config.fused_qkv else name}_proj.weight",

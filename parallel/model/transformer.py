@@ -23,7 +23,7 @@ from parallel.config.parameter_count import (
     has_window,
     head_rows,
     head_shape,
-    shares_values,
+    kv_projections,
 )
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.layers import (
@@ -106,10 +106,11 @@ class Attention(Branch):
         self.query_multiplier = config.query_multiplier
         own_queries, own_keys = units = head_rows(shape)
         queries, keys = shape.heads * own_queries, shape.heads * own_keys
-        names = ["q_proj", "k_proj"] + ([] if shares_values(config, windowed) else ["v_proj"])
+        count = kv_projections(config, windowed)
+        names = ["q_proj", "k_proj", "v_proj"][: 1 + count]
         self.names = ["qkv_proj"] if config.fused_qkv else names
-        outputs = [queries, keys, keys][: len(names)]
-        row_units = [own_queries, own_keys, own_keys][: len(names)]
+        outputs = [queries] + count * [keys]
+        row_units = [own_queries] + count * [own_keys]
         self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias, row_units)
         self.qk_norm: HeadNorms | WidthNorms | None = None
         if config.qk_norm == "head":

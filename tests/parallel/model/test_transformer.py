@@ -22,6 +22,7 @@ from parallel.model.loading import load_model
 from parallel.model.pipeline import PrefillStep, run_steps
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
+from support.families import OTHERS
 from support.links import CPU, make_test_link
 from support.models import long_rope, random_tokens, reference_logits, rope
 from support.ranks import run_ranks
@@ -151,13 +152,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere": {"family": "cohere", "attention_bias": True, "logit_scale": 0.5},
     "cohere2": {"family": "cohere2"},
     "gemma4": {"family": "gemma4_text"},
-    "gemma4-experts": {
-        "family": "gemma4_text",
-        "enable_moe_block": True,
-        "num_experts": 5,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 20,
-    },
+    "gemma4-experts": OTHERS["gemma4-experts"],
     "gemma4-separate-values": {
         "family": "gemma4_text",
         "attention_k_eq_v": False,
