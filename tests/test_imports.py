@@ -25,6 +25,7 @@ IMPORT_ORDER = (
     ("offload.cache",),
     ("offload.retrieval",),
     ("offload.tiered",),
+    ("offload.prefill",),
     ("parallel",),
     ("parallel.ranks",),
     ("parallel.formats", "parallel.formats.gguf"),

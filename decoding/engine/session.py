@@ -16,9 +16,9 @@ from decoding.prefix_cache.stored_prompt import StoredPrompt
 from decoding.speculation.draft_vocabulary import clamp_to_vocab
 from offload.cache.streaming import StreamingCache
 from offload.layout import ceil_div, shares
+from offload.prefill.host_copy import HostCopy
+from offload.prefill.layer_major import Prefill, copy_prefix
 from offload.retrieval.cache import RetrievalCache
-from offload.tiered.host_copy import HostCopy
-from offload.tiered.prefill import Prefill, copy_prefix
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.execution.executor import CopiedPrefix, Level
 from parallel.model.pipeline import PrefillStep, PrefillSteps, part_of_prefill, run_steps

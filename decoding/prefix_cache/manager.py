@@ -24,8 +24,8 @@ from decoding.prefix_cache.store import (
 from decoding.prefix_cache.writer import BackgroundWriter, files_of, load_saved
 from offload.errors import CorruptCacheError, TierForceError, one_line
 from offload.layout import SlidingWindow
+from offload.prefill.layer_major import OBSERVED_ROWS, Prefill, loaded_segments
 from offload.tiered.cache import TieredCache
-from offload.tiered.prefill import OBSERVED_ROWS, Prefill, loaded_segments
 from parallel.ranks.process_group import TensorParallelGroup
 
 

@@ -63,7 +63,7 @@ class TieredCache(Cache):
     def device_bytes(self) -> int:
         return self._buffers.shared_bytes + sum(layer.device_bytes for layer in self.layers)
 
-    # -- prefill (offload.tiered.prefill) ----------------------------------------------------------
+    # -- prefill (offload.prefill.layer_major) -----------------------------------------------------
 
     def resumable(self, length: int) -> int:
         """Return the largest length, up to `length`, to which the sequence can be shortened.

@@ -15,7 +15,7 @@ from torch.nn import Module, ModuleList
 
 from offload.attention.folding import Partial
 from offload.kernels.batch_invariant_shape import ROW_BLOCK
-from offload.tiered.prefill import OBSERVED_ROWS
+from offload.prefill.layer_major import OBSERVED_ROWS
 from parallel.batch_invariant import batch_invariant
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import (

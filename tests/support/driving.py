@@ -16,11 +16,11 @@ from offload.cache.base import Cache
 from offload.layout import KVLayout
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
+from offload.prefill.layer_major import Prefill
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
-from offload.tiered.prefill import Prefill
 from offload.tiered.shape import TieredCacheSpec
 from support.reference import PlainCache, random_rotary
 

@@ -18,7 +18,7 @@ from decoding.planning.plan import Memory, Plan
 from decoding.planning.request_spec import RequestSpec
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
 from offload.layout import ceil_div
-from offload.tiered.prefill import OBSERVED_ROWS
+from offload.prefill.layer_major import OBSERVED_ROWS
 from parallel.ranks.process_group import TensorParallelGroup
 from support import batches
 from support.engines import MODES, PLACEMENTS, Folders, Pair

@@ -17,8 +17,8 @@ from decoding.planning.memory_plan import device_breakdown
 from decoding.planning.request_spec import RequestSpec
 from offload.errors import TierForceError
 from offload.memory.host_arena import HostArena
+from offload.prefill.layer_major import Prefill
 from offload.tiered.cache import TieredCache
-from offload.tiered.prefill import Prefill
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO
 from support.prompts import prompt

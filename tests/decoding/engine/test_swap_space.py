@@ -15,7 +15,7 @@ from bench.harness.decode_loop import run_together
 from decoding import GREEDY, Engine
 from decoding.engine.request import Request, RequestState, Status
 from offload.errors import InsufficientMemoryError
-from offload.tiered.prefill import OBSERVED_ROWS
+from offload.prefill.layer_major import OBSERVED_ROWS
 from parallel.ranks.process_group import TensorParallelGroup
 from support import batches
 from support.engines import MODES, PLACEMENTS, Folders, Pair
@@ -337,7 +337,7 @@ def test_a_copy_is_finished_before_its_source_changes(
         assert source is not None
         if fails:
             monkeypatch.setattr(
-                "offload.tiered.prefill.Prefill.load_blocks",
+                "offload.prefill.layer_major.Prefill.load_blocks",
                 lambda *_: (_ for _ in ()).throw(InsufficientMemoryError("no room")),
             )
         if ends == "closed":

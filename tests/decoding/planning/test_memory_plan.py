@@ -17,8 +17,8 @@ from offload.errors import InsufficientMemoryError
 from offload.layout import KVLayout
 from offload.memory.cpu_link import EmulatedLink
 from offload.memory.host_arena import HostArena
+from offload.prefill.layer_major import Prefill
 from offload.tiered.cache import TieredCache
-from offload.tiered.prefill import Prefill
 from offload.tiered.shape import TieredCacheSpec
 from support.links import CPU
 from support.reference import random_rotary

@@ -26,9 +26,9 @@ from decoding.prefix_cache.manager import PrefixCacheManager
 from decoding.prefix_cache.store import PromptCache
 from offload.errors import CorruptCacheError, TierForceError
 from offload.layout import KVLayout
+from offload.prefill.layer_major import OBSERVED_ROWS
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVFile
-from offload.tiered.prefill import OBSERVED_ROWS
 from parallel.config.model_config import ModelConfig
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import IDENTITY, Folders, Pair

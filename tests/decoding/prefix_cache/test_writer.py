@@ -25,9 +25,9 @@ from decoding.engine.request import Request
 from decoding.prefix_cache.store import CachedPrompt, PromptCache
 from decoding.prefix_cache.writer import BackgroundWriter, files_of, load_saved
 from offload.errors import InvalidRequestError
+from offload.prefill.layer_major import OBSERVED_ROWS
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVFile
-from offload.tiered.prefill import OBSERVED_ROWS
 from parallel.ranks.process_group import TensorParallelGroup
 from support import batches
 from support.engines import Folders, Pair

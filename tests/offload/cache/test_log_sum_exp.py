@@ -19,9 +19,9 @@ from offload.cache.streaming import StreamingCache
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.layout import KVLayout, SlidingWindow
 from offload.memory.link import Link
+from offload.prefill.layer_major import Prefill
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.device_view import OnDeviceCache
-from offload.tiered.prefill import Prefill
 from support.driving import (
     BFLOAT16,
     LAYOUT,

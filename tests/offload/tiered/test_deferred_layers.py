@@ -15,8 +15,8 @@ from decoding import Sampling
 from decoding.planning.memory_plan import device_breakdown
 from decoding.planning.request_spec import RequestSpec
 from offload.memory.link import Link
+from offload.prefill.layer_major import Prefill
 from offload.retrieval.shape import RetrievalCacheSpec
-from offload.tiered.prefill import Prefill
 from parallel.model.loading import parameter_bytes
 from support.driving import (
     CAPACITY,

@@ -13,9 +13,9 @@ import offload.tiered.kv_file
 from offload.errors import CorruptCacheError
 from offload.layout import KVLayout
 from offload.memory.link import Link
+from offload.prefill.layer_major import Prefill
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVFile
-from offload.tiered.prefill import Prefill
 from support.driving import (
     BFLOAT16,
     LAYOUT,

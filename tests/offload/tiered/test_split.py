@@ -10,8 +10,8 @@ from torch import Tensor
 
 from offload.layout import KVLayout
 from offload.memory.link import Link
+from offload.prefill.layer_major import Prefill
 from offload.tiered.cache import TieredCache
-from offload.tiered.prefill import Prefill
 from offload.traffic import ByteCounters
 from support.driving import CAPACITY, LAYOUT, QKV, SHAPE, forward, prefill, random_qkv, tiered_cache
 from support.links import every_link

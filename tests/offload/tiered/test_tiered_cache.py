@@ -14,9 +14,9 @@ from torch import Tensor
 from offload.layout import KVLayout
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Copy, Link
+from offload.prefill.layer_major import Prefill
 from offload.tiered.cache import TieredCache
 from offload.tiered.offloaded import OffloadedLayer
-from offload.tiered.prefill import Prefill
 from offload.tiered.shape import TieredCacheSpec
 from support.driving import (
     BLOCK,

@@ -18,11 +18,11 @@ from offload.codec.format import compression_saves, split_format
 from offload.layout import KVLayout
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
+from offload.prefill.layer_major import Prefill
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
-from offload.tiered.prefill import Prefill
 from offload.tiered.shape import TieredCacheSpec
 from support.links import CPU, make_test_link
 from support.reference import random_rotary

@@ -15,12 +15,12 @@ from offload.cache.streaming import StreamingCache
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.layout import REWIND, HeadShape, KVLayout, Segment, SlidingWindow
 from offload.memory.link import Link
+from offload.prefill.host_copy import HostCopy
+from offload.prefill.layer_major import Prefill, copy_prefix
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
 from offload.tiered.device_view import OnDeviceCache
-from offload.tiered.host_copy import HostCopy
 from offload.tiered.kv_file import KVFile
-from offload.tiered.prefill import Prefill, copy_prefix
 from offload.tiered.windowed import WindowedLayer
 from support.driving import (
     GROUPS,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from offload.memory.host_arena import HostArena
+from offload.prefill.layer_major import Prefill
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
-from offload.tiered.prefill import Prefill
 from offload.tiered.shape import TieredCacheSpec
 from parallel.execution.batched_forward import ForwardRequest
 from parallel.execution.cuda_graphs import GraphRunner

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
+from offload.prefill.layer_major import Prefill
 from offload.tiered.cache import TieredCache
-from offload.tiered.prefill import Prefill
 from offload.tiered.shape import TieredCacheSpec
 from parallel.model.loading import load_model
 from parallel.model.pipeline import PrefillStep, run_steps

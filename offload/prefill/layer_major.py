@@ -14,8 +14,8 @@ from offload.attention.folding import Partial
 from offload.attention.head_major import attend_prefix, token_slice, write_tokens
 from offload.attention.window import attend_slots
 from offload.layout import KVLayout, Segment
+from offload.prefill.host_copy import KVSource
 from offload.tiered.cache import TieredCache
-from offload.tiered.host_copy import KVSource
 from offload.tiered.kv_file import HostReader, KVBlock, copies_to
 from offload.tiered.layer import TieredLayer
 from offload.tiered.windowed import WindowedLayer

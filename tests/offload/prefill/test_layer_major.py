@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from offload.memory.link import Link
+from offload.prefill.layer_major import Prefill
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
-from offload.tiered.prefill import Prefill
 from support.driving import (
     BFLOAT16,
     LAYOUT,

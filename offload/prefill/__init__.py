@@ -1,0 +1,1 @@
+"""Filling the target's cache: with a prompt, or with the beginning of another cache."""
