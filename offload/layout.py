@@ -29,6 +29,11 @@ MASKED_SCORES = 1 << 16
 # prompt's end that are computed again for what observes them.
 REWIND = 64
 CHECKPOINT_STEP = 16_384  # tokens
+# Last query tokens of a prompt, which observers see: every layer's attention is computed for these.
+OBSERVED_ROWS = 32
+STATE_CHUNK = 64  # tokens between which a recurrent layer computes all scores
+STATE_TOKENS = 512  # tokens of a prompt that it processes at once
+_STATE_DIM = 64  # head dimension of a state where it is copied as KV
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,79 @@ class SlidingWindow:
         )
 
 
+@dataclass(frozen=True)
+class RecurrentShape:
+    """Layers with a gated delta net: a state of fixed size instead of keys and values.
+
+    The heads are those of one rank, or of the whole model. Source: Yang et al. 2025, Gated Delta
+    Networks, arXiv 2412.06464, section 3.
+    """
+
+    layers: frozenset[int]
+    key_heads: int
+    value_heads: int  # a multiple of the key heads
+    key_dim: int
+    value_dim: int
+    taps: int  # weights of a channel in the causal convolution of queries, keys and values
+    # whether value head i has key head i % key_heads; else consecutive ones share a key head
+    is_tiled: bool = False
+    step: int = CHECKPOINT_STEP  # states are kept in host memory at its multiples
+
+    @property
+    def shared(self) -> int:
+        """Return the value heads that share a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        """Return the numbers of a token that are convolved: its queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a layer's state: float32, and the inputs of the convolution."""
+        state = 4 * self.value_heads * self.key_dim * self.value_dim
+        return state + (self.taps - 1) * self.channels * itemsize
+
+    def row_bytes(self, itemsize: int) -> int:
+        """Return the bytes of what a layer keeps of a token that may still be rejected."""
+        values = self.value_heads * (self.value_dim + 1)
+        return self.channels * itemsize + 4 * (self.key_heads * self.key_dim + values)
+
+    def cache_bytes(self, rows: int, itemsize: int) -> int:
+        """Return the bytes of all layers' states in a cache, for forwards of up to `rows` rows."""
+        return len(self.layers) * (self.state_bytes(itemsize) + rows * self.row_bytes(itemsize))
+
+    def rewindable_bytes(self, rows: int, rewind: int, itemsize: int) -> int:
+        """Return the bytes of all layers' states that can go back by `rewind` tokens."""
+        older = self.cache_bytes(2 * rewind + rows, itemsize)
+        return self.cache_bytes(rows, itemsize) + older
+
+    def kept_tokens(self, itemsize: int) -> int:
+        """Return the tokens of KV, in the layout of `KVLayout.of`, whose bytes a state takes."""
+        return ceil_div(self.state_bytes(itemsize), 2 * _STATE_DIM * itemsize)
+
+    def segment(self, end: int, itemsize: int) -> Segment:
+        """Return the tokens whose place the state at a position takes, where KV is copied."""
+        return Segment(end - self.kept_tokens(itemsize), end)
+
+    @staticmethod
+    def last_position(tokens: int) -> int:
+        """Return the position near the end of a prompt at which its state is kept.
+
+        The tokens after it are computed again for what observes them.
+        """
+        return max(0, tokens - OBSERVED_ROWS) // STATE_CHUNK * STATE_CHUNK
+
+    def positions(self, tokens: int) -> list[int]:
+        """Return the positions at which the state of a prompt is kept, in order."""
+        last = self.last_position(tokens)
+        return [*range(self.step, last, self.step), *([last] if last else [])]
+
+    def checkpoints(self, tokens: int) -> int:
+        """Return how many states are kept of a sequence of up to so many tokens."""
+        return tokens // self.step + 1
+
+
 class Segment(NamedTuple):
     """Consecutive tokens of a sequence."""
 
@@ -110,6 +188,7 @@ class KVLayout:
     groups: int = 1  # query heads per KV head
     window: SlidingWindow | None = None
     windowed_heads: HeadShape | None = None  # heads of layers with a window, if they are others
+    recurrent: RecurrentShape | None = None
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim"):
@@ -121,14 +200,24 @@ class KVLayout:
         window = self.window
         return window.tokens if window is not None and layer in window.layers else None
 
+    def is_recurrent(self, layer: int) -> bool:
+        """Return whether a layer has a state instead of keys and values."""
+        return self.recurrent is not None and layer in self.recurrent.layers
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """Return the layers with keys and values, in order."""
+        return [layer for layer in range(self.layers) if not self.is_recurrent(layer)]
+
     @property
     def full_layers(self) -> int:
         """Return the number of layers with full attention, whose KV grows with the sequence."""
-        return self.layers - (len(self.window.layers) if self.window is not None else 0)
+        windowed = len(self.window.layers) if self.window is not None else 0
+        return len(self.attention_layers) - windowed
 
-    def without_windows(self, layers: int) -> KVLayout:
+    def with_full_attention(self, layers: int) -> KVLayout:
         """Return the geometry of so many layers with full attention."""
-        return replace(self, layers=layers, window=None, windowed_heads=None)
+        return replace(self, layers=layers, window=None, windowed_heads=None, recurrent=None)
 
     @property
     def windowed(self) -> KVLayout:
@@ -149,8 +238,34 @@ class KVLayout:
         return [self, self.windowed]
 
     def of(self, layer: int) -> KVLayout:
-        """Return the geometry of a layer."""
+        """Return the geometry of a layer; of a recurrent one, that in which its state is copied."""
+        if self.is_recurrent(layer):
+            return replace(self.with_full_attention(1), heads=1, head_dim=_STATE_DIM)
         return self if self.window_of(layer) is None else self.windowed
+
+    def segments(self, layer: int, tokens: int) -> list[Segment]:
+        """Return what is stored of a layer of a prompt: of one with a window, or a state, parts."""
+        if self.is_recurrent(layer):
+            assert self.recurrent is not None
+            itemsize = self.dtype.itemsize
+            positions = self.recurrent.positions(tokens)
+            return [self.recurrent.segment(end, itemsize) for end in positions]
+        if self.window_of(layer) is not None:
+            assert self.window is not None
+            return self.window.segments(tokens)
+        return [Segment(0, tokens)]
+
+    def resumable(self, length: int, tokens: int) -> int:
+        """Return the largest number of tokens, up to `length`, after which a sequence can go on.
+
+        It begins like a prompt of `tokens` tokens that is stored.
+        """
+        if self.recurrent is not None:
+            positions = self.recurrent.positions(tokens)
+            length = max((each for each in positions if each <= length), default=0)
+        if self.window is not None:
+            length = self.window.resumable(length, self.window.segments(tokens))
+        return length
 
     @property
     def layer_token_bytes(self) -> int:
@@ -171,10 +286,12 @@ class KVLayout:
 
     def stored_bytes(self, tokens: int) -> int:
         """Return the bytes of `tokens` tokens in all layers, as they are stored for later use."""
-        if (window := self.window) is None:
-            return self.bytes(tokens)
-        kept = sum(end - start for start, end in window.segments(tokens))
-        return self.bytes(tokens, self.full_layers) + self.windowed.bytes(kept, len(window.layers))
+        stored = self.bytes(tokens, self.full_layers)
+        for layer in range(self.layers):
+            if self.is_recurrent(layer) or self.window_of(layer) is not None:
+                kept = sum(end - start for start, end in self.segments(layer, tokens))
+                stored += self.of(layer).bytes(kept, 1)
+        return stored
 
     def shape(self, layers: int, tokens: int) -> tuple[int, int, int, int, int]:
         """Return the shape of head-major storage: (layers, keys and values, Hkv, tokens, D).

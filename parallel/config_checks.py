@@ -14,7 +14,8 @@ from parallel.errors import ConfigError
 
 MAX_LAYERS = 100_000
 MAX_EXPERTS = 1 << 12  # per layer
-SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers in a config
+# kinds of layers in a config
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 def quote(value: Any) -> str:

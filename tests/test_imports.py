@@ -22,6 +22,7 @@ IMPORT_ORDER = (
     ("offload.memory",),
     ("offload.attention",),
     ("offload.kernels",),
+    ("offload.recurrent",),
     ("offload.cache",),
     ("offload.retrieval",),
     ("offload.tiered",),

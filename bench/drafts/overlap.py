@@ -72,7 +72,7 @@ class Variant:
         if self.bits == 16:
             return self.budget
         layout = replace(layout, dtype=torch.bfloat16)
-        layout = layout.without_windows(layout.full_layers)
+        layout = layout.with_full_attention(layout.full_layers)
         whole = RetrievalCacheSpec.of(self.budget, self.chunk, self.budget, 1, 0)
         memory, tokens = whole.device_bytes(layout), 2 * self.budget
         while replace(whole, budget=tokens, quantised=True).device_bytes(layout) > memory:

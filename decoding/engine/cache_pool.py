@@ -15,7 +15,7 @@ from decoding.engine.swap_space import SwapOut, SwapSpace
 from decoding.prefix_cache.store import MIN_TOKENS
 from decoding.speculation.sequence import Tokens
 from offload.errors import InsufficientMemoryError, RequestCancelled
-from offload.prefill.layer_major import OBSERVED_ROWS
+from offload.layout import OBSERVED_ROWS
 
 
 class CachePool:

@@ -29,14 +29,11 @@ class HeldSequence:
     def copyable(self, tokens: int) -> int:
         """Return how many of its first `tokens` may be copied: none during a prefill."""
         target = self.caches.target
-        return 0 if self.missing else target.resumable(min(tokens, target.length))
+        return 0 if self.missing else target.copyable(min(tokens, target.length))
 
     def copyable_later(self, tokens: int) -> int:
         """Return how many of its first `tokens` may be copied once its prefill has ended."""
-        window = self.caches.target.layout.window
-        if window is None:
-            return tokens
-        return window.resumable(tokens, window.segments(len(self.tokens)))
+        return self.caches.target.layout.resumable(tokens, len(self.tokens))
 
     def common_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
         """Return the length of the prefix that a prompt shares, whose KV is that of its own."""

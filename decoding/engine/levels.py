@@ -10,6 +10,7 @@ from decoding.planning.plan import Plan
 from offload.cache.static_shape import StaticCache
 from offload.cache.streaming import StreamingCache
 from offload.memory.host_arena import HostArena
+from offload.recurrent.states import RecurrentStates
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
 from offload.tiered.cache import TieredCache
@@ -133,18 +134,34 @@ class DecodingLevels:
 
     def _split_level(self) -> Level:
         """Return the target's weights on the on-device view of its cache."""
-        return Level("split", self._runtime.target, OnDeviceCache(self.target, self.retrieval))
+        cache = OnDeviceCache(self.target, self.retrieval)
+        cache.recurrent = self._draft_states()
+        return Level("split", self._runtime.target, cache)
 
     def _retrieval_level(self) -> Level:
         """Return the target's weights on the retrieval cache."""
         retrieval = self.retrieval
         assert retrieval is not None
+        retrieval.recurrent = self._draft_states(retrieval.recurrent)
         if self._slot.graphs.enabled:
             self._slot.retrieval = retrieval
         longest = self._plan.requirements.settings.inner_draft_length_range[-1] + 2
         # a verification has two tokens or more
         sizes = _graph_sizes(2, min(longest, MAX_GRAPH_TOKENS))
         return Level("retrieval", self._runtime.target, retrieval, graph_sizes=sizes)
+
+    def _draft_states(self, own: RecurrentStates | None = None) -> RecurrentStates | None:
+        """Return recurrent states that follow those of the level above; None if it has none.
+
+        `own`: those that the level's cache has already, which keep their addresses.
+        """
+        parent, needs = self.levels[-1].cache.recurrent, self._plan.requirements
+        if parent is None:
+            return None
+        rows, device = needs.max_forward_tokens, self._runtime.target.group.device
+        states = own or RecurrentStates(parent.shape, rows, self._runtime.dtype, device)
+        states.parent = parent
+        return states
 
     def _draft_level(self) -> Level | None:
         """Return the draft model on a cache of its own; None if this rank does not run it."""

@@ -19,7 +19,7 @@ def prefill_draft(
     """
     window = cache.shape.window
     is_short = cache.oldest > 0 and len(prompt) - cache.oldest < window
-    if not cached or cached < cache.oldest or is_short or len(prompt) - cached > window:
+    if not cached or cached < cache.shortest or is_short or len(prompt) - cached > window:
         cache.reset()
         _prefill(model, cache, prompt)
     else:

@@ -104,7 +104,7 @@ class Runtime:
             settings.prompt_cache_limit,
             self.identity,
             self.target.group,
-            self.target.config.sliding_window,
+            self.requirements.layout,
         )
 
     @property

@@ -8,7 +8,7 @@ from decoding.config.defaults import (
     PREFILL_CHUNK_STEP,
 )
 from decoding.planning.requirements import Requirements
-from offload.layout import ceil_div
+from offload.layout import STATE_CHUNK, STATE_TOKENS, ceil_div
 from parallel.config.parameter_count import MAX_STATIC_TOKENS, head_shape
 from parallel.config.weight_sizes import weight_sizes
 
@@ -21,11 +21,27 @@ def activation_elements(requirements: Requirements) -> int:
     target, ranks = requirements.target, requirements.ranks
     # projections, their normed and rotated copies, and the output
     shapes = (head_shape(target, windowed) for windowed in (False, True))
-    attention = max(each.dim * each.heads * (5 * each.groups + 4) for each in shapes)
+    gates = 2 if target.has_output_gates else 0  # and the gated output
+    attention = max(each.dim * each.heads * ((5 + gates) * each.groups + 4) for each in shapes)
+    if (states := target.recurrent) is not None:  # the outputs twice, and their gates
+        outputs = states.value_heads * states.value_dim
+        attention = max(attention, 2 * states.channels + 4 * outputs)
     widest = max(4 * target.intermediate, attention) // ranks
     if target.experts is not None:  # the sum, and one expert's inputs and outputs
         widest = max(widest, 3 * target.hidden + 4 * target.experts.intermediate // ranks)
     return 8 * target.hidden + widest
+
+
+def recurrence_bytes(requirements: Requirements, tokens: int) -> int:
+    """Return the scratch bytes of a recurrent layer for some tokens, nearly all in float32."""
+    if (states := requirements.layout.recurrent) is None:
+        return 0
+    # channels before and after the convolution; of each head, queries and keys with what they
+    # become, values with theirs and the outputs, and scores with other tokens of a chunk
+    head = 6 * states.key_dim + 6 * states.value_dim + 4 * STATE_CHUNK
+    numbers = 4 * states.channels + states.value_heads * head
+    chunk = 4 * min(tokens, STATE_TOKENS) * numbers
+    return chunk + 2 * states.state_bytes(requirements.dtype.itemsize)
 
 
 def moe_scratch_bytes(requirements: Requirements) -> int:

@@ -14,15 +14,18 @@ from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.requirements import weight_bytes
 from offload.errors import TierForceError
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
-from offload.layout import ceil_div
+from offload.layout import STATE_CHUNK, KVLayout, ceil_div
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import (
     active_share,
     dense_layers,
     has_window,
     head_shape,
+    is_recurrent,
     kv_projections,
     moe_layers,
+    query_projections,
+    recurrent_layers,
     windowed_layers,
 )
 from parallel.config.weight_sizes import weight_sizes
@@ -45,17 +48,41 @@ def matmul_flops(config: ModelConfig) -> float:
     """
     attention = config.full_layers * _projections(config, windowed=False)
     attention += windowed_layers(config) * _projections(config, windowed=True)
+    attention += recurrent_layers(config) * _delta_net_weights(config)
     mlps = dense_layers(config) * config.intermediate
     if (experts := config.experts) is not None:
-        mlps += moe_layers(config) * experts.per_token * experts.intermediate
+        shared = experts.shared or 0
+        mlps += moe_layers(config) * (experts.per_token * experts.intermediate + shared)
     return 2.0 * (attention + 3 * config.hidden * mlps)
 
 
 def _projections(config: ModelConfig, windowed: bool) -> int:
     """Return the weights of a layer's attention."""
     shape = head_shape(config, windowed)
-    per_head = 2 * shape.groups + kv_projections(config, windowed)
+    queries = query_projections(config) + 1  # and the output's
+    per_head = queries * shape.groups + kv_projections(config, windowed)
     return config.hidden * shape.dim * shape.heads * per_head
+
+
+def _delta_net_weights(config: ModelConfig) -> int:
+    """Return the weights of the projections of a gated delta net."""
+    if (shape := config.recurrent) is None:
+        return 0
+    return config.hidden * (shape.channels + shape.value_heads * (2 * shape.value_dim + 2))
+
+
+def recurrence_flops(config: ModelConfig) -> float:
+    """Return the FLOPs of all recurrent layers per token of a prompt, beside their projections.
+
+    Each head's state is read for the token's value and for its output, and corrected; in its chunk
+    the token has scores with all others, which are solved for values and keys, and weigh the values
+    again. They are in float32, in which GPUs like the RTX 4090 compute half as fast.
+    """
+    if (shape := config.recurrent) is None:
+        return 0.0
+    states = 3 * shape.key_dim * shape.value_dim
+    chunk = STATE_CHUNK * (3 * shape.key_dim + 2 * shape.value_dim)
+    return 2 * 2.0 * len(shape.layers) * shape.value_heads * (states + chunk)
 
 
 def head_flops(config: ModelConfig, ranks: int) -> float:
@@ -80,7 +107,9 @@ def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
     is_windowed = has_window(config, config.layers - 1)
     last, projections = head_shape(config, is_windowed), kv_projections(config, is_windowed)
     last_layer = 2.0 * projections * config.hidden * last.heads * last.dim
-    matmul = (other_layers * matmul_flops(config) + last_layer) * tokens
+    if is_recurrent(config, config.layers - 1):
+        last_layer = 2.0 * _delta_net_weights(config)
+    matmul = (other_layers * matmul_flops(config) + last_layer + recurrence_flops(config)) * tokens
     first = min(tokens, _window(config))  # tokens that see all before them
     windowed = first * (first + 1) / 2 + (tokens - first) * first
     return matmul, other_layers * _attention_flops(config, tokens * (tokens + 1) / 2, windowed)
@@ -97,6 +126,14 @@ def _attention_flops(config: ModelConfig, full: float, windowed: float) -> float
         shape = head_shape(config, is_windowed)
         pairs += layers * seen * shape.dim * shape.heads * shape.groups
     return 4.0 * pairs
+
+
+def _state_bytes(layout: KVLayout) -> int:
+    """Return the bytes of recurrent states that a forward moves: it reads them twice, to advance
+    past the tokens before it and for its own, and writes them once.
+    """
+    states = layout.recurrent
+    return 0 if states is None else 3 * states.cache_bytes(0, layout.dtype.itemsize)
 
 
 def _window(config: ModelConfig) -> float:
@@ -188,8 +225,9 @@ class ForwardCost:
         tokens = concurrency * query_tokens
         weights_s = self._read_s(active_share(config, tokens))
         layout = config.kv_layout(ranks, self.dtype)
+        states = _state_bytes(layout)
         scaled = (kv_scale - 1) * layout.bytes(attended, layout.full_layers)
-        kv = concurrency * (layout.bytes(attended) + scaled)
+        kv = concurrency * (layout.bytes(attended) + scaled + states)
         extra = tokens * (query_tokens - 1) / query_tokens
         compute_s = self._compute_s(tokens, attended, weights_s, kv, extra, self.hardware.forward_s)
         if not captured:
@@ -216,7 +254,7 @@ class ForwardCost:
         # layers with a window have one block of keys for all heads
         chunks = config.full_layers * layout.heads * key_blocks
         key_blocks_s = (chunks + windowed_layers(config)) * hardware.chunk_s
-        kv = layout.bytes(attended)
+        kv = layout.bytes(attended) + _state_bytes(layout)
         block_s = self._compute_s(ROW_BLOCK, attended, weights_s, kv, ROW_BLOCK - 1, key_blocks_s)
         blocks = 1 + (query_tokens - 1) / ROW_BLOCK
         compute_s = max(blocks * block_s, self._launches_s)

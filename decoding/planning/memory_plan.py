@@ -25,6 +25,7 @@ class MemoryRequirements:
     # if only streamed layers have retrieval: bytes per streamed layer, and the shared scratch
     streamed_retrieval: int = 0
     selection: int = 0
+    states: int = 0  # recurrent states of drafting levels
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def device_breakdown(
         "retrieval cache": retrieval,
         "draft cache": requirements.draft,
         "rotary tables": requirements.tables,
+        "states of drafting levels": requirements.states,
         "splitting buffers": shape.buffers.splitting_bytes,
     }
     prefill = {

@@ -16,8 +16,7 @@ from decoding.planning.request_spec import RequestSpec
 from decoding.planning.requirements import Requirements
 from offload.errors import InsufficientMemoryError
 from offload.layout import ceil_div
-from offload.tiered.shape import OFFLOADED, TieredCacheSpec
-from parallel.config.parameter_count import windowed_layers
+from offload.tiered.shape import OFFLOADED, RECURRENT, TieredCacheSpec
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Plan:
         """Return the layers that have a retrieval cache."""
         needs, layers = self.requirements, enumerate(self.prompt_spec.layers())
         if needs.has_retrieval:
-            return [index for index, _ in layers]
+            return [index for index, each in layers if each.kind != RECURRENT]
         return [index for index, each in layers if needs.has_split and each.kind == OFFLOADED]
 
     @property
@@ -121,7 +120,7 @@ class Plan:
         Link-bound verifications already include it.
         """
         needs = self.requirements
-        on_device = self.memory.resident_layers + windowed_layers(needs.target)
+        on_device = self.memory.resident_layers + needs.target.layers - needs.target.full_layers
         if on_device or not needs.copies:
             return 0
         return self.prompt_spec.buffers.slot_numel * needs.dtype.itemsize

@@ -21,6 +21,7 @@ from decoding.planning.activations import (
     activation_elements,
     moe_scratch_bytes,
     prefill_chunk,
+    recurrence_bytes,
     unpacked_expert_bytes,
 )
 from decoding.planning.memory_plan import MemoryRequirements
@@ -86,6 +87,7 @@ class RequestSpec:
     def target(self) -> TieredCacheSpec:
         """Return the layout of the target cache without a placement of layers."""
         needs, rows = self.requirements, self.requirements.max_forward_tokens
+        forward_rows = rows
         recent, block = 0, BOUNDARY_BLOCK
         if needs.may_retrieve:
             recent, block = self.retrieval.window, self.retrieval.block
@@ -98,7 +100,12 @@ class RequestSpec:
         if compressed is None:
             compressed = needs.has_split and needs.copies
         compressed = compressed and compression_saves(needs.dtype)
-        return replace(shape, compressed=compressed, batch_invariant=needs.settings.deterministic)
+        return replace(
+            shape,
+            compressed=compressed,
+            batch_invariant=needs.settings.deterministic,
+            forward_rows=forward_rows,
+        )
 
     @property
     def draft(self) -> StreamingCacheSpec:
@@ -108,7 +115,9 @@ class RequestSpec:
         """
         settings = self.requirements.settings
         window = max(settings.window, settings.num_draft_tokens or MAX_DRAFT)
-        return StreamingCacheSpec(settings.sinks, window, DRAFT_SLACK)
+        return StreamingCacheSpec(
+            settings.sinks, window, DRAFT_SLACK, self.requirements.max_forward_tokens
+        )
 
     @cached_property
     def memory(self) -> MemoryRequirements:
@@ -126,6 +135,7 @@ class RequestSpec:
             target=self.target,
             retrieval=whole_retrieval if needs.has_retrieval else 0,
             draft=self._draft_bytes,
+            states=_state_bytes(needs),
             tables=2 * self.tokens * rotated * needs.dtype.itemsize,
             hidden=self.hidden_bytes(self.prompt),
             forwards=self._forward_bytes,
@@ -148,7 +158,7 @@ class RequestSpec:
         window, layout = needs.layout.window, needs.layout
         if window is not None:  # a chunk's keys with those before it that it sees, and reversed
             nbytes += 3 * layout.windowed.bytes(min(tokens, chunk + window.tokens), 1)
-        return nbytes + unpacked_expert_bytes(needs)
+        return nbytes + unpacked_expert_bytes(needs) + recurrence_bytes(needs, tokens)
 
     def _captured_bytes(self, concurrency: int) -> int:
         """Return a request's share of the scratch bytes of captured forwards.
@@ -188,8 +198,8 @@ class RequestSpec:
             groups = target.heads // target.kv_heads
             batch_invariant = working_bytes(needs.layout, self.tokens, rows, groups)
             batch_invariant += 8 * NOISE_POSITIONS * target.vocab  # float64
-        masked = self._masked_bytes + _windowed_bytes(needs)
-        return rows * row + masked + moe_scratch_bytes(needs) + batch_invariant
+        scratch = self._masked_bytes + _windowed_bytes(needs) + recurrence_bytes(needs, rows)
+        return rows * row + scratch + moe_scratch_bytes(needs) + batch_invariant
 
     @property
     def _retrieval_bytes(self) -> tuple[int, int]:
@@ -197,7 +207,7 @@ class RequestSpec:
         needs, target = self.requirements, self.requirements.target
         if not needs.may_retrieve:
             return 0, 0
-        layout, shape = needs.layout.without_windows(1), self.retrieval
+        layout, shape = needs.layout.with_full_attention(1), self.retrieval
         policy = POLICY_SPECS[needs.settings.policy]
         rows = policy.query_rows * target.heads // target.kv_heads
         policy_state = policy.state_bytes(layout, shape.context, shape.chunk)
@@ -224,6 +234,15 @@ class RequestSpec:
             return 0
         rank = needs.rank if needs.draft_ranks > 1 else None
         return self.draft.device_bytes(needs.draft.kv_layout(needs.draft_ranks, needs.dtype, rank))
+
+
+def _state_bytes(requirements: Requirements) -> int:
+    """Return the bytes of the recurrent states of drafting levels with the target's weights."""
+    if (states := requirements.layout.recurrent) is None:
+        return 0
+    levels = requirements.has_retrieval + requirements.has_split
+    rows, itemsize = requirements.max_forward_tokens, requirements.dtype.itemsize
+    return levels * states.cache_bytes(rows, itemsize)
 
 
 def _windowed_bytes(requirements: Requirements) -> int:

@@ -23,8 +23,8 @@ from decoding.prefix_cache.store import (
 )
 from decoding.prefix_cache.writer import BackgroundWriter, files_of, load_saved
 from offload.errors import CorruptCacheError, TierForceError, one_line
-from offload.layout import SlidingWindow
-from offload.prefill.layer_major import OBSERVED_ROWS, Prefill, loaded_segments
+from offload.layout import OBSERVED_ROWS, KVLayout
+from offload.prefill.layer_major import Prefill, loaded_segments
 from offload.tiered.cache import TieredCache
 from parallel.ranks.process_group import TensorParallelGroup
 
@@ -50,13 +50,13 @@ class PrefixCacheManager:
         limit: int | None,
         fingerprint: ModelFingerprint,
         group: TensorParallelGroup,
-        window: SlidingWindow | None = None,
+        layout: KVLayout | None = None,
     ):
         """Open the folder; all ranks call it. Raises TierForceError on all ranks.
 
-        `window`: that of some of the model's layers.
+        `layout`: the model's, if not all of its layers have full attention.
         """
-        self.fingerprint, self.group, self._window = fingerprint, group, window
+        self.fingerprint, self.group, self._layout = fingerprint, group, layout
         # called on rank 0, from any thread
         self.warn: Callable[[str], None] = partial(warnings.warn, stacklevel=2)
         self._cache: PromptCache | None = None
@@ -168,11 +168,9 @@ class PrefixCacheManager:
     def _usable(self, common: int, tokens: int) -> int:
         """Return how many of the `common` tokens with a cached prompt of `tokens` can be used.
 
-        Where layers have a window, a prompt goes on from where it is kept.
+        Where layers have a window or a state, a prompt goes on from where it is kept.
         """
-        if self._window is None:
-            return common
-        return self._window.resumable(common, self._window.segments(tokens))
+        return common if self._layout is None else self._layout.resumable(common, tokens)
 
     def _find_usable(self, identity: str, prompt: Sequence[int]) -> tuple[CachedPrompt | None, int]:
         """Return the best match, and the number of tokens to load; none if these are too few."""

@@ -124,7 +124,7 @@ class LayerFile(NamedTuple):
 def files_of(
     folder: Path, rank: int, layout: KVLayout, tokens: int, digest: bytes
 ) -> list[LayerFile]:
-    """Return the files of a rank's layers, in order: of one with a window several, by segment.
+    """Return the files of a rank's layers, in order: several of one with a window, or a state.
 
     Their checksums depend on `digest`, that of all that the KV depends on, tokens included, and on
     rank and layer: a file swapped for another one is detected.
@@ -132,10 +132,8 @@ def files_of(
 
     files = []
     for layer in range(layout.layers):
-        stem, segments = f"rank-{rank}-layer-{layer}", [Segment(0, tokens)]
-        if layout.window is not None and layer in layout.window.layers:
-            segments = layout.window.segments(tokens)
-        for start, end in segments:
+        stem = f"rank-{rank}-layer-{layer}"
+        for start, end in layout.segments(layer, tokens):
             name = f"{stem}.kv" if end == tokens else f"{stem}-{end}.kv"
             seed = zlib.crc32(digest + name.encode())
             file = KVFile(folder / name, layout.of(layer), end, seed, start)

@@ -102,7 +102,9 @@ class _Kernels:
     """The kernels of a model's layers on one device."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype):
-        self.config = replace(config, sliding_window=None, windowed_rope=None, windowed_heads=None)
+        self.config = replace(
+            config, sliding_window=None, windowed_rope=None, windowed_heads=None, recurrent=None
+        )
         self.device, self.dtype = device, dtype
         self.layer = replace(self.config, layers=1)
         self.layout = self.layer.kv_layout(1, dtype)

@@ -107,6 +107,7 @@ class Decoder(Proposer):
     def sync(self, unverified: Sequence[int]) -> None:
         tokens = [*self.sequence.tokens_from(self.position), *unverified]
         matched = self.position + common_prefix(self.unverified, tokens)
+        matched = max(matched, self.cache.verified)
         super().sync(unverified)
         # at least one token stays pending: a forward needs a query token
         self.cache.crop(min(matched, len(self.sequence) + len(unverified) - 1))

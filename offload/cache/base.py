@@ -14,6 +14,8 @@ from torch import Tensor
 
 from offload.attention.folding import Partial
 from offload.layout import KVLayout
+from offload.recurrent.delta_rule import DeltaInputs
+from offload.recurrent.states import RecurrentStates
 from offload.traffic import ByteCounters
 
 
@@ -31,10 +33,11 @@ class Stateful(Protocol):
 
 
 class Cache(ABC):
-    """KV of one sequence of `length` tokens; only `advance`, `crop` and `set_length` change it."""
+    """KV of one sequence of `length` tokens; only `advance`, `crop` and the like change it."""
 
     # attributes that decoding changes, except for append-only buffers
     _state: ClassVar[tuple[str, ...]] = ("length",)
+    verified = 0  # the first tokens, which a cache that it is built from holds as well
     # whether a token's attention must not depend on its batch (`offload.kernels`)
     is_batch_invariant = False
 
@@ -42,9 +45,12 @@ class Cache(ABC):
         self.layout = layout
         self.length = 0
         self.traffic = ByteCounters()
+        self.recurrent: RecurrentStates | None = None  # None without recurrent layers
 
     def begin_forward(self, rows: int) -> None:
         """Start a forward over all layers, with `rows` tokens after the first `length`."""
+        if self.recurrent is not None:
+            self.recurrent.begin(self.length, rows)
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
@@ -54,9 +60,18 @@ class Cache(ABC):
         overwritten.
         """
 
+    def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor:
+        """Return a recurrent layer's outputs (T, Hv, Dv) of the tokens at `start`."""
+        assert self.recurrent is not None
+        return self.recurrent.outputs(layer, inputs)
+
     def advance(self, rows: int) -> None:
         """Add the next `rows` tokens, already attended, to the sequence."""
         self.length += rows
+
+    def follow(self, length: int) -> None:
+        """Take over the length of a cache that this one is built from."""
+        self.length = self.verified = length
 
     def crop(self, length: int) -> None:
         """Shorten the sequence to its first `length` tokens, if it is longer."""
@@ -82,6 +97,7 @@ class Cache(ABC):
             else:
                 state[name] = value.clone() if isinstance(value, Tensor) else deepcopy(value)
         state["tensors"] = [tensor.clone() for tensor in self.state_tensors]
+        state["recurrent"] = None if self.recurrent is None else self.recurrent.snapshot()
         return state
 
     @property
@@ -93,6 +109,9 @@ class Cache(ABC):
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to the state of a snapshot."""
         state = dict(snapshot)
+        recurrent = state.pop("recurrent")
+        if self.recurrent is not None:
+            self.recurrent.restore(recurrent)
         for tensor, saved in zip(self.state_tensors, state.pop("tensors"), strict=True):
             tensor.copy_(saved)
         for name, value in state.items():

@@ -22,6 +22,7 @@ from offload.attention.folding import Partial, concatenated
 from offload.attention.head_major import attend_by_heads, token_slice
 from offload.cache.static_shape import StaticCache
 from offload.kernels.selection import slot_kernels
+from offload.recurrent.delta_rule import DeltaInputs
 from offload.rotary import Angles
 
 
@@ -67,7 +68,7 @@ class StaticForward:
         self.caches, self._rows = list(caches), rows
         # number of tokens, slot of the first one, and the first valid slot (B, 3): in layers of
         # full attention, and in those with a window
-        device = caches[0].buffers(0).kv.device
+        device = caches[0].buffers(layout.attention_layers[0]).kv.device
         self._places = [
             torch.zeros(len(caches), 3, dtype=torch.int64, device=device) for _ in range(2)
         ]
@@ -101,15 +102,16 @@ class StaticForward:
                 table[first : first + place.tokens].copy_(rows)
 
     def written(self, index: int, place: Place) -> Tensor:
-        """Return a cache's first layer's KV of tokens placed there (2, Hkv, T, D), as a view.
+        """Return the KV (2, Hkv, T, D) of tokens placed there, in a cache's first layer with any.
 
-        A forward should write it.
+        It is a view, which a forward should write.
         """
         cache = self.caches[index]
+        layer = cache.layout.attention_layers[0]
         first = place.slot - cache.window_offset
-        if cache.layout.window_of(0) is not None:
+        if cache.layout.window_of(layer) is not None:
             first = place.windowed_slot
-        return token_slice(cache.buffers(0).kv, first, first + place.tokens)
+        return token_slice(cache.buffers(layer).kv, first, first + place.tokens)
 
     def begin_forward(self, rows: int) -> None:
         """Read the places from device memory."""
@@ -119,6 +121,13 @@ class StaticForward:
         """Write the tokens' KV and return their attention, as `Cache.attend`; `start` is unused."""
         return self._attention.attend(layer, self._angles.scaled(q), k, v, self._angles)
 
+    def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor:
+        """Return a recurrent layer's outputs (B * T, Hv, Dv), as `Cache.recur`."""
+        firsts = [index * self._rows for index in range(len(self.caches))]
+        parts = [inputs.rows(slice(first, first + self._rows)) for first in firsts]
+        outs = [cache.recur(layer, own, 0) for cache, own in zip(self.caches, parts, strict=True)]
+        return torch.cat(outs)
+
 
 class _FusedAttention:
     """The tokens of all sequences are written and attended to by kernels."""
@@ -126,7 +135,7 @@ class _FusedAttention:
     def __init__(self, caches: Sequence[StaticCache], kernels: ModuleType):
         self._kernels, self._layout, self._rotary = kernels, caches[0].layout, caches[0].rotary
         kinds: list[list[int]] = [[], []]  # layers with full attention, and with a window
-        for layer in range(self._layout.layers):
+        for layer in self._layout.attention_layers:
             kinds[int(self._layout.window_of(layer) is not None)].append(layer)
         # table of each layer's kind, with its index there
         self._tables: dict[int, tuple[Any, int]] = {}
@@ -154,8 +163,8 @@ class _PlainAttention:
     """Plain operations, sequence by sequence, with masks for slots that are not visible."""
 
     def __init__(self, caches: Sequence[StaticCache], rows: int):
-        device = caches[0].buffers(0).kv.device
         self._caches, self._layout = caches, caches[0].layout
+        device = caches[0].buffers(self._layout.attention_layers[0]).kv.device
         self._steps = torch.arange(rows, device=device)
         self._windowed_slots = [cache.windowed_slot(cache.length).slots for cache in caches]
         slots = max(max(cache.slots for cache in caches), *self._windowed_slots)

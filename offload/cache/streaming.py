@@ -18,6 +18,7 @@ from offload.attention.window import attend_slots
 from offload.cache.static_shape import SlotBuffers, StaticCache
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.layout import KVLayout
+from offload.recurrent.rewindable import RewindableStates
 from offload.rotary import Rotary
 
 
@@ -32,6 +33,7 @@ class StreamingCache(StaticCache):
     """
 
     _state: ClassVar[tuple[str, ...]] = ("length", "_dropped", "_memory")
+    recurrent: RewindableStates | None
 
     def __init__(
         self, layout: KVLayout, shape: StreamingCacheSpec, rotary: Rotary, device: torch.device
@@ -45,13 +47,20 @@ class StreamingCache(StaticCache):
         sizes = [prod(each) for each in shapes]
         self._memory = torch.zeros(sum(sizes), dtype=layout.dtype, device=device)
         parts = zip(self._memory.split(sizes), shapes, strict=True)
-        self._layers = [part.view(each) for part, each in parts]
+        buffers = (part.view(each) for part, each in parts)
+        self._layers = dict(zip(layout.attention_layers, buffers, strict=True))
+        if layout.recurrent is not None:
+            self.recurrent = RewindableStates(
+                layout.recurrent, shape.slack, shape.rewind, layout.dtype, device
+            )
 
     @property
     def device_bytes(self) -> int:
-        return self._memory.nbytes
+        states = self.recurrent.nbytes if self.recurrent is not None else 0
+        return self._memory.nbytes + states
 
     def begin_forward(self, rows: int) -> None:
+        super().begin_forward(rows)
         end = self.length + rows
         if end - self._dropped <= self.slots:
             return
@@ -92,6 +101,8 @@ class StreamingCache(StaticCache):
             )
         self.length += tokens
         self._dropped += tokens
+        if self.recurrent is not None:
+            self.recurrent.skip(tokens)
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -101,16 +112,23 @@ class StreamingCache(StaticCache):
         """
         self.length = self._dropped = 0
         self._memory.zero_()
+        if self.recurrent is not None:
+            self.recurrent.reset()
 
     @property
     def oldest(self) -> int:
-        """Minimum length that `crop` can return to."""
+        """The first token of the window, once others have left it."""
         return self.shape.sinks + self._dropped if self._dropped else 0
 
+    @property
+    def shortest(self) -> int:
+        """Minimum length that `crop` can return to."""
+        return max(self.oldest, self.recurrent.oldest if self.recurrent is not None else 0)
+
     def crop(self, length: int) -> None:
-        if length < self.oldest:
+        if length < self.shortest:
             raise ValueError(
-                f"cannot crop to {length} tokens: those up to {self.oldest} have left the window"
+                f"cannot crop to {length} tokens: those up to {self.shortest} have left the window"
             )
         super().crop(length)
 
@@ -121,7 +139,7 @@ class StreamingCache(StaticCache):
         drop = self.length - self._dropped - end
         if drop <= 0:
             return
-        for layer, buffer in enumerate(self._layers):
+        for layer, buffer in self._layers.items():
             kept = buffer[1:]  # values, and keys before rotation
             window = token_slice(kept, start + drop, end + drop).clone()
             token_slice(kept, start, end).copy_(window)

@@ -14,7 +14,8 @@ class StreamingCacheSpec:
 
     sinks: int  # first tokens, always kept
     window: int  # minimum number of recent tokens
-    slack: int  # slots filled before the window slides
+    slack: int  # slots filled before the window slides, and query tokens of the largest forward
+    rewind: int = 64  # tokens by which recurrent states can go back
 
     def __post_init__(self) -> None:
         if min(self.sinks, self.window, self.slack) < 1:
@@ -28,14 +29,17 @@ class StreamingCacheSpec:
         return self.sinks + self.window + self.slack
 
     def layer_shapes(self, layout: KVLayout) -> list[tuple[int, ...]]:
-        """Return the shape of each layer's buffer (3, Hkv, slots + 1, D).
+        """Return the shape of the buffer (3, Hkv, slots + 1, D) of each layer with attention.
 
         It has keys, rotated by slot, values, and keys before rotation.
         """
         slots = self.slots + 1  # one for padding: `StaticCache`
-        layers = map(layout.of, range(layout.layers))
+        layers = map(layout.of, layout.attention_layers)
         return [(3, each.heads, slots, each.head_dim) for each in layers]
 
     def device_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory of the cache."""
-        return sum(map(prod, self.layer_shapes(layout))) * layout.dtype.itemsize
+        itemsize, states = layout.dtype.itemsize, 0
+        if layout.recurrent is not None:
+            states = layout.recurrent.rewindable_bytes(self.slack, self.rewind, itemsize)
+        return sum(map(prod, self.layer_shapes(layout))) * itemsize + states

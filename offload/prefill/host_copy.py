@@ -45,9 +45,7 @@ class HostCopy:
         Until then the cache must not change. Raises InsufficientMemoryError.
         """
         for index, read in enumerate(cache.host_readers()):
-            segments = [Segment(start, min(end, self.length)) for start, end in read.segments]
-            segments = [each for each in segments if each.start < each.end]
-            segments = segments or [Segment(0, self.length)]
+            segments = self._segments(index, read.segments)
             copies = (read_layer(read, self.layout.of(index), each) for each in segments)
             self._layers.append(list(zip(segments, copies, strict=True)))
             yield index
@@ -57,18 +55,35 @@ class HostCopy:
         return [
             HostReader(
                 partial(read_segments, layer),
-                [each for each, _ in layer] if self.layout.window_of(index) else (),
+                [each for each, _ in layer] if self._has_parts(index) else (),
             )
             for index, layer in enumerate(self._layers)
         ]
 
-    def resumable(self, length: int) -> int:
+    def copyable(self, length: int) -> int:
         """Return how many of its first tokens can be copied, up to `length`."""
-        window = self.layout.window
+        window, states = self.layout.window, self.layout.recurrent
+        if states is not None:
+            held = self._layers[min(states.layers)] if self.is_complete else []
+            ends = (segment.end for segment, _ in held if segment.end <= length)
+            length = max(ends, default=0)
         if window is None:
             return length
         layer = self._layers[min(window.layers)] if self.is_complete else []
         return window.resumable(length, [segment for segment, _ in layer])
+
+    def _has_parts(self, layer: int) -> bool:
+        """Return whether parts of a layer are held: the last tokens before some positions."""
+        return self.layout.is_recurrent(layer) or self.layout.window_of(layer) is not None
+
+    def _segments(self, layer: int, held: Sequence[Segment]) -> list[Segment]:
+        """Return what to copy of a layer, which holds these parts if it does not hold all."""
+        if not self._has_parts(layer):
+            return [Segment(0, self.length)]
+        if self.layout.is_recurrent(layer):
+            return [each for each in held if each.end <= self.length]
+        cut = [Segment(start, min(end, self.length)) for start, end in held]
+        return [each for each in cut if each.start < each.end]
 
     def free(self) -> None:
         """Free the memory."""

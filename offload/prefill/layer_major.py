@@ -13,15 +13,14 @@ from torch import Tensor
 from offload.attention.folding import Partial
 from offload.attention.head_major import attend_prefix, token_slice, write_tokens
 from offload.attention.window import attend_slots
-from offload.layout import KVLayout, Segment
+from offload.layout import OBSERVED_ROWS, KVLayout, Segment
 from offload.prefill.host_copy import KVSource
-from offload.tiered.cache import TieredCache
+from offload.recurrent.delta_rule import DeltaInputs
+from offload.tiered.cache import TieredCache, notify
 from offload.tiered.kv_file import HostReader, KVBlock, copies_to
 from offload.tiered.layer import TieredLayer
+from offload.tiered.recurrent import RecurrentLayer
 from offload.tiered.windowed import WindowedLayer
-
-# Last query tokens of a prompt, which observers see: every layer's attention is computed for these.
-OBSERVED_ROWS = 32
 
 
 class Prefill:
@@ -53,10 +52,12 @@ class Prefill:
         """Raise ValueError if the cache has no room for the tokens."""
         cache, end = self._cache, self._cached + self.tokens
         cache.check_room(self.tokens)
+        if cache.recurrent is not None:
+            cache.recurrent.begin_prompt(self._cached, end)
         cache.boundary = cache.shape.boundary(end)
         for observer in cache.observers:
             observer.on_forward(cache.boundary, end, end)
-        self._staging = cache.staging_buffer(end)
+        self._staging = cache.buffers.staging(cache.shape, end)
         return self
 
     def __exit__(
@@ -71,6 +72,8 @@ class Prefill:
             layer.finish_prefill()
         self._cache.link.drain()
         self._cache.advance(self.tokens)
+        if self._cache.recurrent is not None:
+            self._cache.recurrent.end_prompt(self._cache.length)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         """Store the KV of the tokens at `start` and return their attention.
@@ -94,7 +97,7 @@ class Prefill:
             prefix = token_slice(kv, 0, cache.boundary)
             recent = token_slice(kv, cache.boundary, end)
         if end == self._cached + self.tokens:
-            cache.notify(layer, 0, q[-OBSERVED_ROWS:], prefix, recent)
+            notify(cache.observers, layer, 0, q[-OBSERVED_ROWS:], prefix, recent)
         return out
 
     def store(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
@@ -107,10 +110,18 @@ class Prefill:
         else:
             self._build(layer_kv, k, v, at)
 
+    def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor:
+        """Return a recurrent layer's outputs (T, Hv, Dv) of the tokens at `start`.
+
+        It is called for all tokens, in order.
+        """
+        assert self._cache.recurrent is not None
+        return self._cache.recurrent.extend_from(layer, inputs, self._cached + start)
+
     def load_blocks(
         self, layer: int, blocks: Iterable[KVBlock], segment: Segment | None = None
     ) -> None:
-        """Load a layer's KV of all these tokens from blocks; with a window, of a segment.
+        """Load a layer's KV of all these tokens from blocks; with a window or state, of a segment.
 
         Replaces `attend` and `store`, for an empty cache. Observers are not notified.
         """
@@ -119,6 +130,9 @@ class Prefill:
         kv = None
         if isinstance(layer_kv, WindowedLayer):
             layer_kv.begin_load(segment or Segment(0, self.tokens), self.tokens)
+        if isinstance(layer_kv, RecurrentLayer):
+            assert segment is not None
+            layer_kv.begin_load(segment)
         if layer_kv.is_split:
             kv = self._acquire_staging()
             self._wait_for_staging(self.tokens)
@@ -205,7 +219,7 @@ def _copy_layers(
                 heads = range(cache.layout.of(index).heads)
                 held, window = read.segments or [Segment(0, tokens)], cache.layout.window
                 for _, part in loaded_segments(cache.layout, index, held, tokens):
-                    if read.segments and window is not None:
+                    if window is not None and index in window.layers:
                         part = Segment(max(part.start, part.end - window.kept), part.end)
                     blocks = (KVBlock(head, part.start, read(head, *part)) for head in heads)
                     prefill.load_blocks(index, blocks, part)
@@ -219,8 +233,10 @@ def loaded_segments(
     """Return what to load of a layer, for the first `tokens` of a sequence.
 
     In a layer with a window, that is what `held` has at multiples of the step, and at last. Each is
-    a part of one of `held`, which precedes it in the result.
+    a part of one of `held`, which precedes it in the result. In a recurrent layer it is all states.
     """
+    if layout.is_recurrent(layer):
+        return [(each, each) for each in held if each.end <= tokens]
     window = layout.window
     if window is None or layer not in window.layers:
         return [(each, Segment(0, tokens)) for each in held[:1]]

@@ -57,17 +57,17 @@ class RetrievalCache(StaticCache):
             rotary: the target's tables.
             device: where the cache is allocated.
             min_interval: as in `Selector`.
-            layers: layers of the target that have a buffer; all by default.
+            layers: layers of the target that have a buffer; by default all with attention.
         """
         super().__init__(layout)
         if layers is None:
-            layers = range(layout.layers)
+            layers = layout.attention_layers
         windowed = [layer for layer in layers if layout.window_of(layer) is not None]
         full = [layer for layer in layers if layer not in windowed]
         self._index = {layer: index for index, layer in enumerate(full)}  # layer -> buffer
         self._windows = RetrievalWindows(layout, shape, windowed, device)
         self.slots = shape.slots
-        self._store = make_store(layout.without_windows(len(full)), shape, device)
+        self._store = make_store(layout.with_full_attention(len(full)), shape, device)
         self.window_offset = self._store.window_offset
         self.reset(shape, policy, rotary, min_interval)
 
@@ -86,10 +86,13 @@ class RetrievalCache(StaticCache):
         self.rotary = rotary
         for tensor in self.state_tensors:
             tensor.zero_()
+        if self.recurrent is not None:
+            self.recurrent.reset()
 
     @property
     def device_bytes(self) -> int:
-        return self._store.nbytes + self._windows.kv.nbytes
+        states = self.recurrent.nbytes if self.recurrent is not None else 0
+        return self._store.nbytes + self._windows.kv.nbytes + states
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         k = self.rotary.keys(k, start, layer)
@@ -184,7 +187,7 @@ class RetrievalCache(StaticCache):
         if length == 0:
             self.selector.reset()
         self.selector.check_crop(length)
-        super().advance(length - self.length)
+        self.follow(length)
 
 
 def _write(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,8 +21,9 @@ from offload.tiered.host_layer import HostLayer
 from offload.tiered.kv_file import HostReader
 from offload.tiered.layer import KVGroup, TieredLayer, attend_groups
 from offload.tiered.offloaded import OffloadedLayer
+from offload.tiered.recurrent import RecurrentLayer, TieredStates
 from offload.tiered.resident import ResidentLayer
-from offload.tiered.shape import RESIDENT, WINDOWED, TieredCacheSpec
+from offload.tiered.shape import RECURRENT, RESIDENT, WINDOWED, LayerSpec, TieredCacheSpec
 from offload.tiered.split import SplitKV, SplitLayer, WritebackBuffers
 from offload.tiered.windowed import WindowedLayer
 from offload.traffic import ByteCounters
@@ -36,7 +37,8 @@ class TieredCache(Cache):
     tokens will remain after it; offloaded layers write the tokens it moves past to the host.
     """
 
-    _state: ClassVar[tuple[str, ...]] = ("length", "boundary", "_tails", "layers")
+    _state: ClassVar[tuple[str, ...]] = ("length", "boundary", "layers")
+    recurrent: TieredStates | None
 
     def __init__(self, shape: TieredCacheSpec, link: Link, rotary: Rotary, arena: HostArena):
         """Allocate everything but deferred layers.
@@ -54,26 +56,40 @@ class TieredCache(Cache):
         self.rotary = rotary
         self.boundary = 0
         self.observers: list[AttentionObserver] = []
-        self._buffers = _Buffers.allocate(shape, link)
-        self._tails = self._buffers.tails
-        self.layers = _make_layers(shape, link, arena, self._buffers, self.traffic)
+        self.buffers = SharedMemory.allocate(shape, link)
+        self.layers = _make_layers(shape, link, arena, self.buffers, self.traffic)
+        recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+        self.recurrent = recurrent[0].states if recurrent else None
         self.is_batch_invariant = shape.batch_invariant
 
     @property
     def device_bytes(self) -> int:
-        return self._buffers.shared_bytes + sum(layer.device_bytes for layer in self.layers)
+        states = self.recurrent.nbytes if self.recurrent is not None else 0
+        layers = sum(layer.device_bytes for layer in self.layers)
+        return self.buffers.shared_bytes + layers + states
+
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        return [self.buffers.tails]
 
     # -- prefill (offload.prefill.layer_major) -----------------------------------------------------
 
     def resumable(self, length: int) -> int:
         """Return the largest length, up to `length`, to which the sequence can be shortened.
 
-        Layers with a window have dropped the tokens before it.
+        Layers with a window have dropped the tokens before it, and a state is that of one position.
         """
+        if self.recurrent is not None:
+            length = self.recurrent.resumable(length)
         for layer in self.layers:
             if isinstance(layer, WindowedLayer):  # equal for all of them
                 return layer.resumable(length, self.length)
         return length
+
+    def copyable(self, length: int) -> int:
+        """Return how many of its first tokens can be copied to another cache, up to `length`."""
+        length = self.resumable(length)
+        return length if self.recurrent is None else self.recurrent.copyable(length)
 
     def check_room(self, rows: int) -> None:
         """Raise ValueError if the cache has no room for `rows` more tokens."""
@@ -81,17 +97,6 @@ class TieredCache(Cache):
             raise ValueError(
                 f"{self.length} tokens and {rows} more do not fit a cache of {self.shape.capacity}"
             )
-
-    def staging_buffer(self, tokens: int) -> Tensor | None:
-        """Return memory (2, Hkv, tokens, D) in which prefill builds a layer's KV.
-
-        None if every layer has a buffer of its own.
-        """
-        ring = self._buffers.ring
-        if ring is None or not self.shape.buffers.ring_numel:
-            return None
-        _, *shape = self.layout.shape(1, tokens)
-        return ring.borrow(shape)
 
     def onload_deferred(self) -> None:
         """Copy the deferred layers to the device, into memory that prefill has released.
@@ -121,12 +126,13 @@ class TieredCache(Cache):
     def begin_forward(self, rows: int) -> None:
         self.check_room(rows)
         self.onload_deferred()
+        super().begin_forward(rows)
         self._move_boundary()
-        if self._buffers.ring is not None and self.boundary:
+        if self.buffers.ring is not None and self.boundary:
             chunks: list[Tensor] = []
             for layer in self.layers:
                 chunks += layer.chunks(self.boundary)
-            self._buffers.ring.start(chunks)
+            self.buffers.ring.start(chunks)
         for observer in self.observers:
             observer.on_forward(self.boundary, self.length, self.length + rows)
 
@@ -138,7 +144,7 @@ class TieredCache(Cache):
         layer_kv.append(k, v, start, boundary)
 
         def observe(group: KVGroup, queries: Tensor) -> None:
-            self.notify(layer, group.head, queries, *group.split_at(boundary))
+            notify(self.observers, layer, group.head, queries, *group.split_at(boundary))
 
         observer = observe if self.observers else None
         attention = BATCH_INVARIANT if self.is_batch_invariant else FAST
@@ -166,6 +172,8 @@ class TieredCache(Cache):
             raise _no_window(length)
         _notify_advance(self.observers, 0)
         super().crop(length)
+        if self.recurrent is not None:
+            self.recurrent.truncate(self.length)
         is_cut = self.length < self.boundary or not self.length
         if is_cut:
             self.boundary = self.length
@@ -181,11 +189,6 @@ class TieredCache(Cache):
     def advance(self, rows: int) -> None:
         super().advance(rows)
         _notify_advance(self.observers, self.length)
-
-    def notify(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
-        """Notify observers of a layer's attention (`AttentionObserver.on_attention`)."""
-        for observer in self.observers:
-            observer.on_attention(layer, head, q, prefix, recent)
 
     def _move_boundary(self) -> None:
         """Move the boundary as far as possible, and write the tokens it moves past to the host."""
@@ -203,7 +206,7 @@ class TieredCache(Cache):
 
 
 @dataclass(frozen=True)
-class _Buffers:
+class SharedMemory:
     """The memory that a cache's layers get their parts of, or share."""
 
     tails: Tensor  # (offloaded layers, 2, Hkv, capacity, D)
@@ -212,7 +215,7 @@ class _Buffers:
     ring: TransferRing | None  # None without offloaded layers
 
     @classmethod
-    def allocate(cls, shape: TieredCacheSpec, link: Link) -> _Buffers:
+    def allocate(cls, shape: TieredCacheSpec, link: Link) -> SharedMemory:
         dtype, device, sizes = shape.layout.dtype, link.device, shape.buffers
         tails = torch.empty(sizes.tails, dtype=dtype, device=device)
         reconstruct = torch.empty(sizes.reconstruct, dtype=dtype, device=device)
@@ -221,11 +224,34 @@ class _Buffers:
             ring = TransferRing(link, shape.slots, sizes.slot_numel, dtype, sizes.ring_numel)
         return cls(tails, reconstruct, WritebackBuffers(sizes.writeback, link), ring)
 
+    def staging(self, spec: TieredCacheSpec, tokens: int) -> Tensor | None:
+        """Return memory (2, Hkv, tokens, D) in which prefill builds a layer's KV.
+
+        None if every layer has a buffer of its own.
+        """
+        if self.ring is None or not spec.buffers.ring_numel:
+            return None
+        _, *shape = spec.layout.shape(1, tokens)
+        return self.ring.borrow(shape)
+
     @property
     def shared_bytes(self) -> int:
         """Device memory that no layer counts as its own."""
         ring = self.ring.nbytes if self.ring is not None else 0
         return ring + self.reconstruct.nbytes + self.writeback.nbytes
+
+
+def notify(
+    observers: Iterable[AttentionObserver],
+    layer: int,
+    head: int,
+    q: Tensor,
+    prefix: Tensor,
+    recent: Tensor,
+) -> None:
+    """Notify observers of a layer's attention (`AttentionObserver.on_attention`)."""
+    for observer in observers:
+        observer.on_attention(layer, head, q, prefix, recent)
 
 
 def _notify_advance(observers: Iterable[AttentionObserver], length: int) -> None:
@@ -238,14 +264,23 @@ def _no_window(length: int) -> ValueError:
 
 
 def _make_layers(
-    shape: TieredCacheSpec, link: Link, arena: HostArena, buffers: _Buffers, traffic: ByteCounters
+    shape: TieredCacheSpec,
+    link: Link,
+    arena: HostArena,
+    buffers: SharedMemory,
+    traffic: ByteCounters,
 ) -> list[TieredLayer]:
     """Return a cache's layers, each with its part of the memory."""
     specs, tails = shape.layers(), iter(buffers.tails)
     numels = [spec.host_bytes // shape.layout.dtype.itemsize for spec in specs]
     hosts = arena.allocate((sum(numels),)).split(numels)
+    states = _make_states(shape, specs, hosts, link, traffic)
     layers: list[TieredLayer] = []
-    for spec, part in zip(specs, hosts, strict=True):
+    for index, (spec, part) in enumerate(zip(specs, hosts, strict=True)):
+        if spec.kind == RECURRENT:
+            assert states is not None
+            layers.append(RecurrentLayer(index, states))
+            continue
         if spec.kind == WINDOWED:
             checkpoints = part.view(spec.checkpoints_shape) if len(part) else None
             is_whole = spec.capacity == shape.capacity
@@ -269,3 +304,18 @@ def _make_layers(
             shared = (buffers.ring, buffers.reconstruct, traffic)
             layers.append(SplitLayer(host, tail, *shared, split_kv, buffers.writeback))
     return layers
+
+
+def _make_states(
+    shape: TieredCacheSpec,
+    specs: Sequence[LayerSpec],
+    hosts: Sequence[Tensor],
+    link: Link,
+    traffic: ByteCounters,
+) -> TieredStates | None:
+    """Return the states of a cache's recurrent layers; None if there are none."""
+    recurrent = shape.layout.recurrent
+    if recurrent is None:
+        return None
+    kept = {layer: hosts[layer].view(specs[layer].checkpoints_shape) for layer in recurrent.layers}
+    return TieredStates(recurrent, shape.forward_rows, kept, link, traffic, shape.batch_invariant)

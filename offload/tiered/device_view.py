@@ -29,7 +29,8 @@ class OnDeviceCache(Cache):
 
     @property
     def device_bytes(self) -> int:
-        return 0  # its memory is the target's and the retrieval cache's
+        # the memory of KV is the target's and the retrieval cache's
+        return 0 if self.recurrent is None else self.recurrent.nbytes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         target = self.target
@@ -74,4 +75,4 @@ class OnDeviceCache(Cache):
         pass  # this level attends to the target's own KV
 
     def on_advance(self, length: int) -> None:
-        self.length = length
+        self.follow(length)

@@ -20,7 +20,9 @@ from offload.layout import KVLayout, ceil_div
 _MIN_COPY_BYTES = 2 << 20  # copies of this size or more run at line rate
 _MAX_RING_BYTES = 1 << 30
 # kinds of layers
-_KINDS = RESIDENT, SPLIT, OFFLOADED, WINDOWED = "resident", "split", "streamed", "windowed"
+RESIDENT, SPLIT, OFFLOADED, WINDOWED = "resident", "split", "streamed", "windowed"
+RECURRENT = "recurrent"
+_KINDS = RESIDENT, SPLIT, OFFLOADED, WINDOWED, RECURRENT
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,17 @@ class LayerSpec:
     split layer, which are on the device. For a deferred layer, prefill first writes to the host
     what belongs on the device (all KV of a resident layer, the high bytes of a split layer); it is
     copied to the device after prefill. A windowed layer has only its last tokens on the device, and
-    on the host those before some positions, from which another sequence may go on.
+    on the host those before some positions, from which another sequence may go on. Of a recurrent
+    one the host has states as if they were KV.
     """
 
     layout: KVLayout
     capacity: int  # tokens
-    kind: str  # resident, split, streamed or windowed
+    kind: str  # resident, split, streamed, windowed or recurrent
     deferred: bool = False
     compressed: bool = False  # whether a streamed layer is split floats on the host
-    checkpoints: int = 0  # positions at which a windowed layer's last tokens are kept on the host
+    # positions at which a windowed layer's last tokens, or a state, are kept on the host
+    checkpoints: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,7 +78,7 @@ class LayerSpec:
     @property
     def host_bytes(self) -> int:
         """Return the bytes of host memory for its prefix, or all of it while it is deferred."""
-        if self.kind == WINDOWED:
+        if self.kind in (WINDOWED, RECURRENT):
             return prod(self.checkpoints_shape) * self.layout.dtype.itemsize
         if self.kind == RESIDENT and not self.deferred:
             return 0
@@ -82,15 +86,15 @@ class LayerSpec:
 
     @property
     def checkpoints_shape(self) -> tuple[int, ...]:
-        """Return the shape of a windowed layer's checkpoints (n, 2, Hkv, kept, D) on the host."""
+        """Return the shape of a layer's checkpoints (n, 2, Hkv, kept, D) on the host."""
         window = self.layout.window
-        kept = window.kept if window is not None else 0
+        kept = self.capacity if window is None else window.kept
         return self.layout.shape(self.checkpoints, kept)
 
     @property
     def streamed_bytes(self) -> int:
         """Return the bytes of host memory that a forward reads."""
-        if self.kind == WINDOWED:
+        if self.kind in (WINDOWED, RECURRENT):
             return 0
         return replace(self, deferred=False).host_bytes
 
@@ -136,8 +140,8 @@ class SharedBuffers:
 class TieredCacheSpec:
     """The placement of a cache's layers, and how many tokens each tier of one rank holds.
 
-    The numbers of layers count those with full attention. All others, with a sliding window, are on
-    the device.
+    The numbers of layers count those with full attention. All others, with a sliding window or a
+    recurrent state, are on the device.
     """
 
     layout: KVLayout
@@ -153,6 +157,7 @@ class TieredCacheSpec:
     slots: int = 3
     copies: bool = True  # whether the link copies; if not, ring and staging need no memory
     batch_invariant: bool = False  # attention in blocks at fixed positions (`offload.kernels`)
+    forward_rows: int = 256  # query tokens of one forward, at most `rows`
 
     def __post_init__(self) -> None:
         on_device = self.resident_layers + self.split_layers
@@ -250,12 +255,18 @@ class TieredCacheSpec:
             checkpoints = self.capacity // window.step if tokens < self.capacity else 0
             spec = LayerSpec(self.layout.windowed, tokens, WINDOWED, checkpoints=checkpoints)
             counts[spec] = len(window.layers)
+        if (states := self.layout.recurrent) is not None:
+            layers, itemsize = states.layers, self.layout.dtype.itemsize
+            kept = states.kept_tokens(itemsize)
+            count = states.checkpoints(self.capacity)
+            spec = LayerSpec(self.layout.of(min(layers)), kept, RECURRENT, checkpoints=count)
+            counts[spec] = len(layers)
         return counts
 
     def layers(self) -> list[LayerSpec]:
         """Return each layer's spec.
 
-        Resident layers are spread evenly over those without a window, so that the link is busy
+        Resident layers are spread evenly over those with full attention, so that the link is busy
         while they compute. The first one is resident, to overlap with the first copy. Split layers
         are spread evenly over the rest. The last layers of a kind are deferred.
         """
@@ -267,8 +278,14 @@ class TieredCacheSpec:
             RESIDENT if is_resident else SPLIT if next(is_split) else OFFLOADED
             for is_resident in _spread(self.layout.full_layers, self.resident_layers)
         )
-        windows = map(self.layout.window_of, range(self.layout.layers))
-        kinds = [next(full_kinds) if window is None else WINDOWED for window in windows]
+        kinds = []
+        for index in range(self.layout.layers):
+            if self.layout.is_recurrent(index):
+                kinds.append(RECURRENT)
+            elif self.layout.window_of(index) is not None:
+                kinds.append(WINDOWED)
+            else:
+                kinds.append(next(full_kinds))
         return [by_kind[kind].pop(0) for kind in kinds]
 
     @cached_property
@@ -317,6 +334,9 @@ class TieredCacheSpec:
         return {
             "resident layers": layers[RESIDENT],
             "layers with a window": layers[WINDOWED],
+            "recurrent states": 0
+            if self.layout.recurrent is None
+            else self.layout.recurrent.cache_bytes(self.forward_rows, itemsize),
             "ring, in prefill one layer": buffers.ring_numel * itemsize,
             "device tail": prod(buffers.tails) * itemsize,
             "high_bytes": layers[SPLIT] + layers[OFFLOADED],

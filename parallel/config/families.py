@@ -96,6 +96,7 @@ class MoEConfig:
     # layers have an MLP beside their experts, the router scales what it gets and returns, and the
     # activation is GELU, as in Gemma 4
     is_gemma4: bool = False
+    shared: int | None = None  # intermediate size of one more expert, of all tokens, with a gate
 
     def __post_init__(self) -> None:
         sizes = (self.count, self.per_token, self.intermediate)
@@ -147,6 +148,7 @@ class Family:
     mlp: MlpNames = MLP
     has_nope_layers: bool = False
     has_multipliers: bool = False  # Granite's
+    has_offset_norms: bool = False  # norms are in float32, and stored less 1
     is_gemma: bool = False  # norms, activation and embedding of Gemma 3
     is_gemma4: bool = False
     ends_with_full: bool = False  # the last layer has full attention whatever the config says
@@ -154,6 +156,8 @@ class Family:
     has_query_scaling: bool = False  # Llama 4's
     experts: ExpertNames | None = None
     is_gpt_oss: bool = False  # attention sinks, and experts with biases and a clamped activation
+    shared_expert: str | None = None  # config field with its intermediate size
+    has_delta_nets: bool = False  # in most layers; the others have gates of attention's outputs
 
     @property
     def has_layer_kinds(self) -> bool:
@@ -212,6 +216,19 @@ _GEMMA3 = Family(
     ),
     is_gemma=True,
 )
+_QWEN3_NEXT = Family(
+    max_positions=32_768,
+    kv_heads=2,
+    head_dim=256,
+    partial_rotary=0.25,
+    optional_biases=("attention_bias",),
+    uses_sliding_window=False,
+    qk_norm="head",
+    has_offset_norms=True,
+    has_delta_nets=True,
+    experts=ExpertNames("moe_intermediate_size", "mlp.experts", "mlp.gate"),
+    shared_expert="shared_expert_intermediate_size",
+)
 _GLM = Family(
     max_positions=131_072,
     kv_heads=2,
@@ -259,6 +276,9 @@ FAMILIES = {
         uses_sliding_window=False,
         window_layers="upper",
     ),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": replace(_QWEN3_NEXT, kv_heads=4, experts=None, shared_expert=None),
+    "qwen3_5_moe_text": replace(_QWEN3_NEXT, intermediate="shared_expert_intermediate_size"),
     "smollm3": Family(
         max_positions=32_768,
         kv_heads=4,
@@ -404,7 +424,6 @@ _REQUIRED = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
-    "intermediate_size",
     "vocab_size",
 )
 
@@ -444,6 +463,7 @@ def missing_fields(fields: Mapping[str, Any]) -> list[str]:
     if family.experts is not None and _has_experts(fields, family):
         required += [family.experts.per_token, family.experts.intermediate]
         required += [] if expert_count(fields) is not None else ["num_experts"]
+        required += [family.shared_expert] if family.shared_expert is not None else []
     required.append(family.intermediate)
     return [name for name in dict.fromkeys(required) if name not in fields]
 
@@ -474,7 +494,7 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
     if count is None and not family.is_gemma4:
         return None
     sparse, normalised = frozenset(range(fields["num_hidden_layers"])), True
-    if fields["model_type"] == "qwen3_moe":
+    if fields["model_type"] in ("qwen3_moe", "qwen3_next"):
         check_number(_count_field(fields), count, COUNT_OR_NONE)
         step = fields.get("decoder_sparse_step", 1)
         check_number("decoder_sparse_step", step, COUNT)
@@ -484,9 +504,10 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
         )
         if not count or not sparse:
             return None
-        normalised = bool_field(fields, "norm_topk_prob", False)
+        normalised = bool_field(fields, "norm_topk_prob", family.shared_expert is not None)
     check_number(_count_field(fields), count, Number(high=MAX_EXPERTS))
-    for name in (names.per_token, names.intermediate):
+    shared = [family.shared_expert] if family.shared_expert is not None else []
+    for name in (names.per_token, names.intermediate, *shared):
         check_number(name, fields[name], COUNT)
     return MoEConfig(
         count=count,
@@ -498,6 +519,7 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
         clamp=_clamp(fields) if family.is_gpt_oss else None,
         has_biases=family.is_gpt_oss,
         is_gemma4=family.is_gemma4,
+        shared=fields[shared[0]] if shared else None,
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import one_line
-from offload.layout import HeadShape, KVLayout, SlidingWindow, ceil_div
+from offload.layout import HeadShape, KVLayout, RecurrentShape, SlidingWindow, ceil_div
 from parallel.config.config_file import ConfigFile, config_file, fields_for_transformers
 from parallel.config.families import (
     FAMILIES,
@@ -41,6 +41,7 @@ from parallel.config.positions import (
     dense_positions,
     trained_positions,
 )
+from parallel.config.recurrent import recurrent_shape
 from parallel.config.rope import (
     MAX_ROPE_FACTOR,
     QueryScaling,
@@ -135,9 +136,10 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # scale of the outputs of attention and MLP
     query_multiplier: float = 1.0  # in addition to head_dim ** -0.5
     logits_scaling: float = 1.0  # divisor of the logits
-    # norms in float32, GELU, and an embedding multiplier in the model's dtype, as in Gemma 3 and 4
+    # GELU, and an embedding multiplier in the model's dtype, as in Gemma 3 and 4
     is_gemma: bool = False
-    gemma_offset: bool = False  # norms multiply by 1 + weight, as in Gemma 3
+    float32_norms: bool = False
+    offset_norms: bool = False  # norms multiply by 1 + weight
     is_cohere: bool = False  # LayerNorm, and one for attention and an MLP that is parallel to it
     query_scaling: QueryScaling | None = None
     windowed_heads: HeadShape | None = None  # those of layers with a window, if they are others
@@ -145,6 +147,10 @@ class ModelConfig:
     logits_cap: float | None = None  # logits are cap * tanh(logits / cap)
     is_gemma4: bool = False  # norms of values, no scale of attention, and a number for each layer
     has_sinks: bool = False  # heads have learned logits beside those of the keys
+    # Gated delta nets, with the heads of the whole model; in the other layers, attention's outputs
+    # are multiplied by gates
+    recurrent: RecurrentShape | None = None
+    has_output_gates: bool = False
 
     def __post_init__(self) -> None:
         check_number("layers", self.layers, LAYERS)
@@ -322,9 +328,12 @@ class ModelConfig:
             experts=read_experts(fields, family),
             has_sinks=family.is_gpt_oss,
             is_gemma=family.is_gemma,
-            gemma_offset=family.is_gemma and not family.is_gemma4,
+            float32_norms=family.is_gemma or family.has_offset_norms,
+            offset_norms=(family.is_gemma and not family.is_gemma4) or family.has_offset_norms,
             is_gemma4=family.is_gemma4,
             is_cohere=family.is_cohere,
+            recurrent=recurrent_shape(fields, family),
+            has_output_gates=family.has_delta_nets,
             **(multipliers(fields, head_dim) if family.has_multipliers else {}),
             **_gemma_numbers(fields, family, head_dim),
             **(cohere_multipliers(fields) if family.is_cohere else {}),
@@ -376,8 +385,9 @@ class ModelConfig:
 
     @property
     def full_layers(self) -> int:
-        """The number of layers with full attention, all others having a window."""
-        return self.layers - (len(self.sliding_window.layers) if self.sliding_window else 0)
+        """The number of layers with full attention, all others having a window or a state."""
+        others = [self.sliding_window, self.recurrent]
+        return self.layers - sum(len(each.layers) for each in others if each is not None)
 
     @property
     def max_context(self) -> int:
@@ -452,8 +462,15 @@ class ModelConfig:
             check_ranks(windowed.heads, ranks)
             own = share_size(windowed.heads, ranks - 1 if rank is None else rank, ranks)
             windowed = windowed._replace(heads=own)
+        recurrent = self.recurrent
+        if recurrent is not None:
+            check_ranks(recurrent.key_heads, ranks)
+            own = share_size(recurrent.key_heads, ranks - 1 if rank is None else rank, ranks)
+            recurrent = replace(recurrent, key_heads=own, value_heads=own * recurrent.shared)
         window = self.sliding_window
-        return KVLayout(self.layers, heads, self.head_dim, dtype, groups, window, windowed)
+        return KVLayout(
+            self.layers, heads, self.head_dim, dtype, groups, window, windowed, recurrent
+        )
 
 
 def _gemma_numbers(fields: Mapping[str, Any], family: Family, head_dim: int) -> dict[str, Any]:

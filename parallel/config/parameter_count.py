@@ -33,7 +33,22 @@ def min_kv_heads(config: ModelConfig) -> int:
 
 def windowed_layers(config: ModelConfig) -> int:
     """Return the number of layers with a window."""
-    return config.layers - config.full_layers
+    return 0 if config.sliding_window is None else len(config.sliding_window.layers)
+
+
+def is_recurrent(config: ModelConfig, layer: int) -> bool:
+    """Return whether a layer has a gated delta net instead of attention."""
+    return config.recurrent is not None and layer in config.recurrent.layers
+
+
+def recurrent_layers(config: ModelConfig) -> int:
+    """Return the number of layers with a gated delta net."""
+    return 0 if config.recurrent is None else len(config.recurrent.layers)
+
+
+def query_projections(config: ModelConfig) -> int:
+    """Return the projections of queries: two, if the output's gates are one."""
+    return 2 if config.has_output_gates else 1
 
 
 def has_window(config: ModelConfig, layer: int) -> bool:
@@ -65,6 +80,7 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
         embeddings * vocab_rows(config.vocab, ranks) * config.hidden
         + config.full_layers * _attention_parameters(config, ranks, rank, windowed=False)
         + windowed * _attention_parameters(config, ranks, rank, windowed=True)
+        + recurrent_layers(config) * _delta_net_parameters(config, ranks, rank)
         + mlps * _mlp_parameters(config, ranks, rank)
         + mixtures * _router_parameters(config, ranks, rank)
         + expert_parameters(config, ranks, rank)
@@ -94,10 +110,24 @@ def _attention_parameters(config: ModelConfig, ranks: int, rank: int, windowed: 
     queries, keys = (heads * rows for rows in head_rows(shape))
     qk_norms = {None: 0, "head": 2 * shape.dim, "width": queries + keys}[config.qk_norm]
     norms = config.norms.total * hidden + qk_norms
-    qkv = queries + kv_projections(config, windowed) * keys
+    qkv = query_projections(config) * queries + kv_projections(config, windowed) * keys
     o = hidden * (queries + config.o_bias)
     sinks = queries // shape.dim if config.has_sinks else 0
     return norms + qkv * (hidden + config.qkv_bias) + o + sinks + config.is_gemma4
+
+
+def _delta_net_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
+    """Return a layer's parameters on a rank without those of its MLP, but with all norms."""
+    if (whole := config.recurrent) is None:
+        return 0
+    keys = share_size(whole.key_heads, rank, ranks)
+    values = keys * (whole.value_heads // whole.key_heads)
+    channels = 2 * keys * whole.key_dim + values * whole.value_dim
+    # queries, keys and values; gates, strengths and decays
+    rows = channels + values * (whole.value_dim + 2)
+    out = config.hidden * values * whole.value_dim
+    others = channels * whole.taps + 2 * values + whole.value_dim
+    return config.norms.total * config.hidden + rows * config.hidden + out + others
 
 
 def _mlp_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
@@ -109,7 +139,7 @@ def _mlp_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
 
 
 def _router_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
-    """Return the parameters of a layer's router, and the biases of its experts."""
+    """Return the parameters of a layer's router and shared expert, with all biases of experts."""
     if (experts := config.experts) is None:
         return 0
     per_expert = config.hidden
@@ -117,6 +147,8 @@ def _router_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
         per_expert += 1 + 2 * share_size(experts.intermediate, rank, ranks) + config.hidden
     # Gemma 4's scales, and the norms before and after the experts, and after the MLP
     others = experts.count + 4 * config.hidden if experts.is_gemma4 else 0
+    if experts.shared is not None:  # with its gate
+        others = config.hidden * (3 * share_size(experts.shared, rank, ranks) + 1)
     return experts.count * per_expert + others
 
 

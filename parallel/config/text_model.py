@@ -24,6 +24,8 @@ _WRAPPERS = {
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 _ALIASES = ("internlm3", "mimo")  # types that are another in all but name
 OTHER_TYPES = (*_WRAPPERS, *_ALIASES)

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from parallel.config.text_model import OTHER_TYPES, WRAPPER
-from parallel.config_checks import FULL, SLIDING, quote
+from parallel.config_checks import FULL, LINEAR, SLIDING, quote
 from parallel.formats.quantisation import (
     READABLE,
     Quantisation,
@@ -33,6 +33,7 @@ _FOREIGN_FIELDS = {
 }
 # fields of recurrent layers, which a hybrid need not have: its list of layers decides
 _HYBRID_FIELDS = ("mamba_d_state",)
+_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with linear attention
 _GEMMA4_FIELDS = ("final_logit_softcapping", "use_bidirectional_attention")
 _RECURRENT = ("mamba", "hybrid", "linear")  # parts of the names of recurrent layers
 _LAYER_LISTS = ("layer_types", "layers_block_type")
@@ -106,10 +107,14 @@ def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
     if fields.get("model_type") == "gemma4_text":
         yield from _gemma4_parts(fields)
         names = [name for name in names if name not in _GEMMA4_FIELDS]
+    attention_types = _ATTENTION_TYPES
+    if fields.get("model_type") in _DELTA_NETS:
+        names.remove("linear_num_key_heads")
+        attention_types = _ATTENTION_TYPES | {LINEAR}
     for part in _present_fields(fields, names):
         yield f"{part} ({_FOREIGN_FIELDS[part.partition(' ')[0]]})"
     for name in _LAYER_LISTS:
-        if others := sorted(_kinds(fields, name) - _ATTENTION_TYPES):
+        if others := sorted(_kinds(fields, name) - attention_types):
             yield f"{name} with {', '.join(others)} (layers that are not attention)"
     if not known and (window := _window_part(fields)) is not None:
         yield window

@@ -5,7 +5,7 @@ Does not import torch. `parallel.weights` allocates by the same rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -15,8 +15,10 @@ from parallel.config.parameter_count import (
     has_window,
     head_rows,
     head_shape,
+    is_recurrent,
     kv_projections,
     parameter_count,
+    query_projections,
 )
 from parallel.formats.plane_format import PlaneFormat, is_kept, kept_bytes
 from parallel.formats.weight_headers import EMBEDDING, HEAD
@@ -74,7 +76,7 @@ def weight_sizes(
     experts = whole_experts * itemsize
     kept = kept_plain = cut = kept_experts = 0
     scratch: dict[str, int] = {}  # matrix of a layer -> bytes
-    for matrix, parts in _matrices(config, ranks, rank) if types else ():
+    for matrix, parts in _matrices(config, ranks, rank, types) if types else ():
         packable = [part for part in parts if part.tensor in types]
         packed = [part for part in packable if is_kept(types[part.tensor], part.columns)]
         cut += len(packable) - len(packed)
@@ -132,9 +134,12 @@ def _stacks(config: ModelConfig, ranks: int, rank: int) -> Iterator[list[_Part]]
 
 
 def _matrices(
-    config: ModelConfig, ranks: int, rank: int
+    config: ModelConfig, ranks: int, rank: int, types: Collection[str]
 ) -> Iterator[tuple[str | None, list[_Part]]]:
-    """Yield a rank's matrices, without experts: their name in a layer, and what they stack."""
+    """Yield a rank's matrices, without experts: their name in a layer, and what they stack.
+
+    `types`: names of tensors that can be packed.
+    """
     hidden, all_columns = config.hidden, slice(0, config.hidden)
     vocab = vocab_rows(config.vocab, ranks)
     for name in [EMBEDDING] if config.tied else [EMBEDDING, HEAD]:
@@ -142,24 +147,69 @@ def _matrices(
     inner = share(config.intermediate, rank, ranks)
     columns = inner.stop - inner.start
     for layer in range(config.layers):
-        prefix, windowed = f"model.layers.{layer}", has_window(config, layer)
-        shape = head_shape(config, windowed)
-        query_unit, key_unit = head_rows(shape)
-        own_queries = share(shape.heads * query_unit, rank, ranks, query_unit)
-        key_rows = share_size(shape.heads * key_unit, rank, ranks, key_unit)
-        heads = {"q": own_queries.stop - own_queries.start}
-        heads |= dict.fromkeys("kv"[: kv_projections(config, windowed)], key_rows)
-        projections = [
-            _Part(
-                f"{prefix}.self_attn.{'qkv' if config.fused_qkv else name}_proj.weight",
-                rows,
-                all_columns,
-            )
-            for name, rows in heads.items()
-        ]
-        yield "qkv", projections
-        yield "o", [_Part(f"{prefix}.self_attn.o_proj.weight", hidden, own_queries)]
+        prefix = f"model.layers.{layer}"
+        if is_recurrent(config, layer):
+            yield from _delta_net(config, ranks, rank, layer, types)
+        else:
+            yield from _attention(config, ranks, rank, layer)
+        if config.experts is not None and config.experts.shared is not None:
+            own = share(config.experts.shared, rank, ranks)
+            shared, rows = f"{prefix}.mlp.shared_expert", own.stop - own.start
+            names = [f"{shared}.{name}.weight" for name in ("gate_proj", "up_proj")]
+            yield "shared_gate_up", [_Part(name, rows, all_columns) for name in names]
+            yield "shared_down", [_Part(f"{shared}.down_proj.weight", hidden, own)]
         block, gate_up, down = config.mlp_names
         names = [f"{prefix}.{block}.{name}.weight" for name in (gate_up[0], gate_up[-1])]
         yield "gate_up", [_Part(name, columns, all_columns) for name in names]
         yield "down", [_Part(f"{prefix}.{block}.{down}.weight", hidden, inner)]
+
+
+def _attention(
+    config: ModelConfig, ranks: int, rank: int, layer: int
+) -> Iterator[tuple[str, list[_Part]]]:
+    """Yield a rank's matrices of a layer's attention."""
+    prefix, windowed = f"model.layers.{layer}.self_attn", has_window(config, layer)
+    shape = head_shape(config, windowed)
+    query_unit, key_unit = head_rows(shape)
+    own_queries = share(shape.heads * query_unit, rank, ranks, query_unit)
+    key_rows = share_size(shape.heads * key_unit, rank, ranks, key_unit)
+    heads = {"q": query_projections(config) * (own_queries.stop - own_queries.start)}
+    heads |= dict.fromkeys("kv"[: kv_projections(config, windowed)], key_rows)
+    projections = [
+        _Part(
+            f"{prefix}.{'qkv' if config.fused_qkv else name}_proj.weight",
+            rows,
+            slice(0, config.hidden),
+        )
+        for name, rows in heads.items()
+    ]
+    yield "qkv", projections
+    yield "o", [_Part(f"{prefix}.o_proj.weight", config.hidden, own_queries)]
+
+
+def _delta_net(
+    config: ModelConfig, ranks: int, rank: int, layer: int, types: Collection[str]
+) -> Iterator[tuple[str, list[_Part]]]:
+    """Yield a rank's matrices of a layer's gated delta net.
+
+    Over several ranks the columns of the output of tiled heads are not packed.
+    """
+    shape, prefix = config.recurrent, f"model.layers.{layer}.linear_attn"
+    assert shape is not None
+    unit = shape.shared * shape.value_dim
+    columns = share(shape.value_heads * shape.value_dim, rank, ranks, unit)
+    values = columns.stop - columns.start
+    heads = values // shape.value_dim
+    keys = share_size(shape.key_heads * shape.key_dim, rank, ranks, shape.key_dim)
+    stacks = {"qkvz": {"qkv": 2 * keys + values, "z": values}, "ba": {"b": heads, "a": heads}}
+    inputs = []
+    for stack, parts in stacks.items():
+        if f"{prefix}.in_proj_{stack}.weight" in types:
+            parts = {stack: sum(parts.values())}
+        inputs += [
+            _Part(f"{prefix}.in_proj_{name}.weight", rows, slice(0, config.hidden))
+            for name, rows in parts.items()
+        ]
+    yield "inputs", inputs
+    if ranks == 1 or not shape.is_tiled:
+        yield "out", [_Part(f"{prefix}.out_proj.weight", config.hidden, columns)]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offload.attention.folding import Partial, concatenated
 from offload.cache.base import Cache
+from offload.recurrent.delta_rule import DeltaInputs
 from parallel.model.transformer import KVCacheLike, Transformer
 
 
@@ -58,6 +59,15 @@ class BatchedCache:
         for cache, own_q, own_k, own_v in zip(self._caches, *parts, strict=True):
             outs.append(cache.attend(layer, own_q, own_k, own_v, cache.length))
         return concatenated(outs, dim=0)
+
+    def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor:
+        """Call `Cache.recur` with each sequence's part of the inputs."""
+        outs, first = [], 0
+        for cache, count in zip(self._caches, self._counts, strict=True):
+            own = inputs.rows(slice(first, first + count))
+            outs.append(cache.recur(layer, own, cache.length))
+            first += count
+        return torch.cat(outs)
 
 
 @torch.inference_mode()

@@ -36,8 +36,9 @@ class Checkpoint(ABC):
     """
 
     described_by = "config.json"  # source of the expected shapes, for messages
-    # whether the weights of norms are stored less 1 in models that add it (Gemma)
-    norms_have_offset = True
+    # Whether tensors are as llama.cpp's converter leaves them: norms of models that add 1 to them,
+    # such as Gemma, have it, and delta nets have rates of decay and matrices for convolutions.
+    is_converted = False
 
     def __init__(self, path: Path):
         self.path = path

@@ -1,8 +1,8 @@
 """Matrices and biases of experts in safetensors files that stack those of a layer.
 
-gpt-oss and Gemma 4 have such. Knows only headers, and does not import torch, since a plan has to be
-fast. Source of the layouts: transformers, modeling_gpt_oss.py, integrations/mxfp4.py and
-modeling_gemma4.py.
+gpt-oss, Gemma 4 and Qwen3.5 have such. Knows only headers, and does not import torch, since a plan
+has to be fast. Source of the layouts: transformers, modeling_gpt_oss.py, integrations/mxfp4.py,
+modeling_gemma4.py and modeling_qwen3_5_moe.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parallel.formats.weight_headers import DTYPES, TensorHeader
 
 MXFP4 = PLANE_FORMATS["MXFP4"]
 _STACK = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
-_GEMMA4 = re.compile(r"(?:.+\.)?layers\.\d+\.experts")  # prefix of its stacks
+_HALVES = re.compile(r"(?:.+\.)?layers\.\d+\.(?:mlp\.)?experts")  # Gemma 4's prefix, Qwen3.5's
 _MAX_HEADERS = 1 << 18  # experts' parts in a model; the largest have a third of them
 
 
@@ -65,8 +65,8 @@ def expert_headers(
     for name, tensor in tensors.items():
         match = _STACK.fullmatch(name)
         has_biases = match is not None and f"{match[1]}.gate_up_proj_bias" in tensors
-        is_gemma4 = match is not None and not match[3] and _GEMMA4.fullmatch(match[1])
-        if match is None or not (has_biases or is_gemma4):
+        has_halves = match is not None and not match[3] and _HALVES.fullmatch(match[1])
+        if match is None or not (has_biases or has_halves):
             continue
         stacks.add(name)
         stack = _stack(tensor, match, has_biases, tensors)

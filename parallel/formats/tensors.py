@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,6 +94,18 @@ class BlockTensor(ABC):
         None if that is their own.
         """
         return None
+
+
+class ColumnParts:
+    """Some columns of a matrix on disk, side by side: they are read as numbers."""
+
+    def __init__(self, tensor: Indexable, parts: Sequence[slice]):
+        self.tensor, self.parts = tensor, parts
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return rows, and columns among those of the parts."""
+        rows, columns = index
+        return torch.cat([self.tensor[rows, part] for part in self.parts], dim=-1)[:, columns]
 
 
 class SafetensorsReader:

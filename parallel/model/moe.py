@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from parallel.batch_invariant import map_rows
+from parallel.batch_invariant import map_blocks, map_rows
 from parallel.config.families import BranchNorms, MoEConfig
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.formats.checkpoint import Checkpoint
-from parallel.model.layers import unweighted_norm
-from parallel.model.residual import Branch, Mlp, gelu_gated
+from parallel.model.layers import ColumnParallelLinear, RowParallelLinear, unweighted_norm
+from parallel.model.residual import Branch, Mlp, gated, gelu_gated
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 from parallel.weights.expert_matrix import ExpertMatrix
 from parallel.weights.matmul import linear
@@ -143,6 +143,9 @@ class SparseMoE(Branch):
         self.group = group
         self.router = Router(self.shape, config.hidden, config.norm_eps)
         self.experts = Experts(self.shape, config.hidden, group)
+        self.shared: SharedExpert | None = None
+        if self.shape.shared is not None:
+            self.shared = SharedExpert(config.hidden, self.shape.shared, group)
 
     def forward(self, x: Tensor) -> AsyncSum:
         """Transform x (T, hidden); return a pending all-reduce (T, hidden)."""
@@ -150,6 +153,8 @@ class SparseMoE(Branch):
         routed = x if self.shape.is_gemma4 else normed  # input of the router
         # Row by row if batch-invariant: an expert's number of rows depends on all tokens.
         partial = map_rows(self._expert_sum, normed, routed)
+        if self.shared is not None:
+            partial = partial + self.shared(normed)
         return self.post(self.group.start_all_reduce(partial))
 
     def _expert_sum(self, x: Tensor, routed: Tensor) -> Tensor:
@@ -164,6 +169,35 @@ class SparseMoE(Branch):
         self.load_norms(checkpoint, prefix)
         self.router.load(checkpoint, f"{prefix}.{self.shape.names.router}")
         self.experts.load(checkpoint, f"{prefix}.{self.shape.names.experts}")
+        if self.shared is not None:
+            self.shared.load(checkpoint, f"{prefix}.mlp")
+
+
+class SharedExpert(Module):
+    """One more expert, which all tokens are sent to, with a gate instead of the router's weight.
+
+    Source: transformers, modeling_qwen3_next.py.
+    """
+
+    def __init__(self, hidden: int, intermediate: int, group: TensorParallelGroup):
+        super().__init__()
+        self.gate_up = ColumnParallelLinear(group, hidden, [intermediate] * 2, False)
+        self.down = RowParallelLinear(group, intermediate, hidden, False)
+        self.gate = empty_parameter(1, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's partial sum (T, hidden) of the expert's output for x (T, hidden)."""
+        gate, up = self.gate_up(x)
+        partial = self.down.weight.product(map_blocks(gated, gate, up))
+        return map_blocks(_scaled_by, partial, linear(x, self.gate))
+
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        """Read the tensors PREFIX.shared_expert.*.weight and PREFIX.shared_expert_gate.weight."""
+        names = [f"{prefix}.shared_expert.{name}" for name in ("gate_proj", "up_proj")]
+        self.gate_up.load(checkpoint, names)
+        self.down.load(checkpoint, f"{prefix}.shared_expert.down_proj")
+        shape = tuple(self.gate.shape)[int(checkpoint.is_converted) :]
+        self.gate.copy_(checkpoint.tensor(f"{prefix}.shared_expert_gate.weight", shape)[:])
 
 
 class MlpAndExperts(Branch):
@@ -184,6 +218,10 @@ class MlpAndExperts(Branch):
         self.load_norms(checkpoint, prefix)
         self.mlp.load(checkpoint, prefix)
         self.moe.load(checkpoint, prefix)
+
+
+def _scaled_by(x: Tensor, gate: Tensor) -> Tensor:
+    return x * gate.sigmoid()
 
 
 def route(scores: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ class Mlp(Branch):
         super().__init__(config, norms or config.norms.mlp)
         outputs = [config.intermediate] * 2
         self.names = config.mlp_names
-        self.gated = gelu_gated if config.is_gemma else _gated
+        self.gated = gelu_gated if config.is_gemma else gated
         self.gate_up = ColumnParallelLinear(group, config.hidden, outputs, config.mlp_bias)
         self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
 
@@ -73,7 +73,7 @@ class Mlp(Branch):
         self.down.load(checkpoint, f"{prefix}.{block}.{down}")
 
 
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
+def gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 

@@ -15,8 +15,9 @@ from torch.nn import Module, ModuleList
 
 from offload.attention.folding import Partial
 from offload.kernels.batch_invariant_shape import ROW_BLOCK
-from offload.prefill.layer_major import OBSERVED_ROWS
-from parallel.batch_invariant import batch_invariant
+from offload.layout import OBSERVED_ROWS
+from offload.recurrent.delta_rule import DeltaInputs
+from parallel.batch_invariant import batch_invariant, map_blocks
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import (
     has_experts,
@@ -26,6 +27,7 @@ from parallel.config.parameter_count import (
     kv_projections,
 )
 from parallel.formats.checkpoint import Checkpoint
+from parallel.model.delta_net import DeltaNet
 from parallel.model.layers import (
     ColumnParallelLinear,
     HeadNorms,
@@ -54,6 +56,8 @@ class Attends(Protocol):
     """The interface that a layer needs of a cache, or of a prefill into one."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial: ...
+
+    def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor: ...
 
 
 class KVCacheLike(Attends, Protocol):
@@ -91,6 +95,12 @@ class PaddedCache:
         after = len(q) - own.stop
         return F.pad(out, (0, 0, 0, 0, own.start, after)), F.pad(lse, (0, 0, own.start, after))
 
+    def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor:
+        """Call `Cache.recur` with the token rows; padding rows get zeros."""
+        own, rows = self._own, len(inputs.channels)
+        out = self._cache.recur(layer, inputs.rows(own), start)
+        return F.pad(out, (0, 0, 0, 0, own.start, rows - own.stop))
+
 
 class Attention(Branch):
     """A layer's attention, over this rank's heads."""
@@ -109,17 +119,18 @@ class Attention(Branch):
         count = kv_projections(config, windowed)
         names = ["q_proj", "k_proj", "v_proj"][: 1 + count]
         self.names = ["qkv_proj"] if config.fused_qkv else names
-        outputs = [queries] + count * [keys]
-        row_units = [own_queries] + count * [own_keys]
+        per_head = 2 if config.has_output_gates else 1  # a head's gates follow its queries
+        outputs = [per_head * queries] + count * [keys]
+        row_units = [per_head * own_queries] + count * [own_keys]
         self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias, row_units)
         self.qk_norm: HeadNorms | WidthNorms | None = None
         if config.qk_norm == "head":
             # Gemma 4's attention has no scale of its own
             scale = shape.dim**0.5 if config.is_gemma4 else 1.0
-            kind = config.is_gemma, config.gemma_offset
+            kind = config.float32_norms, config.offset_norms
             self.qk_norm = HeadNorms(shape.dim, config.norm_eps, *kind, scale)
         elif config.qk_norm == "width":
-            self.qk_norm = WidthNorms(group, outputs[:2], units, config.norm_eps)
+            self.qk_norm = WidthNorms(group, [queries, keys], units, config.norm_eps)
         self.value_norm_eps = config.norm_eps if config.is_gemma4 else None
         self.o = RowParallelLinear(group, queries, config.hidden, config.o_bias, own_queries)
         self.sinks: SinkLogits | None = None
@@ -131,11 +142,14 @@ class Attention(Branch):
 
         Returns a pending all-reduce (T, hidden), which alone holds memory until it is waited for.
         """
-        q, k, v = self._heads(x)
+        *gates, q, k, v = self._heads(x)
         if self.query_multiplier != 1.0:
             q = q * self.query_multiplier
         # Flattened by a function: a variable would keep (T, H, D) alive beside a copy.
-        return self.post(self.o(self._flattened(cache.attend(self.layer, q, k, v, start))))
+        attended = self._flattened(cache.attend(self.layer, q, k, v, start))
+        for each in gates:
+            attended = map_blocks(_gated, attended, each)
+        return self.post(self.o(attended))
 
     def store_kv(self, x: Tensor, cache: PrefillCacheLike, start: int) -> None:
         """Store the keys and values of x (T, hidden), if its attention output is not needed."""
@@ -160,8 +174,14 @@ class Attention(Branch):
         return (out if self.sinks is None else self.sinks(out, lse)).flatten(1)
 
     def _heads(self, x: Tensor, first: int = 0) -> list[Tensor]:
-        """Project x (T, hidden) to queries, keys and values (T, H, D), or to those from `first`."""
-        parts = self.qkv(self.pre(x), first=first)
+        """Project x (T, hidden) to queries, keys and values (T, H, D), or to those from `first`.
+
+        Gates (T, H * D) of the output, if there are any, come before the queries.
+        """
+        parts, gates = self.qkv(self.pre(x), first=first), []
+        if not first and self.qkv.outputs[0] > self.o.inputs:
+            both = parts[0].unflatten(-1, (-1, 2, self.head_dim))
+            parts[0], gates = both[:, :, 0].flatten(1), [both[:, :, 1].flatten(1)]
         v = parts[-1]
         if len(self.qkv.outputs) == 3:  # else it is the keys
             parts = parts[:-1]
@@ -169,7 +189,7 @@ class Attention(Branch):
             parts = self.qk_norm(parts, first)
         if self.value_norm_eps is not None:
             v = unweighted_norm(v, self.head_dim, self.value_norm_eps)
-        return [part.unflatten(-1, (-1, self.head_dim)) for part in (*parts, v)]
+        return gates + [part.unflatten(-1, (-1, self.head_dim)) for part in (*parts, v)]
 
 
 class DecoderLayer(Module):
@@ -181,7 +201,9 @@ class DecoderLayer(Module):
 
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, index: int):
         super().__init__()
-        self.attention = Attention(config, group, index)
+        is_recurrent = config.recurrent is not None and index in config.recurrent.layers
+        mixer: type[Attention | DeltaNet] = DeltaNet if is_recurrent else Attention
+        self.attention = mixer(config, group, index)
         kind: type[Mlp | SparseMoE | MlpAndExperts] = Mlp
         if config.experts is not None and has_experts(config, index):
             kind = MlpAndExperts if config.experts.is_gemma4 else SparseMoE
@@ -356,3 +378,7 @@ class Transformer(Module):
         if self.config.is_gemma:
             multiplier = torch.tensor(multiplier, dtype=x.dtype).item()
         return x if multiplier == 1.0 else x * multiplier
+
+
+def _gated(x: Tensor, gates: Tensor) -> Tensor:
+    return x * gates.sigmoid()

@@ -38,7 +38,7 @@ from offload.kernels.selection import (
     slot_kernels,
     split_kernels,
 )
-from offload.prefill.layer_major import OBSERVED_ROWS
+from offload.layout import OBSERVED_ROWS
 from parallel.execution.cuda_graphs import GraphRunner, cuda_graphs_supported
 from parallel.model.transformer import Attention
 from parallel.ranks.graph_capture import GraphCapturer

@@ -47,4 +47,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "seed": 1,
     },
     "gpt_oss": {"family": "gpt_oss", "seed": 5},
+    "qwen3_next": {"family": "qwen3_next"},
+    "qwen3_5": {"family": "qwen3_5_text"},
+    "qwen3_5_moe": {"family": "qwen3_5_moe_text"},
 }

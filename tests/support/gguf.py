@@ -22,6 +22,8 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from support.models import OFFSET_NORMS
+
 Kind = GGMLQuantizationType
 # model types whose architecture has another name
 ARCHITECTURES = {
@@ -35,6 +37,9 @@ ARCHITECTURES = {
     "cohere": "command-r",
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")  # their Q and K have interleaved heads
 MULTIPLIERS = {
@@ -122,7 +127,7 @@ def convert(
     if writer.arch in PERMUTED:
         heads["attn_k"] = hf.num_key_value_heads
     tensors = with_split_mlps(stacked_experts(load_file(folder / "model.safetensors")))
-    tensors = with_split_experts(tensors)
+    tensors = as_converted(hf, with_split_experts(tensors))
     names = name_map(writer.arch, hf.num_hidden_layers)
     for seed, (name, tensor) in enumerate(sorted(tensors.items())):
         tensor_name = names(name)
@@ -130,11 +135,12 @@ def convert(
             continue
         weight = tensor.float().numpy()
         part = tensor_name.split(".")[-2]
-        if hf.model_type == "gemma3_text" and "norm" in part:
+        if hf.model_type in OFFSET_NORMS and "norm" in part and part != "ssm_norm":
             weight = weight + 1
         if part in heads and writer.arch in PERMUTED:
             weight = interleave_heads(weight, heads[part])
-        if weight.ndim == 1 or kind == Kind.F32 or not tensor_name.endswith(".weight"):
+        is_plain = not tensor_name.endswith(".weight") or part == "ssm_conv1d"
+        if weight.ndim == 1 or kind == Kind.F32 or is_plain:
             writer.add_tensor(tensor_name, weight)
         else:
             raw = blocks(weight.reshape(-1, weight.shape[-1]), kind, seed)
@@ -158,11 +164,58 @@ def name_map(architecture: str, layers: int) -> Callable[[str], str]:
         if name.endswith("router.per_expert_scale"):
             down = name.replace("router.per_expert_scale", "experts.down_proj")
             return f"{names.get_name(down)}.scale"
+        if name.endswith(".A_log.weight"):
+            return str(names.get_name(name.removesuffix(".weight")))
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         return found
 
     return named
+
+
+def as_converted(hf: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors with its gated delta nets as the converter has them."""
+    if "linear_num_key_heads" not in hf.to_dict():
+        return dict(tensors)
+    keys, shared = hf.linear_num_key_heads, hf.linear_num_value_heads // hf.linear_num_key_heads
+    own, dim = hf.linear_key_head_dim, hf.linear_value_head_dim
+
+    def tiled(x: Tensor, size: int = 1, axis: int = 0) -> Tensor:
+        if hf.model_type == "qwen3_next":
+            return x
+        heads = x.unflatten(axis, (keys, shared, size)).transpose(axis, axis + 1)
+        return heads.flatten(axis, axis + 2).contiguous()
+
+    def with_tiled_values(x: Tensor) -> Tensor:
+        first, values = x.split([2 * keys * own, keys * shared * dim])
+        return torch.cat((first, tiled(values, dim)))
+
+    def separate(x: Tensor) -> dict[str, Tensor]:
+        sizes = [own, own, shared * dim, shared * dim]
+        heads = x.unflatten(0, (keys, sum(sizes))).split(sizes, dim=1)
+        *qkv, z = (each.flatten(0, 1) for each in heads)
+        return {"in_proj_qkv.weight": torch.cat(qkv), "in_proj_z.weight": z.contiguous()}
+
+    rules: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
+        "A_log": lambda x: {"A_log.weight": tiled(-x.exp())},
+        "dt_bias": lambda x: {"dt_proj.bias": tiled(x)},
+        "in_proj_qkv.weight": lambda x: {"in_proj_qkv.weight": with_tiled_values(x)},
+        "conv1d.weight": lambda x: {"conv1d.weight": with_tiled_values(x.squeeze(1))},
+        "in_proj_qkvz.weight": separate,
+        "in_proj_z.weight": lambda x: {"in_proj_z.weight": tiled(x, dim)},
+        "in_proj_a.weight": lambda x: {"in_proj_a.weight": tiled(x)},
+        "in_proj_b.weight": lambda x: {"in_proj_b.weight": tiled(x)},
+        "out_proj.weight": lambda x: {"out_proj.weight": tiled(x, dim, axis=1)},
+        "shared_expert_gate.weight": lambda x: {"shared_expert_gate.weight": x.squeeze(0)},
+    }
+    converted: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        block = "linear_attn." if "linear_attn." in name else "mlp."
+        prefix, found, part = name.rpartition(block)
+        rule = rules.get(part) if found else None
+        parts = {part: tensor} if rule is None else rule(tensor)
+        converted |= {f"{prefix}{found}{own_name}": each for own_name, each in parts.items()}
+    return converted
 
 
 def stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -226,8 +279,18 @@ def _describe(writer: GGUFWriter, hf: Any) -> None:
     writer.add_embedding_length(hf.hidden_size)
     writer.add_block_count(hf.num_hidden_layers)
     is_hybrid = hf.model_type == "granitemoehybrid"
-    size = hf.shared_intermediate_size if is_hybrid else hf.intermediate_size
-    writer.add_feed_forward_length(size)
+    size = hf.shared_intermediate_size if is_hybrid else getattr(hf, "intermediate_size", None)
+    if size is not None:
+        writer.add_feed_forward_length(size)
+    if "linear_num_key_heads" in hf.to_dict():
+        writer.add_ssm_conv_kernel(hf.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(hf.linear_key_head_dim)
+        writer.add_ssm_group_count(hf.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(hf.linear_num_value_heads)
+        writer.add_ssm_inner_size(hf.linear_num_value_heads * hf.linear_value_head_dim)
+        full = hf.layer_types.index("full_attention") + 1
+        writer.add_full_attention_interval(full)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
     writer.add_head_count(hf.num_attention_heads)
     if is_hybrid:  # the model has no such layers
         writer.add_ssm_conv_kernel(4)
@@ -264,6 +327,8 @@ def _describe_experts(writer: GGUFWriter, hf: Any) -> None:
         writer.add_expert_feed_forward_length(hf.intermediate_size)
     if size := getattr(hf, "moe_intermediate_size", None):
         writer.add_expert_feed_forward_length(size)
+    if size := getattr(hf, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(size)
 
 
 def _describe_heads(writer: GGUFWriter, hf: Any) -> None:
@@ -275,7 +340,10 @@ def _describe_heads(writer: GGUFWriter, hf: Any) -> None:
     if getattr(hf, "head_dim", None):
         writer.add_key_length(hf.head_dim)
         writer.add_value_length(hf.head_dim)
-        if "glm" not in hf.model_type:
+        if "linear_num_key_heads" in hf.to_dict():
+            part = hf.rope_parameters["partial_rotary_factor"]
+            writer.add_rope_dimension_count(int(hf.head_dim * part))
+        elif "glm" not in hf.model_type:
             writer.add_rope_dimension_count(hf.head_dim)
 
 

@@ -31,6 +31,27 @@ DIMENSIONS: dict[str, Any] = {
     "intermediate_size": 96,
     "vocab_size": 300,
 }
+# the second of three layers has full attention, the others a gated delta net
+DELTA_NETS: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "pad_token_id": None,
+}
+SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3": {"head_dim": 12},
@@ -45,6 +66,9 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_text": DELTA_NETS,
+    "qwen3_5_moe_text": {**DELTA_NETS, **SHARED_EXPERT},
+    "qwen3_next": {**DELTA_NETS, **SHARED_EXPERT},
     "phi3": {"pad_token_id": None},
     "olmo2": {"pad_token_id": None},
     "exaone4": {
@@ -143,6 +167,9 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+OFFSET_NORMS = ("gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # stored less 1
+
+
 def rope(kind: str, theta: float = 10_000.0, **parameters: Any) -> dict[str, Any]:
     """Return a config's `rope_parameters`."""
     return {"rope_type": kind, "rope_theta": theta, **parameters}
@@ -191,7 +218,8 @@ def build_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * scale
-            is_scale = "norm" in name and family != "gemma3_text"
+            has_offset = family in OFFSET_NORMS and "linear_attn" not in name
+            is_scale = "norm" in name and not has_offset
             parameter.copy_(1 + noise if is_scale else noise)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):

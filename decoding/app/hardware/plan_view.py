@@ -18,13 +18,15 @@ from decoding.planning.plan import Plan
 from decoding.planning.requirements import whole_weight_bytes
 from offload.dtypes import dtype_name
 from offload.errors import TierForceError
-from parallel.config.parameter_count import windowed_layers
+from parallel.config.parameter_count import recurrent_layers, windowed_layers
 
 # labels of memory tiers
 _TIERS = {
     "weights": "weights",
     "resident layers": "KV of on-device layers",
     "layers with a window": "KV of layers with a window",
+    "recurrent states": "states of recurrent layers",
+    "states of drafting levels": "the same, of drafts",
     "ring, in prefill one layer": "transfer ring",
     "device tail": "device tail (recent tokens)",
     "high_bytes": "high bytes of split KV",
@@ -104,6 +106,8 @@ def times_table(plans: Plans) -> Table:
     target = best.requirements.target
     if windowed := windowed_layers(target):
         table.add_row("layers with a window", f"{windowed}")
+    if recurrent := recurrent_layers(target):
+        table.add_row("layers with a recurrent state", f"{recurrent}")
     table.add_row("on-device layers", f"{best.memory.resident_layers}")
     table.add_row("offloaded layers", f"{best.layers_on_host}")
     if split := best.memory.split_layers:

@@ -102,7 +102,7 @@ class GgufCheckpoint(Checkpoint):
     """The tensors of a GGUF file, or of all parts of a split model, by its first."""
 
     described_by = "its metadata"
-    norms_have_offset = False
+    is_converted = True
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -110,7 +110,7 @@ class GgufCheckpoint(Checkpoint):
         family = family_of(header)
         config_fields(header)  # checks what the file says of itself
         self._infos: dict[str, TensorInfo] = {}
-        for stored in header.tensors.values():
+        for stored in header.model_tensors.values():
             if stored.name in ROPE_FACTORS:  # part of the config
                 continue
             check_end(header, stored)

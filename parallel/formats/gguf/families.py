@@ -14,6 +14,7 @@ from typing import Any
 
 from parallel.config_checks import quote
 from parallel.errors import ConfigError
+from parallel.formats.gguf import delta_nets
 from parallel.formats.gguf.header import GgufHeader, TensorInfo
 from parallel.formats.gguf.tensors import TYPES
 
@@ -36,6 +37,15 @@ _EXPERTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+_FUSED_EXPERTS = {"ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")}
+# parts that layers with attention lack, or those with gated delta nets
+_KINDS_OF_LAYERS = (
+    *(each for each in delta_nets.TENSORS if not each.endswith("_norm") or each == "ssm_norm"),
+    *delta_nets.STRENGTHS,
+    *delta_nets.STACKED_STRENGTHS,
+    *_PROJECTIONS,
+    *_QK_NORMS,
+)
 _ATTENTION = {**_PRE_NORMS, **_PROJECTIONS}
 _LLAMA = {**_ATTENTION, **_MLP}
 _EXPERT_COUNTS = {"expert_used_count": "num_experts_per_tok"}
@@ -62,6 +72,8 @@ class GgufFamily:
     needs_biases: bool = False  # all of these are in all files
     stop_names: tuple[str, ...] = ()  # tokens that end an answer, whatever the metadata says
     has_windows: bool = False  # whether a sliding window means that of the model type
+    has_delta_nets: bool = False
+    has_dense: bool = True  # whether its metadata has the size of a dense MLP
     ignored: tuple[str, ...] = ()  # prefixes of metadata without effect on the language model
 
     def expert_count(self, fields: Mapping[str, Any]) -> int:
@@ -80,7 +92,7 @@ class GgufFamily:
         index, _, part = rest.partition(".")
         if head != "blk" or not index.isdecimal():
             return ()
-        if (whole := self.tensors.get(f"{part}.{kind}")) is not None:
+        if (whole := self.tensors.get(f"{part}.{kind}".removeprefix("."))) is not None:
             return (f"model.layers.{index}.{whole}",)
         if kind != "weight" and (kind != "bias" or part not in chain(*self.biases)):
             return ()
@@ -195,6 +207,30 @@ _GEMMA4_EXPERTS = replace(
     },
     constants={**_GEMMA4.constants, "enable_moe_block": True},
 )
+_QWEN3_NEXT = GgufFamily(
+    "qwen3_next",
+    {
+        **delta_nets.TENSORS,
+        **delta_nets.STACKED_STRENGTHS,
+        **_PROJECTIONS,
+        **_QK_NORMS,
+        "ffn_gate_inp": "mlp.gate",
+        **_EXPERTS,
+        **_FUSED_EXPERTS,
+        **delta_nets.SHARED_EXPERT,
+    },
+    optional=(*_KINDS_OF_LAYERS, *_EXPERTS, *_FUSED_EXPERTS),
+    fields={
+        **delta_nets.FIELDS,
+        "expert_count": "num_experts",
+        **_EXPERT_COUNTS,
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    ignored=("rope.dimension_sections",),
+    has_delta_nets=True,
+    has_dense=False,
+)
 _IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral and Mixtral
     "llama": _LLAMA_FAMILY,
@@ -212,6 +248,35 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
     "qwen3vl": replace(_QWEN3, ignored=_IMAGES),
     "qwen3moe": _QWEN3_MOE,
     "qwen3vlmoe": replace(_QWEN3_MOE, ignored=_IMAGES),
+    "qwen3next": _QWEN3_NEXT,
+    "qwen35": replace(
+        _QWEN3_NEXT,
+        model_type="qwen3_5_text",
+        tensors={
+            **delta_nets.TENSORS,
+            **delta_nets.STRENGTHS,
+            **_PROJECTIONS,
+            **_QK_NORMS,
+            **_MLP,
+        },
+        optional=_KINDS_OF_LAYERS,
+        fields=delta_nets.FIELDS,
+        constants={delta_nets.TILED: True},
+        has_dense=True,
+    ),
+    "qwen35moe": replace(
+        _QWEN3_NEXT,
+        model_type="qwen3_5_moe_text",
+        tensors={
+            **{
+                name: each
+                for name, each in _QWEN3_NEXT.tensors.items()
+                if name not in delta_nets.STACKED_STRENGTHS
+            },
+            **delta_nets.STRENGTHS,
+        },
+        constants={delta_nets.TILED: True},
+    ),
     "smollm3": replace(_LLAMA_FAMILY, model_type="smollm3"),  # every fourth layer has no RoPE
     "phi3": GgufFamily(
         "phi3",

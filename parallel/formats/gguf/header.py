@@ -67,6 +67,26 @@ class GgufHeader:
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]  # keyed by GGUF name, of all parts
 
+    @property
+    def predicting_layers(self) -> int:
+        """The last layers of those it counts, which predict further tokens, for drafting."""
+        prefix = f"{self.metadata.get('general.architecture')}."
+        count, layers = (
+            self.metadata.get(f"{prefix}{name}") for name in ("nextn_predict_layers", "block_count")
+        )
+        is_valid = type(count) is int and type(layers) is int and 0 < count < layers
+        return count if is_valid and isinstance(count, int) else 0
+
+    @property
+    def model_tensors(self) -> dict[str, TensorInfo]:
+        """The tensors without those of layers that predict further tokens."""
+        if not self.predicting_layers:
+            return self.tensors
+        layers = self.metadata[f"{self.metadata['general.architecture']}.block_count"]
+        own = range(layers - self.predicting_layers)
+        prefixes = tuple(f"blk.{index}." for index in range(own.stop, layers))
+        return {name: each for name, each in self.tensors.items() if not name.startswith(prefixes)}
+
 
 def read_header(path: Path) -> GgufHeader:
     """Read the header of a GGUF file, everything but the tensor data.

@@ -22,6 +22,7 @@ from parallel.config_checks import (
     quote,
 )
 from parallel.errors import CheckpointError, ConfigError
+from parallel.formats.gguf.delta_nets import add_delta_nets, delta_net_shapes
 from parallel.formats.gguf.families import GgufFamily, family_of
 from parallel.formats.gguf.gemma4 import KV_HEADS, add_gemma4
 from parallel.formats.gguf.header import GgufHeader
@@ -50,7 +51,12 @@ _REQUIRED = (
     "attention.head_count",
     "context_length",
 )
-_EXPERT_FIELDS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+_EXPERT_FIELDS = (
+    "expert_count",
+    "expert_used_count",
+    "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
+)
 _ROPE = {  # metadata key without the architecture: field of rope_parameters
     "rope.scaling.type": "rope_type",
     "rope.scaling.factor": "factor",
@@ -60,7 +66,7 @@ _ROPE = {  # metadata key without the architecture: field of rope_parameters
 }
 _CHECKED = ("attention.value_length", "rope.dimension_count")
 _GEMMA4_CHECKED = ("attention.value_length_swa", "rope.dimension_count_swa")
-_HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
+_HARMLESS = ("nextn_predict_layers", "rope.scaling.finetuned", "tensor_data_layout")
 _EXPECTED: dict[str, tuple[Any, ...]] = {  # values with which a field changes nothing
     "attention.causal": (True,),
     "expert_gating_func": (0, 1),  # softmax
@@ -108,7 +114,7 @@ def kept_types(header: GgufHeader) -> dict[str, KeptType]:
     """
     family = family_of(header)
     types: dict[str, KeptType] = {}
-    for info in header.tensors.values():
+    for info in header.model_tensors.values():
         stored = TYPES.get(info.kind)
         kind = None if stored is None else kept_type(stored.name)
         for name in family.tensor_names(info.name) if kind is not None else ():
@@ -157,6 +163,8 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         named = {token: index for index, token in enumerate(_tokens(header))}
         stops = [named[name] for name in family.stop_names if name in named]
         fields["eos_token_id"] = stops or fields["eos_token_id"]
+    if family.has_delta_nets:
+        add_delta_nets(header, fields)
     if family.model_type == "gemma4_text":
         add_gemma4(header, values, fields)
     else:
@@ -206,8 +214,8 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
     known = {*FIELDS, *_ROPE, *_CHECKED, *_HARMLESS, *expected, *own}
     known |= set(_GEMMA4_CHECKED) if family.model_type == "gemma4_text" else set()
     values = {}
-    required = [*_REQUIRED, *(name for name in _EXPERT_FIELDS if name in own)]
-    if missing := [prefix + name for name in required if not header.metadata.get(prefix + name)]:
+    required = [prefix + name for name in _required(family)]
+    if missing := [name for name in required if not header.metadata.get(name)]:
         raise ConfigError(
             f"{header.path}: its metadata lacks {', '.join(missing)}: it does not say what the "
             "model is."
@@ -241,6 +249,13 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
             "are not supported."
         )
     return values
+
+
+def _required(family: GgufFamily) -> list[str]:
+    """Return the metadata that all files of a family have."""
+    sizes = () if family.has_dense else ("feed_forward_length",)
+    experts = [name for name in _EXPERT_FIELDS if name in family.fields]
+    return [*(name for name in _REQUIRED if name not in sizes), *experts]
 
 
 def _field_error(name: str, value: Any, expected: Mapping[str, tuple[Any, ...]]) -> str | None:
@@ -319,14 +334,15 @@ def _rows(header: GgufHeader, name: str) -> int:
 
 def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, Any]) -> None:
     """Raise CheckpointError if tensors contradict the metadata, before memory is allocated."""
-    layers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
+    tensors = header.model_tensors
+    layers = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
     if len(layers) != fields["num_hidden_layers"]:
         raise CheckpointError(
             f"{header.path} has tensors of {len(layers)} layers, but its metadata says "
             f"{fields['num_hidden_layers']}. Was the file converted completely? Fetch it again."
         )
     shapes = _shapes(family, fields)
-    for name, info in header.tensors.items():
+    for name, info in tensors.items():
         if name not in ROPE_FACTORS and not family.tensor_names(name):
             is_old = re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight", name)
             raise CheckpointError(
@@ -364,7 +380,7 @@ def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, 
 
 def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the matrices that a config implies, without the number of the layer."""
-    hidden, intermediate = fields["hidden_size"], fields["intermediate_size"]
+    hidden, intermediate = fields["hidden_size"], fields.get("intermediate_size", 0)
     queries, keys = (
         fields[f"num_{kind}_heads"] * fields["head_dim"] for kind in ("attention", "key_value")
     )
@@ -396,4 +412,7 @@ def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[in
         for name, shape in shapes.items()
         if name.startswith(("attn_", "ffn_")) and name != "attn_sinks"
     }
-    return {**{f"{name}.weight": shape for name, shape in shapes.items()}, **biases}
+    matrices = {f"{name}.weight": shape for name, shape in shapes.items()}
+    if family.has_delta_nets:  # gates of outputs follow the queries
+        matrices |= {"attn_q.weight": (2 * queries, hidden), **delta_net_shapes(fields)}
+    return {**matrices, **biases}

@@ -16,7 +16,7 @@ from bench.harness.decode_loop import run_together
 from decoding import GREEDY, Sampling
 from decoding.engine.request import Request, Status
 from offload.errors import InsufficientMemoryError, RequestCancelled, TierForceError
-from offload.prefill.layer_major import OBSERVED_ROWS
+from offload.layout import OBSERVED_ROWS
 from parallel.ranks.process_group import TensorParallelGroup
 from support import batches
 from support.batches import SERVING as SMALL

@@ -17,8 +17,7 @@ from decoding.engine.request import Request, RequestState
 from decoding.planning.plan import Memory, Plan
 from decoding.planning.request_spec import RequestSpec
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
-from offload.layout import ceil_div
-from offload.prefill.layer_major import OBSERVED_ROWS
+from offload.layout import OBSERVED_ROWS, ceil_div
 from parallel.ranks.process_group import TensorParallelGroup
 from support import batches
 from support.engines import MODES, PLACEMENTS, Folders, Pair

@@ -15,7 +15,7 @@ from bench.harness.decode_loop import run_together
 from decoding import GREEDY, Engine
 from decoding.engine.request import Request, RequestState, Status
 from offload.errors import InsufficientMemoryError
-from offload.prefill.layer_major import OBSERVED_ROWS
+from offload.layout import OBSERVED_ROWS
 from parallel.ranks.process_group import TensorParallelGroup
 from support import batches
 from support.engines import MODES, PLACEMENTS, Folders, Pair

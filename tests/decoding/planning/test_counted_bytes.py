@@ -20,7 +20,7 @@ from decoding.planning.plan import Plan
 from decoding.planning.request_spec import RequestSpec
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.dtypes import dtype_of
-from offload.layout import SlidingWindow
+from offload.layout import RecurrentShape, SlidingWindow
 from offload.retrieval.policy_specs import POLICY_SPECS
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.shape import TieredCacheSpec
@@ -44,7 +44,9 @@ def tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         for item in value:
             yield from tensors(item, seen)
     elif type(value).__module__.startswith("offload."):
-        yield from tensors(vars(value) if hasattr(value, "__dict__") else (), seen)
+        for name, item in vars(value).items() if hasattr(value, "__dict__") else ():
+            if name != "parent":  # the states of another level
+                yield from tensors(item, seen)
 
 
 def storage_bytes(value: Any, *others: Any) -> int:
@@ -60,6 +62,7 @@ def storage_bytes(value: Any, *others: Any) -> int:
 TARGET_TIERS = (
     "resident layers",
     "layers with a window",
+    "recurrent states",
     "ring, in prefill one layer",
     "device tail",
     "high_bytes",
@@ -103,7 +106,8 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
     with session_of(case, link, room) as (session, plan):
         assert session.plan.memory == plan.memory
         rotary, arena, retrieval = session.target.rotary, session.slot.arena, session.retrieval
-        others = (rotary, arena, retrieval)
+        states = [level.cache.recurrent for level in session.levels[1:] if level.name != "draft"]
+        others = (rotary, arena, retrieval, states)
         for tiers in plan.breakdown:
             assert storage_bytes(session.target, *others) == sum(
                 tiers[name] for name in TARGET_TIERS
@@ -113,6 +117,7 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
                     session.prefill()
         assert storage_bytes(arena) == plan.memory.host_bytes
         assert storage_bytes(rotary) - rotary_extra(rotary) == tiers["rotary tables"]
+        assert storage_bytes(states) == tiers["states of drafting levels"]
         drafts = [level.cache for level in session.levels if level.name == "draft"]
         draft = sum(storage_bytes(cache, cache.rotary) for cache in drafts)
         assert draft == tiers["draft cache"]
@@ -120,7 +125,7 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
         if retrieval is None:
             assert planned == 0
             return plan.memory
-        layout = session.target.layout.without_windows(session.plan.selecting_layers)
+        layout = session.target.layout.with_full_attention(session.plan.selecting_layers)
         shape = retrieval.shape
         spec = POLICY_SPECS[session.runtime.settings.policy]
         rows = spec.query_rows * case.target.heads // case.target.kv_heads
@@ -128,7 +133,8 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
         # The planned bytes cover the policy state of the longest request.
         assert storage_bytes(retrieval.selector.policy) <= policy_state
         planned -= shape.scratch_bytes(layout, rows) + policy_state
-        assert storage_bytes(retrieval, rotary, retrieval.selector.policy) == planned
+        own = (rotary, retrieval.selector.policy, retrieval.recurrent)
+        assert storage_bytes(retrieval, *own) == planned
         return plan.memory
 
 
@@ -159,6 +165,19 @@ def tiny(seed: int, windowed: int = 0) -> Case:
     return replace(case, settings=in_mode(settings, MODES[seed % len(MODES)]))
 
 
+def hybrid(seed: int) -> Case:
+    """Return a tiny case in which all layers but every third have states, the draft's too."""
+    case = tiny(seed)
+    models = {}
+    for name, layers in (("target", 7), ("draft", 3)):
+        recurrent = frozenset(index for index in range(layers) if (index + 1) % 3)
+        shape = RecurrentShape(recurrent, 2, 6, 12, 8, 4, step=64)
+        config = replace(getattr(case, name), layers=layers, nope_layers=frozenset())
+        models[name] = replace(config, recurrent=shape, has_output_gates=True)
+    settings = replace(case.settings, gpu_kv_layers=seed % 3)
+    return replace(case, settings=settings, **models)
+
+
 def in_mode(settings: Settings, mode: str) -> Settings:
     """Return the settings with another mode, and with 16 bits if the mode requires it."""
     dtype = "bfloat16" if "split" in mode else settings.dtype
@@ -169,6 +188,11 @@ def in_mode(settings: Settings, mode: str) -> Settings:
 @pytest.mark.parametrize("seed", range(32))
 def test_planned_bytes_are_allocated(seed: int, link: str) -> None:
     check_bytes(tiny(seed), link)
+
+
+@pytest.mark.parametrize("seed", slow_except(range(8), 1, 4, 6))
+def test_planned_bytes_of_recurrent_states_are_allocated(seed: int) -> None:
+    check_bytes(hybrid(seed), "emulated:50")
 
 
 @pytest.mark.parametrize("windowed", [1, 9])

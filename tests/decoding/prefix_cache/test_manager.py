@@ -25,8 +25,7 @@ from decoding.prefix_cache.fingerprint import WeightDigests, digest_of
 from decoding.prefix_cache.manager import PrefixCacheManager
 from decoding.prefix_cache.store import PromptCache
 from offload.errors import CorruptCacheError, TierForceError
-from offload.layout import KVLayout
-from offload.prefill.layer_major import OBSERVED_ROWS
+from offload.layout import OBSERVED_ROWS, KVLayout
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVFile
 from parallel.config.model_config import ModelConfig

@@ -25,7 +25,7 @@ from decoding.engine.request import Request
 from decoding.prefix_cache.store import CachedPrompt, PromptCache
 from decoding.prefix_cache.writer import BackgroundWriter, files_of, load_saved
 from offload.errors import InvalidRequestError
-from offload.prefill.layer_major import OBSERVED_ROWS
+from offload.layout import OBSERVED_ROWS
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVFile
 from parallel.ranks.process_group import TensorParallelGroup

@@ -189,7 +189,7 @@ def test_after_prefill_the_host_has_the_prefix_and_the_tail_the_rest(
     prefill(cache, tokens, chunk=16)
     # (L - 1, 2, Hkv, T, D), without waiting: no copy may be in flight any more
     stored = host_kv(cache)[:, :, :, :boundary].clone()
-    tail = cache._tails[:, :, :, : prompt - boundary]
+    tail = cache.buffers.tails[:, :, :, : prompt - boundary]
     forward(reference, tokens)
     reference.advance(prompt)
     assert cache.boundary == boundary
@@ -242,7 +242,7 @@ def test_a_forward_first_moves_the_boundary_to_its_maximum(
         stored = torch.cat(
             (
                 host_kv(cache)[:, :, :, : cache.boundary],
-                cache._tails[:, :, :, : cache.length - cache.boundary],
+                cache.buffers.tails[:, :, :, : cache.length - cache.boundary],
             ),
             dim=3,
         )

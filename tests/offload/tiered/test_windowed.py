@@ -178,8 +178,8 @@ def test_a_prefix_is_copied_where_its_window_is_held(
         everything += layout.windowed.bytes(270, layout.layers - layout.full_layers)
         assert held.nbytes < everything
     for shared in (265, 240, 130, 110):
-        assert held.resumable(shared) == (120 if shared == 130 else shared)
-        shared = held.resumable(shared)
+        assert held.copyable(shared) == (120 if shared == 130 else shared)
+        shared = held.copyable(shared)
         cache, reference = cache_of(link, layout), plain(layout)
         steps = copy_prefix(held, cache, shared)
         if shared == 265:
@@ -193,7 +193,7 @@ def test_a_prefix_is_copied_where_its_window_is_held(
             prefill(cache, rest, 64), append(reference, rest), atol=1e-5, rtol=1e-5
         )
         assert cache.resumable(120) == 120  # it can be copied on
-    assert held.resumable(40) == 0
+    assert held.copyable(40) == 0
 
 
 @worst_link

@@ -138,6 +138,14 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "glm": {"partial_rotary_factor": (0.25,)},
     "glm4": {"partial_rotary_factor": (1.0,)},
 }
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+SPARSE_HYBRID = {
+    **HYBRID,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 ALL = set(range(8))  # layers of a model
 HAVE_WINDOWS = ("cohere2", "exaone4", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3")
 # fields without which there is no supported model of a family
@@ -146,6 +154,9 @@ FAMILY_NEEDED: dict[str, dict[str, Any]] = {
     "gpt_oss": MIXTURE,
     "mixtral": MIXTURE,
     "qwen3_moe": MIXTURE,
+    "qwen3_next": SPARSE_HYBRID,
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": SPARSE_HYBRID,
     "granitemoehybrid": {
         "layer_types": ["attention"] * 2,
         "num_local_experts": 0,
@@ -153,6 +164,9 @@ FAMILY_NEEDED: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 2,
     },
 }
+
+
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # a quarter of a head rotates
 
 
 def random_config(family: str, draw: random.Random) -> dict[str, Any]:
@@ -172,7 +186,8 @@ def random_config(family: str, draw: random.Random) -> dict[str, Any]:
     # combinations that transformers rejects
     strict = {"num_key_value_heads": ("mistral", "mixtral", "ministral3", "exaone4", "glm4")}
     strict["num_key_value_heads"] += ("gemma3_text", "gemma4_text", "gpt_oss", "ministral")
-    strict["head_dim"] = ("ministral3", "glm4", "gemma3_text", "gemma4_text", "gpt_oss")
+    strict["num_key_value_heads"] += HYBRIDS
+    strict["head_dim"] = (*HYBRIDS, "ministral3", "glm4", "gemma3_text", "gemma4_text", "gpt_oss")
     for name, families in strict.items():
         if family in families and fields.get(name, 0) is None:
             del fields[name]
@@ -224,11 +239,14 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
     name = family.removesuffix("_text")
     module = import_module(f"transformers.models.{name}.modeling_{name}")
     embedding = next(
-        vars(module)[name] for name in vars(module) if name.endswith("RotaryEmbedding")
+        vars(module)[name]
+        for name in vars(module)
+        if name.endswith("RotaryEmbedding") and "Vision" not in name
     )
     ropes = PHI3_ROPES if family == "phi3" else ROPES
     for scaling, fields in itertools.product(ropes, variants):
-        if "short_factor" in scaling and ("head_dim" in fields or "glm" in family):
+        has_other_size = "head_dim" in fields or "glm" in family or family in HYBRIDS
+        if "short_factor" in scaling and has_other_size:
             continue  # LongRoPE needs one factor per pair of dimensions
         path.write_text(json.dumps({**base, "rope_scaling": scaling, "rope_theta": 5e5, **fields}))
         is_extended = scaling.get("rope_type") in ("yarn", "longrope")

@@ -53,12 +53,9 @@ def error_message(folder: Path, **fields: Any) -> str:
         ),
         (
             {
-                "model_type": "qwen3_5",
-                "text_config": {
-                    "model_type": "qwen3_5_text",
-                    "layer_types": ["linear_attention", "full_attention"],
-                    "linear_num_key_heads": 16,
-                },
+                "model_type": "olmo_hybrid",
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_num_key_heads": 16,
             },
             ["linear_num_key_heads = 16 (linear attention)", "layer_types with linear_attention"],
         ),

@@ -182,9 +182,9 @@ def test_broken_stacks_are_named(
     assert "\n" not in str(error.value)
 
 
-def test_stacks_without_biases_are_another_models() -> None:
+def test_stacks_of_other_blocks_are_another_models() -> None:
     headers = {
         name: TensorHeader(Path("model.safetensors"), name, "BF16", (4, 32, 96))
-        for name in (f"{BLOCK}.gate_up_proj", f"{BLOCK}.down_proj")
+        for name in ("model.blocks.0.experts.gate_up_proj", "model.blocks.0.experts.down_proj")
     }
     assert expert_headers(headers) == ({}, set())

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM
 
 import parallel.formats.gguf.checkpoint
 from parallel.config.model_config import ModelConfig
+from parallel.config.weight_sizes import weight_sizes
 from parallel.formats.gguf.checkpoint import KINDS, GgufCheckpoint
 from parallel.formats.gguf.header import read_header
-from parallel.model.loading import load_model, open_checkpoint, resolve
+from parallel.model.loading import load_model, open_checkpoint, parameter_bytes, resolve
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 from support.families import OTHERS
@@ -173,6 +174,9 @@ def test_a_file_equals_the_folder_it_was_converted_from(
     if ours.windowed_rope is not None and theirs.windowed_rope is not None:
         for field in ("rope_type", "rope_theta"):
             assert ours.windowed_rope[field] == theirs.windowed_rope[field]
+    is_tiled = ours.recurrent is not None and ours.recurrent.is_tiled
+    if is_tiled and theirs.recurrent is not None:
+        known["recurrent"] = replace(theirs.recurrent, is_tiled=True)
     assert replace(ours, rope={}, windowed_rope=None) == replace(
         theirs, rope={}, windowed_rope=None, **known
     )
@@ -181,10 +185,52 @@ def test_a_file_equals_the_folder_it_was_converted_from(
         expected, expected_scale = theirs.inverse_frequencies(9, length)
         torch.testing.assert_close(frequencies, expected)
         assert scale == pytest.approx(expected_scale)
+    if is_tiled:  # other heads come first: the next test compares logits
+        return
     for group in (TensorParallelGroup(), TensorParallelGroup(1, 2)):
         assert_same_parameters(
             load_model(folder, group, "float32"), load_model(path, group, "float32")
         )
+
+
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+
+
+def logits_on_rank(paths: list[Path], tokens: Tensor) -> list[Tensor]:
+    group = TensorParallelGroup.from_environment("cpu")
+    return [all_logits(load_model(path, group, "float32"), tokens) for path in paths]
+
+
+def test_files_of_delta_nets_match_transformers(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """On one rank and two; the heads of the second and third are in another order."""
+    folders = [checkpoint(**OTHERS[name]) for name in DELTA_NETS]
+    paths = [convert(folder, tmp_path / f"{folder.name}.gguf") for folder in folders]
+    tokens = random_tokens(60)
+    by_rank = [logits_on_rank(paths, tokens), *run_ranks(2, logits_on_rank, paths, tokens)]
+    for index, folder in enumerate(folders):
+        expected = reference_logits(folder, tokens)
+        for logits in by_rank:
+            torch.testing.assert_close(logits[index], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", DELTA_NETS)
+def test_packed_delta_nets_are_planned(checkpoint: Checkpoints, tmp_path: Path, name: str) -> None:
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 64, "intermediate_size": 64}
+    if name != "qwen3_5":
+        sizes |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    folder = checkpoint(**{**OTHERS[name], "hidden_size": 64, **sizes})
+    path = convert(folder, tmp_path / "model.gguf", Kind.Q8_0)
+    config, tokens = ModelConfig.from_pretrained(path, packed=True), random_tokens(60)
+    types = {name for name, _ in config.kept_types}
+    assert {"model.layers.0.linear_attn.in_proj_qkv.weight"} <= types
+    whole = load_model(path, TensorParallelGroup(), "float32")
+    packed = load_model(path, TensorParallelGroup(), "float32", config)
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            own = load_model(path, TensorParallelGroup(rank, ranks), "bfloat16", config)
+            planned = weight_sizes(config, ranks, 2, rank)
+            assert abs(parameter_bytes(own) - planned.nbytes - planned.scratch) < 4000  # float32
+    torch.testing.assert_close(all_logits(packed, tokens), all_logits(whole, tokens))
 
 
 def test_mistral3_is_mistral_or_ministral(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -178,6 +178,24 @@ MODELS: dict[str, dict[str, Any]] = {
             "yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=8.0
         ),
     },
+    "qwen3-next": {"family": "qwen3_next"},
+    "qwen3-next-dense": {
+        "family": "qwen3_next",
+        "mlp_only_layers": [1],
+        "norm_topk_prob": False,
+        "layer_types": None,
+        "full_attention_interval": 3,
+        "linear_num_value_heads": 2,
+    },
+    "qwen3.5": {"family": "qwen3_5_text"},
+    "qwen3.5-bias": {
+        "family": "qwen3_5_text",
+        "attention_bias": True,
+        "linear_conv_kernel_dim": 3,
+        "rope_parameters": rope("default", partial_rotary_factor=0.25),
+        "tie_word_embeddings": True,
+    },
+    "qwen3.5-moe": {"family": "qwen3_5_moe_text"},
     "olmo3-theta": {
         "family": "olmo3",
         "rope_scaling": None,
@@ -246,6 +264,7 @@ def test_logits_match_transformers(checkpoint: Checkpoints, name: str) -> None:
         *((name, 32) for name in ("smollm3", "phi3-long", "olmo2", "granite", "qwen3-moe")),
         *product(["mistral-window", "gemma3"], [1, 7, 32, 90]),
         ("cohere2", 32),
+        *product(["qwen3.5", "qwen3-next"], [1, 7, 32, 90]),
     ],
 )
 def test_layer_major_prefill_matches_token_major(
@@ -338,6 +357,7 @@ def test_two_ranks_match_one_rank(part: int, checkpoint: Checkpoints) -> None:
     """Tests every third model: two ranks start once for all of them."""
     names = ["mha", "gqa", "tied", "qkv-bias", "attention-bias", "mlp-bias", "head-dim", "sharded"]
     names += ["qwen3", "smollm3", "phi3-partial-long", "olmo2-bias", "granite-bias", "mixtral"]
+    names += ["qwen3-next", "qwen3.5", "qwen3.5-moe"]
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
     odd: list[dict[str, Any]] = [
         {"intermediate_size": 49},

@@ -1,0 +1,173 @@
+"""The gated delta rule: a linear recurrence over tokens, in chunks or token by token.
+
+A head's state S (Dk, Dv) maps keys to values. A token t first lets all decay, then corrects the
+value of its key:
+
+    S_t = f_t S_(t-1) + k_t d_t^T    with    d_t = b_t (v_t - (f_t S_(t-1))^T k_t)
+
+and its output is S_t^T q_t. The pairs (k, d) with the decays f are all that changes a state: with
+them it advances past tokens whose outputs were computed before, without weights.
+
+Source: Yang et al. 2025, Gated Delta Networks, arXiv 2412.06464, section 3; the form in chunks is
+that of section 3.3, with the inverse applied by forward substitution.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from offload.layout import STATE_CHUNK, RecurrentShape
+
+_EPS = 1e-6  # added to the squared length of a query or key (transformers, modeling_qwen3_next.py)
+
+
+class DeltaInputs(NamedTuple):
+    """What a layer's recurrence needs of its tokens."""
+
+    channels: Tensor  # (T, C), queries, keys and values of all heads before the convolution
+    log_decay: Tensor  # (T, Hv) float32, at most 0
+    beta: Tensor  # (T, Hv) float32, the strength of the correction
+    taps: Tensor  # (C, taps), the convolution's weights: the layer's own
+
+    def rows(self, rows: slice) -> DeltaInputs:
+        """Return those of some of the tokens."""
+        channels, log_decay, beta = (each[rows] for each in self[:3])
+        return DeltaInputs(channels, log_decay, beta, self.taps)
+
+
+class DeltaRows(NamedTuple):
+    """Tokens as the rule sees them, in float32."""
+
+    q: Tensor  # (Hv, T, Dk), normalised and scaled
+    k: Tensor  # (Hv, T, Dk), normalised
+    v: Tensor  # (Hv, T, Dv)
+    log_decay: Tensor  # (Hv, T)
+    beta: Tensor  # (Hv, T)
+
+
+def delta_rows(shape: RecurrentShape, inputs: DeltaInputs, before: Tensor) -> DeltaRows:
+    """Return the rows of T tokens; `before` (taps - 1, C) are the channels of those before them."""
+    padded = torch.cat((before, inputs.channels)).float()
+    count, taps = len(inputs.channels), inputs.taps.float()
+    # sums in a fixed order: a token's does not depend on how many tokens there are
+    mixed = padded[:count] * taps[:, 0]
+    for tap in range(1, shape.taps):
+        mixed.addcmul_(padded[tap : tap + count], taps[:, tap])
+    # rounded where the model's own convolution and activation round
+    mixed = F.silu(mixed.to(before.dtype)).float()
+    keys = shape.key_heads * shape.key_dim
+    parts = mixed.split([keys, keys, shape.value_heads * shape.value_dim], dim=-1)
+    q, k = (_unit(part.unflatten(-1, (-1, shape.key_dim))) for part in parts[:2])
+    v = parts[2].unflatten(-1, (-1, shape.value_dim))
+    q, k = (for_value_heads(shape, x.transpose(0, 1)) for x in (q, k))
+    decay, beta = inputs.log_decay.t(), inputs.beta.t()
+    return DeltaRows(q * shape.key_dim**-0.5, k, v.transpose(0, 1), decay, beta)
+
+
+def for_value_heads(shape: RecurrentShape, x: Tensor) -> Tensor:
+    """Return x (Hv, T, D), given that of the key heads (Hk, T, D)."""
+    if shape.is_tiled:
+        return x.repeat(shape.shared, 1, 1)
+    return x.repeat_interleave(shape.shared, dim=0)
+
+
+def for_key_heads(shape: RecurrentShape, x: Tensor) -> Tensor:
+    """Return x (Hk, T, D), given the equal ones of value heads (Hv, T, D)."""
+    return x[: shape.key_heads] if shape.is_tiled else x[:: shape.shared]
+
+
+def outputs_in_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs (Hv, T, Dv) of a few tokens after a state (Hv, Dk, Dv), and their d.
+
+    The state stays as it is.
+    """
+    q, k, v, log_decay, beta = rows
+    total = log_decay.cumsum(-1)  # (Hv, T)
+    between = _decays_between(total)  # (Hv, T, T)
+    decay, strength = total.exp()[..., None], beta[..., None]
+    system = (k * strength) @ k.transpose(1, 2) * between
+    wanted = strength * (v - decay * (k @ state))
+    d = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    scores = q @ k.transpose(1, 2) * between
+    return decay * (q @ state) + scores @ d, d
+
+
+def outputs_in_chunks(rows: DeltaRows, state: Tensor) -> Tensor:
+    """Return the outputs (Hv, T, Dv) of many tokens; the state (Hv, Dk, Dv) advances past them.
+
+    The chunks have STATE_CHUNK tokens, the last one what is left.
+    """
+    q, k, v, log_decay, beta = (_chunked(each) for each in rows)  # (Hv, N, n, ...)
+    total = log_decay.cumsum(-1)
+    between = _decays_between(total)
+    decay, strength = total.exp()[..., None], beta[..., None]
+    system = (k * strength) @ k.transpose(-1, -2) * between
+    # d = u - w S: both solved for all chunks at once, then S chunk by chunk
+    both = torch.cat((strength * v, strength * decay * k), dim=-1)
+    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+    u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    scores = q @ k.transpose(-1, -2) * between
+    # keys as much decayed as their corrections are at the chunk's end
+    left = k * (total[..., -1:] - total).exp()[..., None]
+    outs = torch.empty_like(v)
+    for index in range(v.shape[1]):
+        d = u[:, index] - w[:, index] @ state
+        outs[:, index] = decay[:, index] * (q[:, index] @ state) + scores[:, index] @ d
+        state.mul_(decay[:, index, -1:]).baddbmm_(left[:, index].transpose(1, 2), d)
+    return outs.flatten(1, 2)[:, : rows.v.shape[1]]
+
+
+def step(rows: DeltaRows, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output (Hv, 1, Dv) of one token, and its d; the state advances past it.
+
+    decay (Hv,) is its f.
+    """
+    state.mul_(decay[:, None, None])
+    d = rows.beta[..., None] * (rows.v - rows.k @ state)
+    _correct(state, rows.k[:, 0], d[:, 0])
+    return rows.q @ state, d
+
+
+def advance(state: Tensor, k: Tensor, d: Tensor, decays: Tensor) -> None:
+    """Advance states (..., Dk, Dv) past T tokens, one or more.
+
+    k (..., T, Dk), d (..., T, Dv) and the decays f (..., T) are theirs.
+    """
+    from_each = decays.flip(-1).cumprod(-1).flip(-1)  # products from a token to the last
+    left = torch.cat((from_each[..., 1:], torch.ones_like(from_each[..., :1])), dim=-1)
+    state.mul_(from_each[..., :1, None]).add_((k * left[..., None]).transpose(-1, -2) @ d)
+
+
+def advance_by_steps(state: Tensor, k: Tensor, d: Tensor, decays: Tensor) -> None:
+    """Advance as `advance`, token by token: to the very bits that `step` leaves."""
+    for token in range(k.shape[-2]):
+        state.mul_(decays[..., token, None, None])
+        _correct(state, k[..., token, :], d[..., token, :])
+
+
+def _correct(state: Tensor, k: Tensor, d: Tensor) -> None:
+    """Add k d^T to states (..., Dk, Dv): rounded products, then rounded sums, of any shape."""
+    state.add_(k[..., :, None] * d[..., None, :])
+
+
+def _decays_between(total: Tensor) -> Tensor:
+    """Return the decay (..., T, T) from each token to each later one, from their sums (..., T)."""
+    later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device)
+    between = total[..., :, None] - total[..., None, :]
+    return between.masked_fill_(later.triu_(1), -torch.inf).exp_()
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return x (..., D) divided by its length."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
+
+
+def _chunked(x: Tensor) -> Tensor:
+    """Return x (Hv, T, ...) as whole chunks (Hv, N, n, ...); tokens are padded by zeros."""
+    rest = -x.shape[1] % STATE_CHUNK
+    padded = F.pad(x, [0, 0] * (x.dim() - 2) + [0, rest]) if rest else x
+    return padded.unflatten(1, (-1, STATE_CHUNK))

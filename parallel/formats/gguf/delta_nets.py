@@ -1,0 +1,91 @@
+"""GGUF files of models with gated delta nets: Qwen3-Next, Qwen3.5 and later.
+
+Imports neither torch nor transformers. Source: github.com/ggml-org/llama.cpp, conversion/qwen.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parallel.errors import ConfigError
+from parallel.formats.gguf.header import GgufHeader
+
+TILED = "linear_value_heads_are_tiled"  # field of a config that only such files have
+_INTERVAL = "full_attention_interval"
+_INNER = "ssm.inner_size"  # of all value heads together
+TENSORS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",  # has no suffix
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+STRENGTHS = {"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b"}
+STACKED_STRENGTHS = {"ssm_ba": "linear_attn.in_proj_ba"}
+SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+FIELDS = {
+    _INTERVAL: "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    _INNER: "linear_value_dim",
+}
+
+
+def add_delta_nets(header: GgufHeader, fields: dict[str, Any]) -> None:
+    """Add to a config's fields the dimensions of value heads, and which layers predict nothing.
+
+    Raises ConfigError for sizes that are missing, or do not belong together.
+    """
+    missing = [name for name, each in FIELDS.items() if each not in fields and name != _INTERVAL]
+    if missing:
+        raise ConfigError(
+            f"{header.path}: its metadata lacks {', '.join(missing)}: it does not say what the "
+            "model is."
+        )
+    fields["num_hidden_layers"] -= header.predicting_layers
+    inner, heads = fields.pop("linear_value_dim"), fields["linear_num_value_heads"]
+    if inner % heads:
+        raise ConfigError(
+            f"{header.path}: its metadata has {_INNER} = {inner}, which does not divide into "
+            f"ssm.time_step_rank = {heads}."
+        )
+    fields["linear_value_head_dim"] = inner // heads
+
+
+def delta_net_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of delta nets and shared experts that a config implies."""
+    hidden, heads = fields["hidden_size"], fields["linear_num_value_heads"]
+    values = heads * fields["linear_value_head_dim"]
+    keys = fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_qkv.weight": (2 * keys + values, hidden),
+        "attn_gate.weight": (values, hidden),
+        "ssm_conv1d.weight": (2 * keys + values, fields["linear_conv_kernel_dim"]),
+        "ssm_norm.weight": (fields["linear_value_head_dim"],),
+        "ssm_out.weight": (hidden, values),
+        "ssm_a": (heads,),
+        "ssm_dt.bias": (heads,),
+        "ssm_ba.weight": (2 * heads, hidden),
+        "ssm_alpha.weight": (heads, hidden),
+        "ssm_beta.weight": (heads, hidden),
+    }
+    if (shared := fields.get("shared_expert_intermediate_size")) is not None:
+        shapes |= {
+            "ffn_gate_inp_shexp.weight": (hidden,),
+            "ffn_gate_shexp.weight": (shared, hidden),
+            "ffn_up_shexp.weight": (shared, hidden),
+            "ffn_down_shexp.weight": (hidden, shared),
+        }
+    return shapes
