@@ -14,7 +14,7 @@ STACKS = {"qkvz": ("qkv", "z"), "ba": ("b", "a")}  # Qwen3-Next's tensors: those
 class HeadRows:
     """The rows of some consecutive key heads, and of the value heads that share them."""
 
-    shape: RecurrentShape  # of the whole model
+    shape: RecurrentShape  # with the heads of the whole model
     first: int  # key head
     last: int
 

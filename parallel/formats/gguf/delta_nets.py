@@ -13,7 +13,7 @@ from parallel.formats.gguf.header import GgufHeader
 
 TILED = "linear_value_heads_are_tiled"  # field of a config that only such files have
 _INTERVAL = "full_attention_interval"
-_INNER = "ssm.inner_size"  # of all value heads together
+_INNER = "ssm.inner_size"  # dimensions of all value heads together
 TENSORS = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
