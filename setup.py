@@ -40,6 +40,8 @@ setup(
     ],
     extras_require={
         "flash": ["flash-attn>=2.6"],
+        # kernels for prompts of models with gated delta nets
+        "delta": ["fla-core>=0.6"],
         "bench": ["matplotlib>=3.8"],
         "server": [
             "fastapi>=0.115.12",

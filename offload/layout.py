@@ -99,7 +99,7 @@ class RecurrentShape:
     value_heads: int  # a multiple of the key heads
     key_dim: int
     value_dim: int
-    taps: int  # weights of a channel in the causal convolution of queries, keys and values
+    kernel_size: int  # weights of a channel in the causal convolution of queries, keys and values
     # whether value head i has key head i % key_heads; else consecutive ones share a key head
     is_tiled: bool = False
     step: int = CHECKPOINT_STEP  # states are kept in host memory at its multiples
@@ -117,7 +117,7 @@ class RecurrentShape:
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of a layer's state: float32, and the inputs of the convolution."""
         state = 4 * self.value_heads * self.key_dim * self.value_dim
-        return state + (self.taps - 1) * self.channels * itemsize
+        return state + (self.kernel_size - 1) * self.channels * itemsize
 
     def row_bytes(self, itemsize: int) -> int:
         """Return the bytes of what a layer keeps of a token that may still be rejected."""
@@ -126,6 +126,7 @@ class RecurrentShape:
 
     def cache_bytes(self, rows: int, itemsize: int) -> int:
         """Return the bytes of all layers' states in a cache, for forwards of up to `rows` rows."""
+        rows += 1  # one is padding
         return len(self.layers) * (self.state_bytes(itemsize) + rows * self.row_bytes(itemsize))
 
     def rewindable_bytes(self, rows: int, rewind: int, itemsize: int) -> int:
@@ -152,7 +153,8 @@ class RecurrentShape:
     def positions(self, tokens: int) -> list[int]:
         """Return the positions at which the state of a prompt is kept, in order."""
         last = self.last_position(tokens)
-        return [*range(self.step, last, self.step), *([last] if last else [])]
+        multiples = range(self.step, tokens + 1, self.step)
+        return sorted({*multiples, last} - {0})
 
     def checkpoints(self, tokens: int) -> int:
         """Return how many states are kept of a sequence of up to so many tokens."""

@@ -30,6 +30,7 @@ from offload.memory.host import host_available
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
 from offload.memory.link_spec import make_link
+from offload.recurrent.selection import prompt_kernels
 from parallel.model.loading import parameter_bytes
 from parallel.model.transformer import Transformer
 
@@ -129,6 +130,15 @@ class Runtime:
         """Return the kernels that select what a retrieval cache keeps, or None; and the reason."""
         layout, device = self.requirements.layout, self.target.group.device
         return retrieval_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
+
+    @property
+    def prompt_kernels(self) -> Kernels | None:
+        """Return the kernels of recurrent layers in prompts, or None; and the reason.
+
+        None if there are no such layers.
+        """
+        shape, device = self.requirements.layout.recurrent, self.target.group.device
+        return None if shape is None else prompt_kernels(device.type, self.dtype, shape)
 
     @property
     def slot_kernels(self) -> list[Kernels]:

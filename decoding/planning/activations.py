@@ -8,7 +8,7 @@ from decoding.config.defaults import (
     PREFILL_CHUNK_STEP,
 )
 from decoding.planning.requirements import Requirements
-from offload.layout import STATE_CHUNK, STATE_TOKENS, ceil_div
+from offload.layout import STATE_CHUNK, STATE_TOKENS, RecurrentShape, ceil_div
 from parallel.config.parameter_count import MAX_STATIC_TOKENS, head_shape
 from parallel.config.weight_sizes import weight_sizes
 
@@ -41,7 +41,20 @@ def recurrence_bytes(requirements: Requirements, tokens: int) -> int:
     head = 6 * states.key_dim + 6 * states.value_dim + 4 * STATE_CHUNK
     numbers = 4 * states.channels + states.value_heads * head
     chunk = 4 * min(tokens, STATE_TOKENS) * numbers
-    return chunk + 2 * states.state_bytes(requirements.dtype.itemsize)
+    layer = 2 * states.state_bytes(requirements.dtype.itemsize)
+    rows = requirements.max_forward_tokens
+    own = _advance_bytes(states, rows)
+    if requirements.has_draft and requirements.draft is not None:
+        draft = requirements.draft.kv_layout(requirements.draft_ranks, requirements.dtype)
+        if draft.recurrent is not None:
+            own = max(own, _advance_bytes(draft.recurrent, 3 * rows))
+    return layer + max(chunk, own)
+
+
+def _advance_bytes(states: RecurrentShape, rows: int) -> int:
+    """Return the bytes of what all layers' states advance by, past so many tokens."""
+    head = 2 * states.key_dim + states.value_dim
+    return 4 * len(states.layers) * rows * states.value_heads * head
 
 
 def moe_scratch_bytes(requirements: Requirements) -> int:

@@ -129,8 +129,9 @@ def _attention_flops(config: ModelConfig, full: float, windowed: float) -> float
 
 
 def _state_bytes(layout: KVLayout) -> int:
-    """Return the bytes of recurrent states that a forward moves: it reads them twice, to advance
-    past the tokens before it and for its own, and writes them once.
+    """Return the bytes of recurrent states that a forward reads and writes.
+
+    It reads and writes them to advance past the tokens before it, and reads them for its own.
     """
     states = layout.recurrent
     return 0 if states is None else 3 * states.cache_bytes(0, layout.dtype.itemsize)

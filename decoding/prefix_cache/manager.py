@@ -120,9 +120,14 @@ class PrefixCacheManager:
     ) -> BackgroundWriter | None:
         """Start to save a prefilled prompt if it is worth it; all ranks call it.
 
-        Nothing is saved if `may_save` is False on rank 0.
+        Nothing is saved if `may_save` is False on rank 0, nor if recurrent states of the prompt are
+        not kept: it was extended by few tokens.
         """
         group, layout = self.group, cache.layout
+        states = [] if cache.recurrent is None else cache.recurrent.positions
+        wanted = [] if layout.recurrent is None else layout.recurrent.positions(len(prompt))
+        if not set(wanted) <= set(states):
+            return None
         nbytes = sum(group.gather(layout.stored_bytes(len(prompt))))
         entry, lock = None, None
         if group.rank == 0 and may_save and (begun := self._begin(identity, prompt, nbytes)):
@@ -147,7 +152,7 @@ class PrefixCacheManager:
             readers = cache.host_readers()
             files = files_of(folder, group.rank, layout, len(prompt), digest)
             layers = [(each.file, readers[each.layer]) for each in files]
-            return BackgroundWriter(folder, group.rank, lock, layers, finish)
+            return BackgroundWriter(folder, group.rank, lock, layers, len(prompt), finish)
         except (RuntimeError, MemoryError, TierForceError) as error:  # out of memory or threads
             lock.close()
             if self._cache is not None:

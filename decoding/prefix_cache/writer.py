@@ -45,10 +45,11 @@ class BackgroundWriter:
         rank: int,
         lock: ExitStack,
         layers: Sequence[tuple[KVFile, HostReader]],
+        tokens: int,
         finish: Callable[[BackgroundWriter, str | None], None] | None = None,
     ):
-        """Start to write; `lock`, this rank's in the folder, is closed at the end."""
-        self.tokens = layers[0][0].tokens
+        """Start to write a prompt of `tokens`; `lock`, this rank's, is closed at the end."""
+        self.tokens = tokens
         self._folder, self._rank, self._lock = folder, rank, lock
         self._layers, self._finish = list(layers), finish
         self._cancelled = Event()

@@ -125,7 +125,10 @@ class StaticForward:
         """Return a recurrent layer's outputs (B * T, Hv, Dv), as `Cache.recur`."""
         firsts = [index * self._rows for index in range(len(self.caches))]
         parts = [inputs.rows(slice(first, first + self._rows)) for first in firsts]
-        outs = [cache.recur(layer, own, 0) for cache, own in zip(self.caches, parts, strict=True)]
+        outs = []
+        for cache, own, place in zip(self.caches, parts, self._places[0], strict=True):
+            assert cache.recurrent is not None
+            outs.append(cache.recurrent.outputs(layer, own, place[0]))
         return torch.cat(outs)
 
 

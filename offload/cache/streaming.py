@@ -60,13 +60,12 @@ class StreamingCache(StaticCache):
         return self._memory.nbytes + states
 
     def begin_forward(self, rows: int) -> None:
-        super().begin_forward(rows)
         end = self.length + rows
-        if end - self._dropped <= self.slots:
-            return
-        self._slide()
+        if end - self._dropped > self.slots:
+            self._slide()
         if end - self._dropped > self.slots:
             raise ValueError(f"{rows} tokens do not fit the {self.shape.slack} slots of slack")
+        super().begin_forward(rows)
 
     def slot_and_position(self, start: int) -> tuple[int, int]:
         slot = start - self._dropped

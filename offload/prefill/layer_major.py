@@ -52,8 +52,6 @@ class Prefill:
         """Raise ValueError if the cache has no room for the tokens."""
         cache, end = self._cache, self._cached + self.tokens
         cache.check_room(self.tokens)
-        if cache.recurrent is not None:
-            cache.recurrent.begin_prompt(self._cached, end)
         cache.boundary = cache.shape.boundary(end)
         for observer in cache.observers:
             observer.on_forward(cache.boundary, end, end)
@@ -115,8 +113,11 @@ class Prefill:
 
         It is called for all tokens, in order.
         """
-        assert self._cache.recurrent is not None
-        return self._cache.recurrent.extend_from(layer, inputs, self._cached + start)
+        states = self._cache.recurrent
+        assert states is not None
+        if not start:  # not where states are loaded: these are kept, and no others
+            states.begin_prompt(self._cached, self._cached + self.tokens)
+        return states.extend_from(layer, inputs, self._cached + start)
 
     def load_blocks(
         self, layer: int, blocks: Iterable[KVBlock], segment: Segment | None = None

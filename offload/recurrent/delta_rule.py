@@ -31,12 +31,12 @@ class DeltaInputs(NamedTuple):
     channels: Tensor  # (T, C), queries, keys and values of all heads before the convolution
     log_decay: Tensor  # (T, Hv) float32, at most 0
     beta: Tensor  # (T, Hv) float32, the strength of the correction
-    taps: Tensor  # (C, taps), the convolution's weights: the layer's own
+    kernel: Tensor  # (C, K), the convolution's weights: the layer's own
 
     def rows(self, rows: slice) -> DeltaInputs:
         """Return those of some of the tokens."""
         channels, log_decay, beta = (each[rows] for each in self[:3])
-        return DeltaInputs(channels, log_decay, beta, self.taps)
+        return DeltaInputs(channels, log_decay, beta, self.kernel)
 
 
 class DeltaRows(NamedTuple):
@@ -50,13 +50,13 @@ class DeltaRows(NamedTuple):
 
 
 def delta_rows(shape: RecurrentShape, inputs: DeltaInputs, before: Tensor) -> DeltaRows:
-    """Return the rows of T tokens; `before` (taps - 1, C) are the channels of those before them."""
+    """Return the rows of T tokens; `before` (K - 1, C) are the channels of those before them."""
     padded = torch.cat((before, inputs.channels)).float()
-    count, taps = len(inputs.channels), inputs.taps.float()
+    count, kernel = len(inputs.channels), inputs.kernel.float()
     # sums in a fixed order: a token's does not depend on how many tokens there are
-    mixed = padded[:count] * taps[:, 0]
-    for tap in range(1, shape.taps):
-        mixed.addcmul_(padded[tap : tap + count], taps[:, tap])
+    mixed = padded[:count] * kernel[:, 0]
+    for place in range(1, shape.kernel_size):
+        mixed.addcmul_(padded[place : place + count], kernel[:, place])
     # rounded where the model's own convolution and activation round
     mixed = F.silu(mixed.to(before.dtype)).float()
     keys = shape.key_heads * shape.key_dim
@@ -69,10 +69,10 @@ def delta_rows(shape: RecurrentShape, inputs: DeltaInputs, before: Tensor) -> De
 
 
 def for_value_heads(shape: RecurrentShape, x: Tensor) -> Tensor:
-    """Return x (Hv, T, D), given that of the key heads (Hk, T, D)."""
+    """Return x (..., Hv, T, D), given that of the key heads (..., Hk, T, D)."""
     if shape.is_tiled:
-        return x.repeat(shape.shared, 1, 1)
-    return x.repeat_interleave(shape.shared, dim=0)
+        return torch.cat([x] * shape.shared, dim=-3)
+    return x.repeat_interleave(shape.shared, dim=-3)
 
 
 def for_key_heads(shape: RecurrentShape, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def outputs_in_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
     system = (k * strength) @ k.transpose(1, 2) * between
     wanted = strength * (v - decay * (k @ state))
     d = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    scores = q @ k.transpose(1, 2) * between
+    scores = (q @ k.transpose(1, 2) * between).tril_()  # NaN of later tokens is dropped
     return decay * (q @ state) + scores @ d, d
 
 
@@ -139,7 +139,9 @@ def advance(state: Tensor, k: Tensor, d: Tensor, decays: Tensor) -> None:
     """
     from_each = decays.flip(-1).cumprod(-1).flip(-1)  # products from a token to the last
     left = torch.cat((from_each[..., 1:], torch.ones_like(from_each[..., :1])), dim=-1)
-    state.mul_(from_each[..., :1, None]).add_((k * left[..., None]).transpose(-1, -2) @ d)
+    state.mul_(from_each[..., :1, None])
+    added = (k * left[..., None]).transpose(-1, -2).flatten(0, -3)
+    state.view(-1, *state.shape[-2:]).baddbmm_(added, d.flatten(0, -3))
 
 
 def advance_by_steps(state: Tensor, k: Tensor, d: Tensor, decays: Tensor) -> None:

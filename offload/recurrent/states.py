@@ -11,7 +11,6 @@ from torch import Tensor
 from offload.layout import STATE_TOKENS, RecurrentShape
 from offload.recurrent.delta_rule import (
     DeltaInputs,
-    DeltaRows,
     advance,
     advance_by_steps,
     delta_rows,
@@ -21,6 +20,7 @@ from offload.recurrent.delta_rule import (
     outputs_in_chunks,
     step,
 )
+from offload.recurrent.selection import prompt_kernels
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StateTensors:
     """
 
     states: Tensor  # (L, Hv, Dk, Dv)
-    channels: Tensor  # (L, taps - 1 + rows, C), with those of the tokens before the forward's
+    channels: Tensor  # (L, K - 1 + rows, C), with those of the tokens before the forward's
     keys: Tensor  # (L, Hk, rows, Dk)
     corrections: Tensor  # (L, Hv, rows, Dv)
     decays: Tensor  # (L, Hv, rows)
@@ -41,7 +41,11 @@ class StateTensors:
     def zeros(
         cls, shape: RecurrentShape, rows: int, dtype: torch.dtype, device: torch.device
     ) -> StateTensors:
-        """Return those after no tokens; `dtype` is that of the channels."""
+        """Return those after no tokens; `dtype` is that of the channels.
+
+        There is room for `rows` tokens of a forward, and for one of padding.
+        """
+        rows += 1
 
         def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(len(shape.layers), *sizes, dtype=dtype, device=device)
@@ -49,7 +53,7 @@ class StateTensors:
         heads = shape.value_heads
         return cls(
             zeros(heads, shape.key_dim, shape.value_dim),
-            zeros(shape.taps - 1 + rows, shape.channels, dtype=dtype),
+            zeros(shape.kernel_size - 1 + rows, shape.channels, dtype=dtype),
             zeros(shape.key_heads, rows, shape.key_dim),
             zeros(heads, rows, shape.value_dim),
             zeros(heads, rows),
@@ -65,33 +69,42 @@ class StateTensors:
         return sum(each.nbytes for each in self.all)
 
     @property
+    def padding(self) -> int:
+        """The place of padding, after those of a forward's tokens."""
+        return self.decays.shape[-1] - 1
+
+    @property
     def before(self) -> Tensor:
-        """The channels (L, taps - 1, C) of the tokens before a forward's."""
-        return self.channels[:, : self.shape.taps - 1]
+        """The channels (L, K - 1, C) of the tokens before a forward's."""
+        return self.channels[:, : self.shape.kernel_size - 1]
 
     def copy_states(self, other: StateTensors) -> None:
         """Copy the states, and the channels before them."""
         self.states.copy_(other.states)
         self.before.copy_(other.before)
 
-    def keep(self, index: int, own: slice, rows: DeltaRows, d: Tensor, decays: Tensor) -> None:
-        """Keep what tokens of a forward would change in a layer."""
-        self.keys[index, :, own].copy_(for_key_heads(self.shape, rows.k))
-        self.corrections[index, :, own].copy_(d)
-        self.decays[index, :, own].copy_(decays)
+    def keep(
+        self, index: int, places: Tensor, channels: Tensor, k: Tensor, d: Tensor, decays: Tensor
+    ) -> None:
+        """Keep what the tokens of a forward would change in a layer, at these places (T,)."""
+        first = self.shape.kernel_size - 1
+        self.channels[index].index_copy_(0, places + first, channels.to(self.channels.dtype))
+        self.keys[index].index_copy_(1, places, for_key_heads(self.shape, k))
+        self.corrections[index].index_copy_(1, places, d)
+        self.decays[index].index_copy_(1, places, decays)
 
     def add(self, other: StateTensors, count: int, by_steps: bool) -> None:
         """Advance past the first `count` tokens that others have kept after the same states."""
         if not count:
             return
-        keys = [for_value_heads(self.shape, each) for each in other.keys[:, :, :count]]
-        kept = torch.stack(keys), other.corrections[:, :, :count], other.decays[:, :, :count]
+        keys = for_value_heads(self.shape, other.keys[:, :, :count])
+        kept = keys, other.corrections[:, :, :count], other.decays[:, :, :count]
         if by_steps:
             for state, *own in zip(self.states, *kept, strict=True):
                 advance_by_steps(state, *own)
         else:
             advance(self.states, *kept)
-        self.before.copy_(other.channels[:, count : count + self.shape.taps - 1].clone())
+        self.before.copy_(other.channels[:, count : count + self.shape.kernel_size - 1].clone())
 
     def append(self, other: StateTensors, first: int, count: int) -> None:
         """Copy what the first `count` tokens of others change to the place of the `first`."""
@@ -106,7 +119,7 @@ class StateTensors:
     @property
     def _kept(self) -> list[Tensor]:
         """What a forward's tokens would change, (L, heads, rows, ...) each."""
-        channels = self.channels[:, self.shape.taps - 1 :].unsqueeze(1)
+        channels = self.channels[:, self.shape.kernel_size - 1 :].unsqueeze(1)
         return [channels, self.keys, self.corrections, self.decays]
 
 
@@ -164,34 +177,47 @@ class RecurrentStates:
             self._follow(self.parent, start)
         self._written, self._forwards = rows, self._forwards + 1
 
-    def outputs(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        """Return a layer's outputs (T, Hv, Dv) of the current forward's tokens."""
+    def outputs(self, layer: int, inputs: DeltaInputs, tokens: Tensor | None = None) -> Tensor:
+        """Return a layer's outputs (T, Hv, Dv) of the current forward's tokens.
+
+        If only the first `tokens` () int64 are tokens, the rest is padding, of which nothing is
+        kept; of a forward without any, the states and what they keep stay as they are.
+        """
         tensors, index, count = self._tensors, self._index[layer], len(inputs.channels)
-        context = self.shape.taps - 1
-        channels = tensors.channels[index]
-        channels[context : context + count].copy_(inputs.channels)
+        places = torch.arange(count, device=inputs.channels.device)
+        if tokens is not None:
+            places = torch.where(places < tokens, places, tensors.padding)
+        before = tensors.before[index]
         if not self.is_batch_invariant:
-            rows = delta_rows(self.shape, inputs, channels[:context])
+            rows = delta_rows(self.shape, inputs, before)
             out, d = outputs_in_chunk(rows, tensors.states[index])
-            tensors.keep(index, slice(0, count), rows, d, inputs.log_decay.t().exp())
+            decays = inputs.log_decay.t().exp()
+            tensors.keep(index, places, inputs.channels, rows.k, d, decays)
             return out.transpose(0, 1).to(inputs.channels.dtype)
         state, outs = tensors.states[index].clone(), []
         for row in range(count):
             single = inputs.rows(slice(row, row + 1))
-            rows = delta_rows(self.shape, single, channels[row : row + context])
+            rows = delta_rows(self.shape, single, before)
             decay = single.log_decay[0].exp()
             out, d = step(rows, decay, state)
-            tensors.keep(index, slice(row, row + 1), rows, d, decay[:, None])
+            own = places[row : row + 1]
+            tensors.keep(index, own, single.channels, rows.k, d, decay[:, None])
+            before = torch.cat((before, single.channels))[1:]
             outs.append(out.transpose(0, 1))
         return torch.cat(outs).to(inputs.channels.dtype)
 
     def extend(self, layer: int, inputs: DeltaInputs) -> Tensor:
         """Return a layer's outputs (T, Hv, Dv) of a prompt's next tokens; its state advances."""
         state, before = self.state_of(layer)
+        kernels, _ = prompt_kernels(state.device.type, inputs.channels.dtype, self.shape)
         outs = []
         for first in range(0, len(inputs.channels), STATE_TOKENS):
             part = inputs.rows(slice(first, first + STATE_TOKENS))
-            out = outputs_in_chunks(delta_rows(self.shape, part, before), state)
+            rows = delta_rows(self.shape, part, before)
+            if kernels is None:
+                out = outputs_in_chunks(rows, state)
+            else:
+                out = kernels.outputs_in_chunks(rows, state, part.channels.dtype)
             before.copy_(torch.cat((before, part.channels))[-len(before) :])
             outs.append(out.transpose(0, 1).to(part.channels.dtype))
         return torch.cat(outs)
@@ -223,7 +249,7 @@ class RecurrentStates:
         self._forwards += 1
 
     def state_of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's state (Hv, Dk, Dv), and the channels (taps - 1, C) before `position`."""
+        """Return a layer's state (Hv, Dk, Dv), and the channels (K - 1, C) before `position`."""
         index = self._index[layer]
         return self._tensors.states[index], self._tensors.before[index]
 

@@ -79,7 +79,7 @@ class RetrievalCache(StaticCache):
 
         Slots that are not visible are read by static forwards: what was not finite may not stay.
         """
-        super().crop(0)
+        self.follow(0)
         self.traffic = ByteCounters()
         self.shape = shape
         self.selector = Selector(policy, shape, min_interval)

@@ -68,16 +68,19 @@ class TieredStates(RecurrentStates):
     def begin_prompt(self, start: int, end: int) -> None:
         """Begin to extend the layers, from position `start` to `end`."""
         self._advance_to(start)
+        self._written = 0
         for position in self.shape.positions(end):
             if position > start:
                 self.add(position)
 
-    def add(self, position: int) -> None:
-        """Expect the states after a position.
+    def add(self, position: int, is_loaded: bool = False) -> None:
+        """Expect the states after a position; `truncate` to one of them if they are loaded.
 
         There is memory for all multiples of the shape's step, and for one other position: the last
         one that was added.
         """
+        if is_loaded:
+            self.position, self._written = _LOST, 0
         if position in self._slots:
             return
         if position % self.shape.step:
@@ -105,10 +108,6 @@ class TieredStates(RecurrentStates):
         """Return the memory (2, 1, T, D) of a layer's state after a position."""
         return self._hosts[layer][self._slots[position]]
 
-    def begin_load(self) -> None:
-        """Expect states to be written to the memory of positions; `truncate` to one of them."""
-        self.position, self._written = _LOST, 0
-
     def end_prompt(self, position: int) -> None:
         super().end_prompt(_LOST if self.position == _LOST else position)
 
@@ -134,11 +133,24 @@ class TieredStates(RecurrentStates):
         self._slots, self._free = dict(slots), list(free)
         super().restore(states)
 
+    def _advance_to(self, start: int) -> None:
+        """Advance to `start`, and keep the states after multiples of the step on the way."""
+        step = self.shape.step
+        for position in range((self.position // step + 1) * step, start + 1, step):
+            count = position - self.position
+            super()._advance_to(position)
+            self._tensors.drop(count, self._written)
+            self._written -= count
+            self.add(position)
+            for layer in self._hosts:
+                self._save(layer, position)
+        super()._advance_to(start)
+
     def _save(self, layer: int, position: int) -> None:
         """Copy a layer's state, which is after this position, to host memory."""
         memory = self.memory_of(layer, position)
         numbers = [each.contiguous().view(memory.dtype).flatten() for each in self.state_of(layer)]
-        packed = memory.new_zeros(memory.numel(), device=self._link.device)
+        packed = torch.zeros(memory.numel(), dtype=memory.dtype, device=self._link.device)
         torch.cat(numbers, out=packed[: sum(map(len, numbers))])
         self._traffic.link_out += memory.nbytes
         self._link.wait(self._link.copy_out([(memory.view(-1), packed)]))
@@ -174,8 +186,7 @@ class RecurrentLayer(TieredLayer):
 
     def begin_load(self, segment: Segment) -> None:
         """Expect the blocks of the state that takes a segment's place (`load_block`)."""
-        self.states.begin_load()
-        self.states.add(segment.end)
+        self.states.add(segment.end, is_loaded=True)
         self._loaded = segment
 
     def load_block(self, block: KVBlock, boundary: int) -> list[Copy]:
@@ -189,5 +200,7 @@ class RecurrentLayer(TieredLayer):
         parts = []
         for end in self.states.positions:
             kv = self.states.memory_of(self.layer, end)
+            if end % self.states.shape.step:  # the next prompt's will replace it
+                kv = kv.clone()
             parts.append((Segment(end - kv.shape[2], end), kv))
         return HostReader(partial(read_segments, parts), [each for each, _ in parts])

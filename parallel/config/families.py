@@ -491,7 +491,7 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
     if names is None or not _has_experts(fields, family):
         return None
     count = expert_count(fields)
-    if count is None and not family.is_gemma4:
+    if count is None and not family.is_gemma4 and family.shared_expert is None:
         return None
     sparse, normalised = frozenset(range(fields["num_hidden_layers"])), True
     if fields["model_type"] in ("qwen3_moe", "qwen3_next"):
@@ -506,8 +506,7 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
             return None
         normalised = bool_field(fields, "norm_topk_prob", family.shared_expert is not None)
     check_number(_count_field(fields), count, Number(high=MAX_EXPERTS))
-    shared = [family.shared_expert] if family.shared_expert is not None else []
-    for name in (names.per_token, names.intermediate, *shared):
+    for name in filter(None, (names.per_token, names.intermediate, family.shared_expert)):
         check_number(name, fields[name], COUNT)
     return MoEConfig(
         count=count,
@@ -519,7 +518,7 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
         clamp=_clamp(fields) if family.is_gpt_oss else None,
         has_biases=family.is_gpt_oss,
         is_gemma4=family.is_gemma4,
-        shared=fields[shared[0]] if shared else None,
+        shared=None if family.shared_expert is None else fields[family.shared_expert],
     )
 
 

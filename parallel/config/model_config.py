@@ -489,6 +489,8 @@ def _gguf_config(path: Path, header: GgufHeader, packed: bool) -> ModelConfig:
     config = _parse(path, config_fields(header))
     is_interleaved = config.interleaved_rope or family_of_file(header).interleaved_rope
     config = replace(config, interleaved_rope=is_interleaved)
+    if config.recurrent is not None and family_of_file(header).has_tiled_heads:
+        config = replace(config, recurrent=replace(config.recurrent, is_tiled=True))
     return _with_kept_types(config, kept_types(header)) if packed else config
 
 

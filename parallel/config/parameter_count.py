@@ -27,8 +27,12 @@ def head_shape(config: ModelConfig, windowed: bool) -> HeadShape:
 
 
 def min_kv_heads(config: ModelConfig) -> int:
-    """Return the KV heads of the layers that have fewest: over more ranks they cannot be split."""
-    return min(head_shape(config, windowed).heads for windowed in (False, True))
+    """Return the KV heads of the layers that have fewest: over more ranks they cannot be split.
+
+    Those of recurrent layers are their key heads.
+    """
+    heads = [head_shape(config, windowed).heads for windowed in (False, True)]
+    return min(heads if config.recurrent is None else [*heads, config.recurrent.key_heads])
 
 
 def windowed_layers(config: ModelConfig) -> int:
@@ -47,7 +51,7 @@ def recurrent_layers(config: ModelConfig) -> int:
 
 
 def query_projections(config: ModelConfig) -> int:
-    """Return the projections of queries: two, if the output's gates are one."""
+    """Return the projections with as many rows as queries: two if outputs are gated."""
     return 2 if config.has_output_gates else 1
 
 
@@ -121,12 +125,12 @@ def _delta_net_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     if (whole := config.recurrent) is None:
         return 0
     keys = share_size(whole.key_heads, rank, ranks)
-    values = keys * (whole.value_heads // whole.key_heads)
+    values = keys * whole.shared
     channels = 2 * keys * whole.key_dim + values * whole.value_dim
-    # queries, keys and values; gates, strengths and decays
+    # queries, keys and values; gates, betas and decays
     rows = channels + values * (whole.value_dim + 2)
     out = config.hidden * values * whole.value_dim
-    others = channels * whole.taps + 2 * values + whole.value_dim
+    others = channels * whole.kernel_size + 2 * values + whole.value_dim
     return config.norms.total * config.hidden + rows * config.hidden + out + others
 
 

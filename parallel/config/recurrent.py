@@ -13,7 +13,7 @@ from parallel.config_checks import (
     COUNT,
     FULL,
     LINEAR,
-    bool_field,
+    Number,
     check_number,
     per_layer_field,
     quote,
@@ -23,14 +23,14 @@ from parallel.errors import ConfigError
 if TYPE_CHECKING:
     from parallel.config.families import Family
 
-TILED = "linear_value_heads_are_tiled"  # only in the fields of a GGUF file
 _INTERVAL = 4  # every so many layers one has full attention, by default
+_KERNEL = "linear_conv_kernel_dim"
 _SIZES = {  # fields, and transformers' defaults
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
+    _KERNEL: 4,
 }
 
 
@@ -54,17 +54,14 @@ def recurrent_shape(fields: Mapping[str, Any], family: Family) -> RecurrentShape
         raise ConfigError("the model has no layer with full attention, which is not supported.")
     sizes = {name: fields.get(name, default) for name, default in _SIZES.items()}
     for name, value in sizes.items():
-        check_number(name, value, COUNT)
-    key_heads, value_heads, key_dim, value_dim, taps = sizes.values()
+        check_number(name, value, COUNT if name != _KERNEL else Number(low=2))
+    key_heads, value_heads, key_dim, value_dim, kernel = sizes.values()
     if value_heads % key_heads:
         raise ConfigError(
             f"the model's {value_heads} value heads of linear attention do not divide into "
             f"{key_heads} key heads."
         )
-    if taps < 2:
-        raise ConfigError("the model's config gives linear_conv_kernel_dim = 1; it must be 2.")
-    is_tiled = bool_field(fields, TILED, False) and value_heads > key_heads
-    return RecurrentShape(layers, key_heads, value_heads, key_dim, value_dim, taps, is_tiled)
+    return RecurrentShape(layers, key_heads, value_heads, key_dim, value_dim, kernel)
 
 
 def _kinds(fields: Mapping[str, Any]) -> list[str]:

@@ -89,7 +89,7 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "mimo":  # with layers that predict further tokens, which are left out
         return {**fields, "model_type": "qwen2"}
     if not isinstance(kind, str) or kind not in _WRAPPERS:
-        return dict(fields)
+        return _with_plain_ropes(dict(fields)) if kind in _WRAPPERS.values() else dict(fields)
     inner = fields.get("text_config", fields)
     if not isinstance(inner, Mapping) or (inner is fields and _WRAPPERS[kind] is None):
         raise ConfigError(
@@ -110,9 +110,7 @@ def _inner(kind: str, fields: Mapping[str, Any], inner: Mapping[str, Any]) -> di
     ties = [each[TIED] for each in (fields, inner) if TIED in each]
     if ties:  # either may say so; a head in the files decides
         text[TIED] = next((tie for tie in ties if tie is not False), False)
-    for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(text.get(name), Mapping):
-            text[name] = _without_mrope(text[name])
+    text = _with_plain_ropes(text)
     if kind == "qwen3_vl":  # its text model ignores windows
         text["use_sliding_window"] = False
     for known in (text["model_type"], kind):
@@ -126,6 +124,14 @@ def wrapper_notes(wrapper: str | None) -> list[str]:
     if wrapper is None:
         return []
     return [f"Only the language part of this {wrapper} model runs: it takes text alone."]
+
+
+def _with_plain_ropes(text: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a text model without RoPE parameters of images."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(text.get(name), Mapping):
+            text[name] = _without_mrope(text[name])
+    return text
 
 
 def _without_mrope(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from parallel.formats.weight_headers import DTYPES, TensorHeader
 
 MXFP4 = PLANE_FORMATS["MXFP4"]
 _STACK = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
-_HALVES = re.compile(r"(?:.+\.)?layers\.\d+\.(?:mlp\.)?experts")  # Gemma 4's prefix, Qwen3.5's
+# stacks whose first half of rows are gates, of Gemma 4 and Qwen3.5
+_GATES_FIRST = re.compile(r"(?:.+\.)?layers\.\d+\.(?:mlp\.)?experts")
 _MAX_HEADERS = 1 << 18  # experts' parts in a model; the largest have a third of them
 
 
@@ -65,8 +66,8 @@ def expert_headers(
     for name, tensor in tensors.items():
         match = _STACK.fullmatch(name)
         has_biases = match is not None and f"{match[1]}.gate_up_proj_bias" in tensors
-        has_halves = match is not None and not match[3] and _HALVES.fullmatch(match[1])
-        if match is None or not (has_biases or has_halves):
+        has_gates_first = match is not None and not match[3] and _GATES_FIRST.fullmatch(match[1])
+        if match is None or not (has_biases or has_gates_first):
             continue
         stacks.add(name)
         stack = _stack(tensor, match, has_biases, tensors)

@@ -35,7 +35,12 @@ _VISION = (  # prefixes of the parts for images in a larger model
     "model.visual.",
     "model.multi_modal_projector.",
 )
-_UNUSED = ("model.mtp_layers.", "mtp.")  # layers that predict further tokens
+_UNUSED = (
+    "model.mtp_layers.",
+    "mtp.",
+    "model.mtp.",
+    "model.language_model.mtp.",
+)  # layers that predict further tokens
 
 
 class _Incomplete(Exception):

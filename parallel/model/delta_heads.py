@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from offload.layout import RecurrentShape
 
-STACKS = {"qkvz": ("qkv", "z"), "ba": ("b", "a")}  # Qwen3-Next's tensors: those of other models
+# Qwen3-Next stacks these projections by key head, others have each by itself
+STACKS = {"qkvz": ("qkv", "z"), "ba": ("b", "a")}
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class HeadRows:
         return shape.value_heads, self.values(1)
 
     def _by_head(self, sizes: Sequence[int]) -> tuple[int, list[slice]]:
-        """Return the same of a tensor that stacks parts of these sizes of each key head."""
+        """Return height and rows of a tensor that stacks parts of these sizes of each key head."""
         height, rows, before = sum(sizes), list[slice](), 0
         for size in sizes:
             starts = (head * height + before for head in range(self.first, self.last))

@@ -70,22 +70,22 @@ class DeltaNet(Branch):
         # rows of a key head, and of the value heads that share it
         own = shape.key_dim, shared * shape.value_dim
         units = [own[0], own[0], own[1], own[1], shared, shared]
-        # queries, keys and values; gates of the outputs; strengths and decays
-        self.inputs = ColumnParallelLinear(group, config.hidden, outputs, False, units)
-        share = self.inputs.shares[-1]
+        # queries, keys and values; gates of the outputs; betas and decays
+        self.in_proj = ColumnParallelLinear(group, config.hidden, outputs, False, units)
+        share = self.in_proj.shares[-1]
         self.heads = HeadRows(shape, share.start // shared, share.stop // shared)
-        self.decay = Decay(self.inputs.sizes[-1])
-        self.taps = empty_parameter(sum(self.inputs.sizes[:3]), shape.taps)
+        self.decay = Decay(self.in_proj.sizes[-1])
+        self.kernel = empty_parameter(sum(self.in_proj.sizes[:3]), shape.kernel_size)
         self.norm_weight = empty_parameter(shape.value_dim)
         self.eps = config.norm_eps
-        self.out = RowParallelLinear(group, values, config.hidden, False, own[1])
+        self.out_proj = RowParallelLinear(group, values, config.hidden, False, own[1])
 
     def forward(self, x: Tensor, cache: Recurs, start: int) -> AsyncSum:
         """Transform x (T, hidden), the tokens from position `start` on.
 
         Returns a pending all-reduce (T, hidden), which alone holds memory until it is waited for.
         """
-        return self.post(self.out(self._gated_outputs(x, cache, start)))
+        return self.post(self.out_proj(self._gated_outputs(x, cache, start)))
 
     def store_kv(self, x: Tensor, cache: Recurs, start: int) -> None:
         """Advance the state past x (T, hidden), if the output is not needed."""
@@ -94,27 +94,27 @@ class DeltaNet(Branch):
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norms(checkpoint, prefix)
         prefix, shape, heads = f"{prefix}.linear_attn", self.shape, self.heads
-        self.inputs.weight.load(list(self._input_slices(checkpoint, prefix)))
+        self.in_proj.weight.load(list(self._input_slices(checkpoint, prefix)))
         self.decay.load(checkpoint, prefix, shape.value_heads, heads.values(1))
-        inner = (shape.taps,) if checkpoint.is_converted else (1, shape.taps)
+        inner = (shape.kernel_size,) if checkpoint.is_converted else (1, shape.kernel_size)
         tensor = checkpoint.tensor(f"{prefix}.conv1d.weight", (shape.channels, *inner))
         rest = [slice(0, size) for size in inner]
         parts = [(own, *rest) for own in heads.channels]
-        self.taps.copy_(torch.cat([tensor[part].flatten(1) for part in parts]))
+        self.kernel.copy_(torch.cat([tensor[part].flatten(1) for part in parts]))
         norm = checkpoint.tensor(f"{prefix}.norm.weight", tuple(self.norm_weight.shape))
         self.norm_weight.copy_(norm[:])
         width = shape.value_heads * shape.value_dim
-        tensor = checkpoint.tensor(f"{prefix}.out_proj.weight", (self.out.outputs, width))
+        tensor = checkpoint.tensor(f"{prefix}.out_proj.weight", (self.out_proj.outputs, width))
         columns = heads.values(shape.value_dim)
         if len(columns) > 1:
-            tensor, columns = ColumnParts(tensor, columns), [slice(0, self.out.weight.columns)]
-        self.out.weight.load([Slice(tensor, slice(0, self.out.outputs), columns[0])])
+            tensor, columns = ColumnParts(tensor, columns), [slice(0, self.out_proj.weight.columns)]
+        self.out_proj.weight.load([Slice(tensor, slice(0, self.out_proj.outputs), columns[0])])
 
     def _gated_outputs(self, x: Tensor, cache: Recurs, start: int) -> Tensor:
         """Return the normalised and gated outputs (T, Hv * Dv) of this rank's heads."""
-        q, k, v, z, b, a = self.inputs(self.pre(x))
-        strengths = map_blocks(lambda rows: rows.float().sigmoid(), b)
-        inputs = DeltaInputs(torch.cat((q, k, v), dim=-1), self.decay(a), strengths, self.taps)
+        q, k, v, z, b, a = self.in_proj(self.pre(x))
+        betas = map_blocks(lambda rows: rows.float().sigmoid(), b)
+        inputs = DeltaInputs(torch.cat((q, k, v), dim=-1), self.decay(a), betas, self.kernel)
         del q, k, v  # frees a chunk's
         outs = cache.recur(self.layer, inputs, start)
         return map_blocks(self._gated, outs.flatten(1), z)
@@ -127,8 +127,8 @@ class DeltaNet(Branch):
         return (self.norm_weight * normed * gates).to(outs.dtype).flatten(1)
 
     def _input_slices(self, checkpoint: Checkpoint, prefix: str) -> Iterator[Slice]:
-        """Yield this rank's rows of queries, keys, values, gates, strengths and decays."""
-        hidden = self.inputs.inputs
+        """Yield this rank's rows of queries, keys, values, gates, betas and decays."""
+        hidden = self.in_proj.inputs
         for stack, separate in STACKS.items():
             is_stacked = f"{prefix}.in_proj_{stack}.weight" in checkpoint
             for name in (stack,) if is_stacked else separate:

@@ -192,10 +192,8 @@ class ColumnParallelLinear(Module):
     def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
         """Read this rank's rows of each tensor NAME.weight (Dout, Din), and of each NAME.bias.
 
-        A name of several matrices in a row refers to a tensor in which they are stacked; so does a
-        single name of all.
+        A single name for several matrices refers to a tensor in which they are stacked.
         """
-        names = names if len(names) > 1 else list(names) * len(self.outputs)
         weights = self._slices(checkpoint, [f"{name}.weight" for name in names], (self.inputs,))
         self.weight.load(weights)
         if self.bias is not None:
@@ -219,16 +217,17 @@ class ColumnParallelLinear(Module):
     def _slices(
         self, checkpoint: Checkpoint, names: Sequence[str], inner: tuple[int, ...]
     ) -> list[Slice]:
-        """Return this rank's rows of each matrix, in a tensor NAME (Dout, *inner)."""
-        heights: dict[str, int] = {}
-        slices, offsets = [], []
-        for name, size in zip(names, self.outputs, strict=True):
-            offsets.append(heights.get(name, 0))  # rows of the preceding matrices in the tensor
-            heights[name] = offsets[-1] + size
-        for name, offset, share in zip(names, offsets, self.shares, strict=True):
-            tensor = checkpoint.tensor(name, (heights[name], *inner))
+        """Return this rank's rows of each tensor NAME (Dout, *inner), or of one stacked tensor."""
+        fused = len(names) < len(self.outputs)
+        offset = 0  # rows of the preceding matrices in a fused tensor
+        slices = []
+        for index, (size, share) in enumerate(zip(self.outputs, self.shares, strict=True)):
+            name = names[0] if fused else names[index]
+            height = sum(self.outputs) if fused else size
+            tensor = checkpoint.tensor(name, (height, *inner))
             rows = slice(offset + share.start, offset + share.stop)
             slices.append(Slice(tensor, rows, slice(0, self.inputs)))
+            offset += size if fused else 0
         return slices
 
     def forward(self, x: Tensor, first: int = 0) -> list[Tensor]:

@@ -19,7 +19,7 @@ from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.layers import ColumnParallelLinear, RowParallelLinear, unweighted_norm
-from parallel.model.residual import Branch, Mlp, gated, gelu_gated
+from parallel.model.residual import Branch, Mlp, gated, gelu_gated, sigmoid_gated
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 from parallel.weights.expert_matrix import ExpertMatrix
 from parallel.weights.matmul import linear
@@ -189,7 +189,7 @@ class SharedExpert(Module):
         """Return this rank's partial sum (T, hidden) of the expert's output for x (T, hidden)."""
         gate, up = self.gate_up(x)
         partial = self.down.weight.product(map_blocks(gated, gate, up))
-        return map_blocks(_scaled_by, partial, linear(x, self.gate))
+        return map_blocks(sigmoid_gated, partial, linear(x, self.gate))
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         """Read the tensors PREFIX.shared_expert.*.weight and PREFIX.shared_expert_gate.weight."""
@@ -218,10 +218,6 @@ class MlpAndExperts(Branch):
         self.load_norms(checkpoint, prefix)
         self.mlp.load(checkpoint, prefix)
         self.moe.load(checkpoint, prefix)
-
-
-def _scaled_by(x: Tensor, gate: Tensor) -> Tensor:
-    return x * gate.sigmoid()
 
 
 def route(scores: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:

@@ -79,3 +79,8 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
+
+
+def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x (T, D) times the sigmoid of gates (T, D), or of one (T, 1) for each token."""
+    return x * gate.sigmoid()

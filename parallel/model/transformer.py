@@ -47,7 +47,7 @@ from parallel.model.pipeline import (
     pipelined,
     run_steps,
 )
-from parallel.model.residual import Branch, Mlp
+from parallel.model.residual import Branch, Mlp, sigmoid_gated
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 from parallel.weights.matrix import Matrix, Scratch, empty_parameter
 
@@ -142,18 +142,20 @@ class Attention(Branch):
 
         Returns a pending all-reduce (T, hidden), which alone holds memory until it is waited for.
         """
-        *gates, q, k, v = self._heads(x)
+        parts = self.qkv(self.pre(x))
+        gates = self._output_gates(parts)
+        q, k, v = self._heads(parts)
         if self.query_multiplier != 1.0:
             q = q * self.query_multiplier
         # Flattened by a function: a variable would keep (T, H, D) alive beside a copy.
         attended = self._flattened(cache.attend(self.layer, q, k, v, start))
-        for each in gates:
-            attended = map_blocks(_gated, attended, each)
+        if gates is not None:
+            attended = map_blocks(sigmoid_gated, attended, gates)
         return self.post(self.o(attended))
 
     def store_kv(self, x: Tensor, cache: PrefillCacheLike, start: int) -> None:
         """Store the keys and values of x (T, hidden), if its attention output is not needed."""
-        k, v = self._heads(x, first=1)
+        k, v = self._heads(self.qkv(self.pre(x), first=1), first=1)
         cache.store(self.layer, k, v, start)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
@@ -173,15 +175,19 @@ class Attention(Branch):
         out, lse = attended
         return (out if self.sinks is None else self.sinks(out, lse)).flatten(1)
 
-    def _heads(self, x: Tensor, first: int = 0) -> list[Tensor]:
-        """Project x (T, hidden) to queries, keys and values (T, H, D), or to those from `first`.
+    def _output_gates(self, parts: list[Tensor]) -> Tensor | None:
+        """Return the gates (T, H * D) of outputs, and leave queries in the first part.
 
-        Gates (T, H * D) of the output, if there are any, come before the queries.
+        They follow each head's queries there, if there are any; None if there are none.
         """
-        parts, gates = self.qkv(self.pre(x), first=first), []
-        if not first and self.qkv.outputs[0] > self.o.inputs:
-            both = parts[0].unflatten(-1, (-1, 2, self.head_dim))
-            parts[0], gates = both[:, :, 0].flatten(1), [both[:, :, 1].flatten(1)]
+        if self.qkv.outputs[0] == self.o.inputs:
+            return None
+        both = parts[0].unflatten(-1, (-1, 2, self.head_dim))
+        parts[0] = both[:, :, 0].flatten(1)
+        return both[:, :, 1].flatten(1)
+
+    def _heads(self, parts: list[Tensor], first: int = 0) -> list[Tensor]:
+        """Return queries, keys and values (T, H, D), or those from `first`, from projections."""
         v = parts[-1]
         if len(self.qkv.outputs) == 3:  # else it is the keys
             parts = parts[:-1]
@@ -189,7 +195,7 @@ class Attention(Branch):
             parts = self.qk_norm(parts, first)
         if self.value_norm_eps is not None:
             v = unweighted_norm(v, self.head_dim, self.value_norm_eps)
-        return gates + [part.unflatten(-1, (-1, self.head_dim)) for part in (*parts, v)]
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in (*parts, v)]
 
 
 class DecoderLayer(Module):
@@ -378,7 +384,3 @@ class Transformer(Module):
         if self.config.is_gemma:
             multiplier = torch.tensor(multiplier, dtype=x.dtype).item()
         return x if multiplier == 1.0 else x * multiplier
-
-
-def _gated(x: Tensor, gates: Tensor) -> Tensor:
-    return x * gates.sigmoid()

@@ -84,11 +84,10 @@ class PackedRows(Module):
 
         Raises CheckpointError.
         """
-        runs = [list(run) for _, run in groupby(enumerate(slices), key=_run_key)]
+        runs = [list(run) for _, run in groupby(slices, key=_run_key)]
         rest = rows - sum(each.height for each in slices)
-        for numbered in runs:
-            run = [each for _, each in numbered]
-            height = sum(each.height for each in run) + (rest if numbered is runs[-1] else 0)
+        for run in runs:
+            height = sum(each.height for each in run) + (rest if run is runs[-1] else 0)
             kind = run[0].kept_type
             self.parts.append(
                 self._whole_part(run, height)
@@ -204,12 +203,11 @@ class PackedRows(Module):
             start += part.rows
 
 
-def _run_key(numbered: tuple[int, Slice]) -> tuple[KeptType | None, int | None]:
+def _run_key(each: Slice) -> tuple[KeptType | None, int | None]:
     """Return a key that is equal for slices that one part holds."""
-    index, each = numbered
     tensor = each.tensor
     has_own_order = isinstance(tensor, BlockTensor) and tensor.order() is not None
-    return each.kept_type, index if has_own_order else None
+    return each.kept_type, id(tensor) if has_own_order else None
 
 
 def _empty_part(kind: KeptType, first: Slice, rows: int, device: torch.device) -> KeptPart:

@@ -49,7 +49,19 @@ def test_experts_are_captured_with_static_shapes_only(
 
 @pytest.mark.parametrize(
     "name",
-    slow_except(["smollm3", "phi3", "gemma3_text", "ministral3", "glm4", "qwen3_moe"], 1, 2, 3),
+    slow_except(
+        [
+            "smollm3",
+            "phi3",
+            "gemma3_text",
+            "ministral3",
+            "glm4",
+            "qwen3_moe",
+            "qwen3_5",
+            "qwen3_next",
+        ],
+        *(1, 2, 3, 6),
+    ),
 )
 def test_captured_graphs_match_the_cpu(name: str, checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint(**OTHERS[name])
@@ -61,6 +73,24 @@ def test_captured_graphs_match_the_cpu(name: str, checkpoint: Callable[..., Path
         assert counts is not None
         assert counts["replayed"] > 0
         assert (counts["refused"], counts["why"]) == (0, None)
+
+
+def test_recurrent_states_are_copied_to_the_host_and_back(checkpoint: Callable[..., Path]) -> None:
+    """Requests share a document up to where its states are kept, and captured forwards."""
+    folder = checkpoint(**OTHERS["qwen3_5"])
+    document = random_tokens(350, seed=4).tolist()
+    prompts = [[*document, *random_tokens(count, seed=count).tolist()] for count in (120, 110, 100)]
+    pair = Pair(folder, folder, TensorParallelGroup(device=torch.device("cuda", 0)))
+    config = pair.target.config
+    assert config.recurrent is not None
+    pair.target.config = replace(config, recurrent=replace(config.recurrent, step=100))
+    options = {**CHOICES, "gpu_kv_layers": 0, "graphs": True}
+    for mode in ("retrieval", "hierarchical"):
+        with serving(pair, mode, 2, **options) as engine:
+            states = run_together(engine, [Request(each, NEW, GREEDY) for each in prompts])
+            assert min(state.stats.reused_tokens for state in states[1:]) >= 300
+        for state, prompt in zip(states, prompts, strict=True):
+            assert state.tokens == Pair(folder, folder).generate("plain", prompt, NEW)
 
 
 def test_windows_are_copied_to_the_host_and_back(checkpoint: Callable[..., Path]) -> None:

@@ -84,6 +84,8 @@ def _warn_without_kernels(engine: Engine, plan: Plan | None) -> None:
         found.append(("retrieval", runtime.retrieval_kernels, another))
     if needs.dtype.itemsize == 2:
         found += [("captured forwards", each, another) for each in runtime.slot_kernels]
+    if (recurrence := runtime.prompt_kernels) is not None:
+        found.append(("recurrent layers in prompts", recurrence, "fla-core has them: install it."))
     if needs.settings.deterministic:
         determinism = runtime.batch_invariant_kernels
         found.append(("--deterministic", determinism, "It is faster without."))

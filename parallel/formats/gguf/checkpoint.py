@@ -120,13 +120,15 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The most common dtype of the matrices; bfloat16 if they are quantised.
+        """The most common dtype of the matrices; bfloat16 if any are quantised.
 
         bfloat16 is the 16-bit dtype in which no activation overflows.
         """
         matrices = (info for info in self._infos.values() if len(info.shape) > 1)
         kinds = Counter(GGMLQuantizationType(info.kind).name for info in matrices)
-        return _FLOAT_DTYPES.get(kinds.most_common(1)[0][0] if kinds else "F32", torch.bfloat16)
+        if not kinds.keys() <= _FLOAT_DTYPES.keys():
+            return torch.bfloat16
+        return _FLOAT_DTYPES[kinds.most_common(1)[0][0] if kinds else "F32"]
 
     def _open_tensor(self, name: str) -> GgufTensor:
         info = self._infos[name]

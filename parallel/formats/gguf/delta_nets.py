@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from parallel.config_checks import FULL, LINEAR
 from parallel.errors import ConfigError
 from parallel.formats.gguf.header import GgufHeader
 
-TILED = "linear_value_heads_are_tiled"  # field of a config that only such files have
-_INTERVAL = "full_attention_interval"
 _INNER = "ssm.inner_size"  # dimensions of all value heads together
-TENSORS = {
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
+
+NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+MIXER = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_conv1d": "linear_attn.conv1d",
@@ -25,8 +24,9 @@ TENSORS = {
     "ssm_a": "linear_attn.A_log",  # has no suffix
     "ssm_dt.bias": "linear_attn.dt_bias",
 }
-STRENGTHS = {"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b"}
-STACKED_STRENGTHS = {"ssm_ba": "linear_attn.in_proj_ba"}
+OLD_MIXER = {"ssm_in": "linear_attn.in_proj_qkvz"}  # in place of attn_qkv and attn_gate
+BETAS = {"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b"}
+STACKED_BETAS = {"ssm_ba": "linear_attn.in_proj_ba"}
 SHARED_EXPERT = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
@@ -34,7 +34,6 @@ SHARED_EXPERT = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 FIELDS = {
-    _INTERVAL: "full_attention_interval",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads",
@@ -44,17 +43,16 @@ FIELDS = {
 
 
 def add_delta_nets(header: GgufHeader, fields: dict[str, Any]) -> None:
-    """Add to a config's fields the dimensions of value heads, and which layers predict nothing.
+    """Add to a config's fields the dimensions of value heads, and the kinds of layers.
 
     Raises ConfigError for sizes that are missing, or do not belong together.
     """
-    missing = [name for name, each in FIELDS.items() if each not in fields and name != _INTERVAL]
+    missing = [name for name, each in FIELDS.items() if each not in fields]
     if missing:
         raise ConfigError(
             f"{header.path}: its metadata lacks {', '.join(missing)}: it does not say what the "
             "model is."
         )
-    fields["num_hidden_layers"] -= header.predicting_layers
     inner, heads = fields.pop("linear_value_dim"), fields["linear_num_value_heads"]
     if inner % heads:
         raise ConfigError(
@@ -62,6 +60,26 @@ def add_delta_nets(header: GgufHeader, fields: dict[str, Any]) -> None:
             f"ssm.time_step_rank = {heads}."
         )
     fields["linear_value_head_dim"] = inner // heads
+    fields["layer_types"] = [
+        LINEAR if has_delta_net(header, layer) else FULL
+        for layer in range(fields["num_hidden_layers"])
+    ]
+
+
+def has_delta_net(header: GgufHeader, layer: int | str) -> bool:
+    """Return whether a layer has a gated delta net, not attention."""
+    return f"blk.{layer}.ssm_conv1d.weight" in header.tensors
+
+
+def mixer_parts(header: GgufHeader, layer: str) -> list[str]:
+    """Return the parts that a layer has of its kind: of a delta net, or of attention."""
+    if not has_delta_net(header, layer):
+        return ["attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm"]
+    parts = list(MIXER)
+    if f"blk.{layer}.ssm_in.weight" in header.tensors:
+        parts = [*OLD_MIXER, *(each for each in parts if not each.startswith("attn"))]
+    is_stacked = f"blk.{layer}.ssm_ba.weight" in header.tensors
+    return [*parts, *(STACKED_BETAS if is_stacked else BETAS)]
 
 
 def delta_net_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -72,6 +90,7 @@ def delta_net_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "attn_qkv.weight": (2 * keys + values, hidden),
         "attn_gate.weight": (values, hidden),
+        "ssm_in.weight": (2 * keys + 2 * values, hidden),
         "ssm_conv1d.weight": (2 * keys + values, fields["linear_conv_kernel_dim"]),
         "ssm_norm.weight": (fields["linear_value_head_dim"],),
         "ssm_out.weight": (hidden, values),

@@ -38,11 +38,12 @@ _EXPERTS = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 _FUSED_EXPERTS = {"ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")}
-# parts that layers with attention lack, or those with gated delta nets
-_KINDS_OF_LAYERS = (
-    *(each for each in delta_nets.TENSORS if not each.endswith("_norm") or each == "ssm_norm"),
-    *delta_nets.STRENGTHS,
-    *delta_nets.STACKED_STRENGTHS,
+# parts of layers with gated delta nets, and of the others
+_MIXERS = (
+    *delta_nets.MIXER,
+    *delta_nets.OLD_MIXER,
+    *delta_nets.BETAS,
+    *delta_nets.STACKED_BETAS,
     *_PROJECTIONS,
     *_QK_NORMS,
 )
@@ -73,6 +74,7 @@ class GgufFamily:
     stop_names: tuple[str, ...] = ()  # tokens that end an answer, whatever the metadata says
     has_windows: bool = False  # whether a sliding window means that of the model type
     has_delta_nets: bool = False
+    has_tiled_heads: bool = False  # value head i of a delta net has key head i modulo their number
     has_dense: bool = True  # whether its metadata has the size of a dense MLP
     ignored: tuple[str, ...] = ()  # prefixes of metadata without effect on the language model
 
@@ -207,19 +209,17 @@ _GEMMA4_EXPERTS = replace(
     },
     constants={**_GEMMA4.constants, "enable_moe_block": True},
 )
+_DELTA_NETS = {**delta_nets.NORMS, **delta_nets.MIXER, **_PROJECTIONS, **_QK_NORMS}
+_SHARED_EXPERT: dict[str, str | tuple[str, ...]] = {
+    "ffn_gate_inp": "mlp.gate",
+    **_EXPERTS,
+    **_FUSED_EXPERTS,
+    **delta_nets.SHARED_EXPERT,
+}
 _QWEN3_NEXT = GgufFamily(
     "qwen3_next",
-    {
-        **delta_nets.TENSORS,
-        **delta_nets.STACKED_STRENGTHS,
-        **_PROJECTIONS,
-        **_QK_NORMS,
-        "ffn_gate_inp": "mlp.gate",
-        **_EXPERTS,
-        **_FUSED_EXPERTS,
-        **delta_nets.SHARED_EXPERT,
-    },
-    optional=(*_KINDS_OF_LAYERS, *_EXPERTS, *_FUSED_EXPERTS),
+    {**_DELTA_NETS, **delta_nets.OLD_MIXER, **delta_nets.STACKED_BETAS, **_SHARED_EXPERT},
+    optional=(*_MIXERS, *_EXPERTS, *_FUSED_EXPERTS),
     fields={
         **delta_nets.FIELDS,
         "expert_count": "num_experts",
@@ -227,9 +227,8 @@ _QWEN3_NEXT = GgufFamily(
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     },
-    ignored=("rope.dimension_sections",),
+    ignored=("rope.dimension_sections", "full_attention_interval", "attention.recurrent_layers"),
     has_delta_nets=True,
-    has_dense=False,
 )
 _IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral and Mixtral
@@ -252,30 +251,17 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
     "qwen35": replace(
         _QWEN3_NEXT,
         model_type="qwen3_5_text",
-        tensors={
-            **delta_nets.TENSORS,
-            **delta_nets.STRENGTHS,
-            **_PROJECTIONS,
-            **_QK_NORMS,
-            **_MLP,
-        },
-        optional=_KINDS_OF_LAYERS,
+        tensors={**_DELTA_NETS, **delta_nets.BETAS, **_MLP},
+        optional=_MIXERS,
         fields=delta_nets.FIELDS,
-        constants={delta_nets.TILED: True},
-        has_dense=True,
+        has_tiled_heads=True,
     ),
     "qwen35moe": replace(
         _QWEN3_NEXT,
         model_type="qwen3_5_moe_text",
-        tensors={
-            **{
-                name: each
-                for name, each in _QWEN3_NEXT.tensors.items()
-                if name not in delta_nets.STACKED_STRENGTHS
-            },
-            **delta_nets.STRENGTHS,
-        },
-        constants={delta_nets.TILED: True},
+        tensors={**_DELTA_NETS, **delta_nets.BETAS, **_SHARED_EXPERT},
+        has_tiled_heads=True,
+        has_dense=False,
     ),
     "smollm3": replace(_LLAMA_FAMILY, model_type="smollm3"),  # every fourth layer has no RoPE
     "phi3": GgufFamily(

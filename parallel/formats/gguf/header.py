@@ -68,24 +68,30 @@ class GgufHeader:
     tensors: dict[str, TensorInfo]  # keyed by GGUF name, of all parts
 
     @property
-    def predicting_layers(self) -> int:
-        """The last layers of those it counts, which predict further tokens, for drafting."""
-        prefix = f"{self.metadata.get('general.architecture')}."
-        count, layers = (
-            self.metadata.get(f"{prefix}{name}") for name in ("nextn_predict_layers", "block_count")
-        )
-        is_valid = type(count) is int and type(layers) is int and 0 < count < layers
-        return count if is_valid and isinstance(count, int) else 0
+    def mtp_layers(self) -> int:
+        """The number of layers for multi-token prediction, the last of those it counts."""
+        count = self._field("nextn_predict_layers")
+        return count if type(count) is int else 0
 
     @property
     def model_tensors(self) -> dict[str, TensorInfo]:
-        """The tensors without those of layers that predict further tokens."""
-        if not self.predicting_layers:
+        """The tensors without those of layers for multi-token prediction."""
+        layers, mtp_layers = self._field("block_count"), self.mtp_layers
+        if type(layers) is not int or not 0 < mtp_layers < layers:
             return self.tensors
-        layers = self.metadata[f"{self.metadata['general.architecture']}.block_count"]
-        own = range(layers - self.predicting_layers)
-        prefixes = tuple(f"blk.{index}." for index in range(own.stop, layers))
-        return {name: each for name, each in self.tensors.items() if not name.startswith(prefixes)}
+        end = layers - mtp_layers
+        return {name: each for name, each in self.tensors.items() if _layer_of(name) < end}
+
+    def _field(self, name: str) -> Any:
+        """Return a field of the file's architecture; None without it."""
+        return self.metadata.get(f"{self.metadata.get('general.architecture')}.{name}")
+
+
+def _layer_of(name: str) -> int:
+    """Return the layer that a tensor belongs to; -1 for one that belongs to none."""
+    head, _, rest = name.partition(".")
+    index = rest.partition(".")[0]
+    return int(index) if head == "blk" and index.isdecimal() and len(index) < 8 else -1
 
 
 def read_header(path: Path) -> GgufHeader:

@@ -15,14 +15,16 @@ from parallel.config_checks import (
     COUNT,
     COUNT_OR_NONE,
     FULL,
+    LAYERS,
     MAX_EXPERTS,
+    MAX_LAYERS,
     NORM_EPS,
     SLIDING,
     Number,
     quote,
 )
 from parallel.errors import CheckpointError, ConfigError
-from parallel.formats.gguf.delta_nets import add_delta_nets, delta_net_shapes
+from parallel.formats.gguf.delta_nets import add_delta_nets, delta_net_shapes, mixer_parts
 from parallel.formats.gguf.families import GgufFamily, family_of
 from parallel.formats.gguf.gemma4 import KV_HEADS, add_gemma4
 from parallel.formats.gguf.header import GgufHeader
@@ -85,9 +87,11 @@ _NUMBERS = {  # ranges of known fields; all others are whole numbers of at least
     "attention.sliding_window": COUNT_OR_NONE,
     "rope.freq_base_swa": _NON_NEGATIVE,
     "embedding_scale": _NON_NEGATIVE,
+    "block_count": LAYERS,
     "expert_count": Number(high=MAX_EXPERTS),
     "final_logit_softcapping": _NON_NEGATIVE,
     "logit_scale": _NON_NEGATIVE,
+    "nextn_predict_layers": Number(low=0, high=MAX_LAYERS),
     "residual_scale": _NON_NEGATIVE,
     "rope.freq_base": _NON_NEGATIVE,
     "rope.scaling.attn_factor": _NON_NEGATIVE,
@@ -140,6 +144,12 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     fields |= {field: values[name] for name, field in known.items() if name in values}
     metadata, tensors = header.metadata, header.tensors
     fields["model_type"] = family.model_type
+    fields["num_hidden_layers"] -= header.mtp_layers
+    if fields["num_hidden_layers"] < 1:
+        raise ConfigError(
+            f"{header.path}: its metadata has nextn_predict_layers = {header.mtp_layers} of "
+            f"block_count = {values['block_count']}; others must be left."
+        )
     if family.model_type == "phi3" and fields["max_position_embeddings"] == 4096:
         fields.setdefault("sliding_window", 2047)  # older files omit it
     fields["use_sliding_window"] = fields.get("sliding_window") is not None
@@ -362,9 +372,9 @@ def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, 
             )
     parts = [part for part in family.tensors if part not in family.optional]
     needed = [
-        f"blk.{layer}.{part}" + ("" if "." in part else ".weight")
+        f"blk.{layer}.{part}" + ("" if "." in part or part == "ssm_a" else ".weight")
         for layer in layers
-        for part in parts
+        for part in [*parts, *(mixer_parts(header, layer) if family.has_delta_nets else ())]
     ]
     for group in family.biases:
         biases = [f"blk.{layer}.{part}.bias" for layer in layers for part in group]

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import random
+import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 
+import offload.tiered.kv_file
 from bench.harness.decode_loop import run_together
 from decoding import GREEDY
 from decoding.engine.request import Request
+from offload.memory.host_arena import HostArena
+from offload.prefill.layer_major import Prefill
+from offload.tiered.cache import TieredCache
+from offload.tiered.shape import TieredCacheSpec
+from parallel.model.transformer import Transformer
 from support import batches
 from support.batches import SERVING as SMALL
 from support.batches import serving
 from support.engines import Pair
+from support.links import CPU, make_test_link
 from support.models import random_tokens
 from support.slow import slow_except
 
@@ -105,6 +119,84 @@ def test_the_prompt_cache(models: Pair, mode: str, cache_folder: str) -> None:
             assert list(engine.generate(prompt, NEW, GREEDY)) == answer
             loaded.append(engine.stats.loaded_tokens)
     assert loaded == [LAST, 600, 600]
+
+
+def test_stored_states_are_those_of_their_prompt(models: Pair, cache_folder: str) -> None:
+    """Turns that follow while a prompt is being written, long or too short to keep a state."""
+    options = {**SMALL, "link": "emulated:50", "prompt_cache": cache_folder}
+    prompts = [DOCUMENT[:300]]
+    write = offload.tiered.kv_file.KVFile.write
+
+    def slowly(file: Any, read: Any) -> list[int]:
+        time.sleep(0.05)
+        return write(file, read)
+
+    with (
+        patch.object(offload.tiered.kv_file.KVFile, "write", slowly),
+        models.engine("plain", **options) as engine,
+        warnings.catch_warnings(),
+        engine.conversation(room=2000),
+    ):
+        warnings.simplefilter("error")
+        for count in (30, 200, 150, 25):
+            answer = list(engine.generate(prompts[-1], NEW, GREEDY))
+            turn = random_tokens(count, seed=count).tolist()
+            prompts.append([*prompts[-1], *answer, *turn])
+    for prompt, answer in zip(prompts, alone(models, prompts), strict=True):
+        with models.engine("plain", **options) as engine:
+            assert list(engine.generate(prompt, NEW, GREEDY)) == answer
+
+
+def resident(model: Transformer, tokens: int) -> TieredCache:
+    """Return a cache for so many tokens, all on the device."""
+    layout, link = model.config.kv_layout(1, torch.float32), make_test_link("view")
+    rotary = model.config.rotary(tokens, tokens, torch.float32, CPU)
+    spec = TieredCacheSpec(layout, tokens, layout.full_layers, copies=link.copies)
+    return TieredCache(spec, link, rotary, HostArena(link, torch.float32))
+
+
+def kept_states(cache: TieredCache) -> dict[tuple[int, int], Tensor]:
+    """Return the states (Hv, Dk, Dv) that a cache keeps, by position and layer."""
+    states = cache.recurrent
+    assert states is not None
+    heads, keys, values = states.shape.value_heads, states.shape.key_dim, states.shape.value_dim
+    size = heads * keys * values
+    return {
+        (position, layer): states.memory_of(layer, position).flatten()[:size].view(heads, keys, -1)
+        for position in states.positions
+        for layer in states.shape.layers
+    }
+
+
+@pytest.mark.parametrize("seed", slow_except(range(6), 0, 1))
+def test_every_kept_state_is_that_of_its_position(
+    checkpoint: Callable[..., Path], cache_folder: str, seed: int
+) -> None:
+    """Turns that extend, cut and replace a conversation, in memory and through the disk."""
+    folder, step = checkpoint(family="qwen3_5_text", max_position_embeddings=4096), 128
+    models, draw = Pair(folder, folder), random.Random(seed)
+    config = models.target.config
+    assert config.recurrent is not None
+    models.target.config = replace(config, recurrent=replace(config.recurrent, step=step))
+    prompt = random_tokens(draw.choice((300, 640, 700)), seed=seed).tolist()
+    options = {**SMALL, "link": "emulated:50", "prompt_cache": cache_folder}
+    for _ in range(2):
+        with models.engine("retrieval", **options) as engine, engine.conversation(room=2000):
+            for _ in range(4):
+                answer = list(engine.generate(prompt, draw.choice((3, 40)), GREEDY))
+                (kept,) = engine.scheduler.caches.kept
+                cache, tokens = kept.caches.target, torch.tensor([*prompt, *answer])
+                for (position, layer), state in kept_states(cache).items():
+                    fresh = resident(models.target, position)
+                    with Prefill(fresh, position) as prefill:
+                        models.target.prefill(tokens[:position], prefill, 64)
+                    assert fresh.recurrent is not None
+                    expected, _ = fresh.recurrent.state_of(layer)
+                    torch.testing.assert_close(state, expected, atol=1e-3, rtol=1e-3)
+                end = draw.choice((len(tokens), len(prompt), draw.randrange(200, len(prompt))))
+                turn = random_tokens(draw.choice((5, 50, 130, 200)), seed=end).tolist()
+                prompt = [*tokens[:end].tolist(), *turn]
+        prompt = prompt[: draw.randrange(200, len(prompt) + 1)]
 
 
 def test_a_damaged_state_in_the_prompt_cache_is_detected(models: Pair, cache_folder: str) -> None:

@@ -115,6 +115,50 @@ def gemma4(
     }
 
 
+def qwen3_5(
+    kind: str,
+    layers: int,
+    hidden: int,
+    intermediate: int | None,
+    heads: tuple[int, int],
+    value_heads: int,
+    **fields: Any,
+) -> dict[str, Any]:
+    """Return the fields of a text model with gated delta nets in three of four layers."""
+    config = decoder(kind, layers, hidden, intermediate or 0, heads, 248_320, head_dim=256)
+    if intermediate is None:
+        del config["intermediate_size"]
+    return {
+        **config,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262_144,
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e7,
+            "rope_type": "default",
+        },
+        **fields,
+    }
+
+
+QWEN_EXPERTS = {
+    "moe_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "shared_expert_intermediate_size": 512,
+}
 # fields, billions of weights, KV bytes per token in 16 bits of layers without a window, and context
 PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
     "Mistral-Small-3.1-24B": (
@@ -203,6 +247,43 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         },
         25.23,
         20_480,
+        262_144,
+    ),
+    "Qwen3.5-9B": (
+        {
+            "model_type": "qwen3_5",
+            "text_config": qwen3_5("qwen3_5_text", 32, 4096, 12_288, (16, 4), 32),
+            "vision_config": {"model_type": "qwen3_5"},
+        },
+        8.95,
+        32_768,
+        262_144,
+    ),
+    "Qwen3.5-27B": (
+        {
+            "model_type": "qwen3_5",
+            "text_config": qwen3_5("qwen3_5_text", 64, 5120, 17_408, (24, 4), 48),
+        },
+        26.90,
+        65_536,
+        262_144,
+    ),
+    "Qwen3.5-35B-A3B": (
+        {
+            "model_type": "qwen3_5_moe",
+            "text_config": qwen3_5("qwen3_5_moe_text", 40, 2048, None, (16, 2), 32, **QWEN_EXPERTS),
+        },
+        34.66,
+        20_480,
+        262_144,
+    ),
+    "Qwen3-Next-80B-A3B": (
+        qwen3_5("qwen3_next", 48, 2048, 5120, (16, 2), 32, **QWEN_EXPERTS)
+        | {"vocab_size": 151_936, "num_experts": 512, "num_experts_per_tok": 10}
+        | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        | {"partial_rotary_factor": 0.25, "rope_parameters": None, "rope_theta": 1e7},
+        79.67,
+        24_576,
         262_144,
     ),
     "gpt-oss-20b": (gpt_oss(24, 32), 20.91, 24_576, 131_072),

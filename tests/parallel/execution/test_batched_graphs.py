@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,9 +39,12 @@ from support.slow import slow_except
 CONCURRENCY = 3
 
 
-@pytest.fixture(scope="module")
-def draft() -> Transformer:
-    return load_model(DEMO / "draft", TensorParallelGroup(), "float32")
+@pytest.fixture(scope="module", params=["demo", "recurrent"])
+def draft(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Transformer:
+    folder = DEMO / "draft"
+    if request.param == "recurrent":
+        folder = checkpoint(family="qwen3_5_text", vocab_size=512)
+    return load_model(folder, TensorParallelGroup(), "float32")
 
 
 def caches_at(model: Transformer, lengths: Sequence[int]) -> list[StreamingCache]:
@@ -52,8 +56,9 @@ def caches_at(model: Transformer, lengths: Sequence[int]) -> list[StreamingCache
 
 
 def prefill(model: Transformer, cache: StreamingCache, length: int, seed: int) -> None:
-    model(random_tokens(length, seed=seed), cache, 1)
-    cache.advance(length)
+    for part in random_tokens(length, seed=seed).split(cache.shape.slack):
+        model(part, cache, 1)
+        cache.advance(len(part))
 
 
 def forward_requests(
@@ -144,7 +149,7 @@ def test_a_sequence_that_is_not_finite_does_not_keep_others_from_capturing(
     runner = GraphRunner(True, ScriptedCapturer(exact_graph))
     (cache,) = captured_caches(runner, draft, [31], [2])
     with torch.inference_mode():
-        cache.buffers(0)[0].fill_(torch.nan)
+        cache.buffers(1)[0].fill_(torch.nan)
     runner.capture(draft, streaming_cache(draft), [2], 1)
     assert (runner.counts["replayed"], runner.counts["refused"]) == (3, 0)
 
@@ -156,7 +161,7 @@ def test_capturing_leaves_the_sequences_in_other_slots_as_they_are(draft: Transf
     attended = cache.traffic.attended
     runner.capture(draft, streaming_cache(draft), [2], 1)
     assert (cache.length, cache.traffic.attended) == (31, attended)
-    for mine, other in zip(cache.buffers(0)[:2], plain.buffers(0)[:2], strict=True):
+    for mine, other in zip(cache.buffers(1)[:2], plain.buffers(1)[:2], strict=True):
         torch.testing.assert_close(mine[..., :31, :], other[..., :31, :])
     tokens = random_tokens(2)
     torch.testing.assert_close(draft(tokens, cache, 1), draft(tokens, plain, 1))

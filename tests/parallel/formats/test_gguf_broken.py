@@ -187,7 +187,7 @@ def test_unknown_tensors(make: Make, tmp_path: Path) -> None:
         ("feed_forward_length", 2**31, "blk.0.ffn_down.weight has shape (32, 48)"),
         ("attention.head_count_kv", 4, "blk.0.attn_k.weight has shape (16, 32)"),
         ("vocab_size", 100, "output.weight has shape (101, 32)"),
-        ("block_count", 2**32 - 1, "has tensors of 3 layers"),
+        ("block_count", 90_000, "has tensors of 3 layers"),
     ],
 )
 def test_a_wrong_shape(make: Make, key: str, value: int, words: str) -> None:

@@ -15,14 +15,16 @@ import torch
 
 pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import parallel.formats.gguf.checkpoint
 from parallel.config.model_config import ModelConfig
 from parallel.config.weight_sizes import weight_sizes
+from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf.checkpoint import KINDS, GgufCheckpoint
 from parallel.formats.gguf.header import read_header
 from parallel.model.loading import load_model, open_checkpoint, parameter_bytes, resolve
@@ -211,6 +213,113 @@ def test_files_of_delta_nets_match_transformers(checkpoint: Checkpoints, tmp_pat
         expected = reference_logits(folder, tokens)
         for logits in by_rank:
             torch.testing.assert_close(logits[index], expected, atol=1e-4, rtol=1e-4)
+
+
+def extended(tensors: dict[str, Tensor], layer: int) -> dict[str, np.ndarray]:
+    """Return a file's tensors with a layer for multi-token prediction, as converters add it."""
+    full = {name: each for name, each in tensors.items() if name.startswith("blk.1.")}
+    added = {name.replace("blk.1.", f"blk.{layer}."): each for name, each in full.items()}
+    for part, shape in {"eh_proj": (32, 64), "enorm": (32,), "hnorm": (32,)}.items():
+        added[f"blk.{layer}.nextn.{part}.weight"] = torch.ones(shape)
+    return {name: each.numpy() for name, each in {**tensors, **added}.items()}
+
+
+def rewritten(
+    path: Path, target: Path, change: Callable[[dict[str, Tensor]], dict[str, Any]], **fields: int
+) -> Path:
+    """Write a copy of a file in F32 with other tensors, and further fields of its architecture."""
+    reader = GGUFReader(path)
+    architecture = str(reader.fields["general.architecture"].contents())
+    writer = GGUFWriter(target, architecture)
+    for name, each in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            sub_type = each.types[1] if len(each.types) > 1 else None
+            writer.add_key_value(name, each.contents(), each.types[0], sub_type)
+    for name, value in fields.items():
+        writer.add_key_value(f"{architecture}.{name}", value, GGUFValueType.UINT32)
+    tensors = {each.name: torch.from_numpy(each.data.copy()) for each in reader.tensors}
+    for name, array in change(tensors).items():
+        writer.add_tensor(name, np.asarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def test_layers_for_multi_token_prediction_are_left_out(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder, tokens = checkpoint(**OTHERS["qwen3_5"]), random_tokens(40)
+    plain = convert(folder, tmp_path / "plain.gguf")
+    path = rewritten(
+        plain,
+        tmp_path / "mtp.gguf",
+        lambda tensors: extended(tensors, 3),
+        nextn_predict_layers=1,
+    )
+    path = rewrite_header(path, tmp_path / "both.gguf", {"qwen35.block_count": 4})
+    assert ModelConfig.from_name(str(path)) == ModelConfig.from_name(str(plain))
+    torch.testing.assert_close(
+        all_logits(load_model(path, TensorParallelGroup(), "float32"), tokens),
+        reference_logits(folder, tokens),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+
+
+def test_older_files_of_qwen3_next_stack_projections(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder, tokens = checkpoint(**OTHERS["qwen3_next"]), random_tokens(40)
+    stored = load_file(folder / "model.safetensors")
+
+    def older(tensors: dict[str, Tensor]) -> dict[str, Any]:
+        for layer in (0, 2):
+            del tensors[f"blk.{layer}.attn_qkv.weight"], tensors[f"blk.{layer}.attn_gate.weight"]
+            name = f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"
+            tensors[f"blk.{layer}.ssm_in.weight"] = stored[name]
+        return {name: each.numpy() for name, each in tensors.items()}
+
+    path = rewritten(convert(folder, tmp_path / "new.gguf"), tmp_path / "old.gguf", older)
+    torch.testing.assert_close(
+        all_logits(load_model(path, TensorParallelGroup(), "float32"), tokens),
+        reference_logits(folder, tokens),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("blk.2.ssm_a", "tensor blk.2.ssm_a is missing"),
+        ("blk.0.attn_gate.weight", "tensor blk.0.attn_gate.weight is missing"),
+        ("blk.1.attn_q.weight", "tensor blk.1.attn_q.weight is missing"),
+        ("blk.2.ssm_conv1d.weight", "tensor blk.2.attn_q.weight is missing"),
+    ],
+)
+def test_incomplete_layers_are_found_before_loading(
+    checkpoint: Checkpoints, tmp_path: Path, part: str, message: str
+) -> None:
+    path = convert(checkpoint(**OTHERS["qwen3_5"]), tmp_path / "whole.gguf")
+    broken = rewritten(
+        path,
+        tmp_path / "broken.gguf",
+        lambda tensors: {name: each.numpy() for name, each in tensors.items() if name != part},
+    )
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_name(str(broken))
+
+
+@pytest.mark.parametrize("count", [3, 99])
+def test_a_file_of_nothing_but_layers_for_multi_token_prediction(
+    checkpoint: Checkpoints, tmp_path: Path, count: int
+) -> None:
+    path = convert(checkpoint(**OTHERS["qwen3_5"]), tmp_path / "model.gguf")
+    path = rewrite_header(path, tmp_path / "mtp.gguf", {"qwen35.nextn_predict_layers": count})
+    with pytest.raises(ConfigError, match=f"nextn_predict_layers = {count} of block_count = 3"):
+        ModelConfig.from_name(str(path))
 
 
 @pytest.mark.parametrize("name", DELTA_NETS)
