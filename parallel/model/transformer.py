@@ -24,6 +24,7 @@ from parallel.config.parameter_count import (
     has_window,
     head_rows,
     head_shape,
+    is_recurrent,
     kv_projections,
 )
 from parallel.formats.checkpoint import Checkpoint
@@ -207,8 +208,9 @@ class DecoderLayer(Module):
 
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, index: int):
         super().__init__()
-        is_recurrent = config.recurrent is not None and index in config.recurrent.layers
-        mixer: type[Attention | DeltaNet] = DeltaNet if is_recurrent else Attention
+        mixer: type[Attention | DeltaNet] = Attention
+        if is_recurrent(config, index):
+            mixer = DeltaNet
         self.attention = mixer(config, group, index)
         kind: type[Mlp | SparseMoE | MlpAndExperts] = Mlp
         if config.experts is not None and has_experts(config, index):

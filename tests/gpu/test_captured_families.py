@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from support.captures import streaming_cache
 from support.engines import Pair
 from support.families import OTHERS
 from support.models import random_tokens
+from support.shared_documents import keep_every
 from support.slow import slow_except
 
 pytestmark = pytest.mark.cuda
@@ -75,37 +75,23 @@ def test_captured_graphs_match_the_cpu(name: str, checkpoint: Callable[..., Path
         assert (counts["refused"], counts["why"]) == (0, None)
 
 
-def test_recurrent_states_are_copied_to_the_host_and_back(checkpoint: Callable[..., Path]) -> None:
-    """Requests share a document up to where its states are kept, and captured forwards."""
-    folder = checkpoint(**OTHERS["qwen3_5"])
+@pytest.mark.parametrize(
+    ("name", "modes"),
+    [("qwen3_5", ("retrieval", "hierarchical")), ("gemma3_text", ("retrieval",))],
+)
+def test_what_is_kept_is_copied_to_the_host_and_back(
+    name: str, modes: tuple[str, ...], checkpoint: Callable[..., Path]
+) -> None:
+    """Requests share a document up to where recurrent states are kept, or windows."""
+    folder = checkpoint(**OTHERS[name])
     document = random_tokens(350, seed=4).tolist()
     prompts = [[*document, *random_tokens(count, seed=count).tolist()] for count in (120, 110, 100)]
     pair = Pair(folder, folder, TensorParallelGroup(device=torch.device("cuda", 0)))
-    config = pair.target.config
-    assert config.recurrent is not None
-    pair.target.config = replace(config, recurrent=replace(config.recurrent, step=100))
+    keep_every(pair, 100)
     options = {**CHOICES, "gpu_kv_layers": 0, "graphs": True}
-    for mode in ("retrieval", "hierarchical"):
+    for mode in modes:
         with serving(pair, mode, 2, **options) as engine:
             states = run_together(engine, [Request(each, NEW, GREEDY) for each in prompts])
             assert min(state.stats.reused_tokens for state in states[1:]) >= 300
         for state, prompt in zip(states, prompts, strict=True):
             assert state.tokens == Pair(folder, folder).generate("plain", prompt, NEW)
-
-
-def test_windows_are_copied_to_the_host_and_back(checkpoint: Callable[..., Path]) -> None:
-    """A conversation goes back to where they are kept, and requests share a document."""
-    folder = checkpoint(**OTHERS["gemma3_text"])
-    document = random_tokens(350, seed=4).tolist()
-    prompts = [[*document, *random_tokens(count, seed=count).tolist()] for count in (120, 110, 100)]
-    pair = Pair(folder, folder, TensorParallelGroup(device=torch.device("cuda", 0)))
-    config = pair.target.config
-    assert config.sliding_window is not None
-    window = replace(config.sliding_window, step=100)
-    pair.target.config = replace(config, sliding_window=window)
-    options = {**CHOICES, "gpu_kv_layers": 0, "graphs": True}
-    with serving(pair, "retrieval", 2, **options) as engine:
-        states = run_together(engine, [Request(each, NEW, GREEDY) for each in prompts])
-        assert min(state.stats.reused_tokens for state in states[1:]) >= 300
-    for state, prompt in zip(states, prompts, strict=True):
-        assert state.tokens == Pair(folder, folder).generate("plain", prompt, NEW)

@@ -1,0 +1,111 @@
+"""Requests that share a document, to models that keep what they go on from every few tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bench.harness.decode_loop import run_together
+from decoding import GREEDY
+from decoding.engine.request import Request
+from support import batches
+from support.batches import SERVING, serving
+from support.engines import Pair
+from support.models import random_tokens
+
+NEW, STEP = 12, 300
+DOCUMENT = random_tokens(700, seed=1).tolist()
+QUESTIONS = [[*DOCUMENT, *random_tokens(100 + count, seed=count).tolist()] for count in range(2, 5)]
+
+
+def keep_every(models: Pair, step: int) -> None:
+    """Let the target keep its windows, or its recurrent states, at multiples of the step."""
+    config = models.target.config
+    assert (config.sliding_window is None) != (config.recurrent is None)
+    if config.sliding_window is not None:
+        config = replace(config, sliding_window=replace(config.sliding_window, step=step))
+    if config.recurrent is not None:
+        config = replace(config, recurrent=replace(config.recurrent, step=step))
+    models.target.config = config
+
+
+def alone(models: Pair, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the answers of plain decoding, one after another."""
+    with models.engine("plain") as engine:
+        return [list(engine.generate(prompt, NEW, GREEDY)) for prompt in prompts]
+
+
+def check_questions(models: Pair, mode: str) -> None:
+    """Ask questions to one document at once: those after the first read little of it."""
+    requests = [Request(prompt, NEW, GREEDY) for prompt in QUESTIONS]
+    with serving(models, mode, 4, link="emulated:50") as engine:
+        states = run_together(engine, requests)
+        # up to the last multiple of the step within the document
+        assert [state.stats.reused_tokens for state in states] == [0, 600, 600]
+        again = run_together(engine, requests[:1])
+    assert [state.tokens for state in states] == alone(models, QUESTIONS)
+    assert again[0].tokens == states[0].tokens
+
+
+def check_turns(models: Pair, mode: str) -> list[int]:
+    """Extend and replace a conversation; return how many tokens each turn reused."""
+    prompts, reused = [QUESTIONS[0]], []
+    options = {**SERVING, "link": "emulated:50"}
+    with models.engine(mode, **options) as engine, engine.conversation(room=2000):
+        for common, count in [(None, 30), (None, 250), (900, 40), (650, 400), (None, 5), (0, 50)]:
+            answer = list(engine.generate(prompts[-1], NEW, GREEDY))
+            reused.append(engine.stats.reused_tokens)
+            turn = random_tokens(count, seed=count).tolist()
+            known = [*prompts[-1], *answer]
+            prompts.append([*known[: len(known) if common is None else common], *turn])
+            if engine.scheduler.caches.kept:
+                engine.scheduler.caches.kept[0].token_s = 1e9  # reuse pays
+        last = list(engine.generate(prompts[-1], NEW, GREEDY))
+    answers = alone(models, prompts)
+    assert last == answers[-1]
+    for prompt, answer, following in zip(prompts, answers, prompts[1:], strict=False):
+        if following[: len(prompt)] == prompt and len(following) > len(prompt) + NEW:
+            assert following[len(prompt) :][:NEW] == answer
+    assert reused[0] == 0
+    assert reused[1] >= len(QUESTIONS[0])  # goes on at the end
+    assert reused[3] == 900  # a multiple of the step
+    return reused
+
+
+def check_prompt_cache(models: Pair, mode: str, folder: str) -> list[int]:
+    """Save the first question, and ask all; return how many tokens each loaded."""
+    options = {**SERVING, "link": "emulated:50", "prompt_cache": folder}
+    expected = alone(models, QUESTIONS)
+    with models.engine(mode, **options) as engine:
+        assert list(engine.generate(QUESTIONS[0], NEW, GREEDY)) == expected[0]
+    loaded = []
+    for prompt, answer in zip(QUESTIONS, expected, strict=True):
+        with models.engine(mode, **options) as engine:
+            assert list(engine.generate(prompt, NEW, GREEDY)) == answer
+            loaded.append(engine.stats.loaded_tokens)
+    return loaded
+
+
+def check_swapped_out(models: Pair) -> tuple[int, list[int]]:
+    """Go on with a conversation that another one has replaced, and branch off it.
+
+    Returns the tokens of the turn, and how many that and the branch reused.
+    """
+    prompts, reused = [QUESTIONS[0], random_tokens(650, seed=9).tolist()], []
+    with serving(models, "retrieval", 1, swap_space=None) as engine:
+        states = [run_together(engine, [Request(each, NEW, GREEDY)])[0] for each in prompts]
+        turn = [*prompts[0], *states[0].tokens, 5]
+        branch = [*prompts[0][:640], *random_tokens(60, seed=3).tolist()]
+        for prompt in (turn, branch):
+            (state,) = run_together(engine, [Request(prompt, NEW, GREEDY)])
+            reused.append(state.stats.reused_tokens)
+            assert [state.tokens] == alone(models, [prompt])
+    return len(turn), reused
+
+
+def check_batches(models: Pair) -> None:
+    """Run requests of several sizes together, and one after another."""
+    requests = batches.requests(GREEDY, [(90, 20), (400, 12), (33, 30)])
+    with models.engine("hierarchical", **batches.SMALL) as engine:
+        together = batches.tokens(batches.run_batch(engine, requests, 3))
+    with models.engine("plain") as engine:
+        assert together == batches.run_alone(engine, requests)
