@@ -64,7 +64,7 @@ class JobOptions:
     draft: str | None = option(
         "Small draft model with the target's vocabulary, specified like the target.",
         value=None,
-        default="none: prompt lookup drafts",
+        default="the target's own multi-token-prediction block, or else prompt lookup",
     )
     gpus: int | None = option(
         "GPUs to shard the model over; CPU ranks on a machine without GPUs.",

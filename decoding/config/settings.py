@@ -46,10 +46,11 @@ class Settings:
     """
 
     mode: str = option(
-        "What drafts for the target: hierarchical uses the draft model and the retrieval cache; "
-        "retrieval has no draft model; speculative has no retrieval cache; plain drafts nothing. "
+        "What drafts for the target: hierarchical uses the draft model, or the target's own "
+        "multi-token-prediction block, and the retrieval cache; retrieval has no draft model; "
+        "speculative has no retrieval cache; plain drafts nothing. "
         "split, split-retrieval and so on draft against the high bytes of the whole KV cache, "
-        "which stay on the device. auto is hierarchical with a draft model and retrieval without, "
+        "which stay on the device. auto is hierarchical with a draft and retrieval without, "
         "or speculative and plain if all layers have a window; for each request the engine picks "
         "the split variant where that is predicted to pay.",
         value="auto",
@@ -131,7 +132,7 @@ class Settings:
         value=None,
         group=SPECULATION,
         unit="tokens",
-        default="3 without a draft model, else off",
+        default="3 without a draft, else off",
         minimum=0,
         zero="off",
     )

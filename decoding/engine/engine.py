@@ -60,7 +60,8 @@ class Engine:
 
         Args:
             model: the target: a Hugging Face folder, a GGUF file, a hub name, or `smollm2`.
-            draft: the draft model, likewise. Its vocabulary may be padded to another size.
+            draft: the draft model, likewise. Its vocabulary may be padded to another size. Without
+                one, the target's own multi-token-prediction block drafts, if it has one.
             settings: how the engine runs; by default `Settings()`.
             device: auto, cpu or cuda.
             group: the ranks; by default those that a launcher started.

@@ -13,7 +13,13 @@ from decoding.config.defaults import (
 )
 from decoding.engine.session import SequenceState
 from decoding.planning.requirements import Requirements
-from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
+from decoding.speculation.decoders import (
+    Autoregressive,
+    Decoder,
+    Proposer,
+    SelfPrediction,
+    Speculative,
+)
 from decoding.speculation.draft_length import Lengths, draft_lengths
 from decoding.speculation.draft_vocabulary import PaddedVocabDraft
 from decoding.speculation.prompt_lookup import PromptLookup
@@ -79,6 +85,8 @@ def _draft_decoder(
     randomness: Randomness,
 ) -> Decoder:
     """Return the draft model's decoder, with probs over the target's vocabulary."""
+    if level.model.config.is_predictor:
+        return SelfPrediction(level.name, level.model, level.cache, sequence, sampling, randomness)
     rows = level.model.config.vocab
     padded = sampling if rows == vocab else sampling.padded_to(vocab)
     args = (level.name, level.model, level.cache, sequence, padded, randomness)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from decoding.config.settings import LEVELS
 from decoding.models.runtime import Runtime
 from decoding.planning.plan import Plan
+from offload.cache.prediction import PredictionCache
 from offload.cache.static_shape import StaticCache
 from offload.cache.streaming import StreamingCache
 from offload.memory.host_arena import HostArena
@@ -108,6 +109,9 @@ class DecodingLevels:
         for name in LEVELS[plan.requirements.mode]:
             if (level := make[name]()) is not None:
                 self.levels.append(level)
+        states = self.levels[-1].cache.hidden_states  # a prediction block's
+        for level in self.levels:
+            level.cache.hidden_states = states
 
     def _target_cache(self) -> TieredCache:
         runtime, spec = self._runtime, self._plan.spec
@@ -173,7 +177,12 @@ class DecodingLevels:
         draft.traffic = ByteCounters()
         if slot.graphs.enabled:
             slot.draft = draft
-        sizes = _graph_sizes(1, MAX_PENDING)
+        pending = MAX_PENDING
+        if model.config.is_predictor:  # it reads accepted tokens again
+            settings, is_inner = self._plan.requirements.settings, len(self.levels) > 1
+            lengths = settings.inner_draft_length_range if is_inner else settings.draft_length_range
+            pending += lengths[-1]
+        sizes = _graph_sizes(1, min(pending, MAX_GRAPH_TOKENS))
         return Level("draft", model, draft, model.group.size > 1, sizes)
 
     def _draft_cache(self, model: Transformer) -> StreamingCache:
@@ -181,7 +190,8 @@ class DecodingLevels:
         dtype, device = model.embed.weight.dtype, model.group.device
         rotary = model.config.rotary(spec.slots, spec.slots, dtype, device)
         layout = model.config.kv_layout(model.group.size, dtype, model.group.rank)
-        return StreamingCache(layout, spec, rotary, device)
+        kind = PredictionCache if model.config.is_predictor else StreamingCache
+        return kind(layout, spec, rotary, device)
 
 
 def _graph_sizes(shortest: int, longest: int) -> list[int]:

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from decoding.engine.levels import DecodingLevels, SequenceSlot
-from decoding.models.draft_prefill import prefill_draft
+from decoding.models.draft_prefill import prefill_draft, prefill_predictor
 from decoding.models.runtime import Runtime
 from decoding.planning.activations import prefill_chunk
 from decoding.planning.plan import Plan
 from decoding.prefix_cache.stored_prompt import StoredPrompt
 from decoding.speculation.draft_vocabulary import clamp_to_vocab
+from offload.cache.prediction import PredictionCache
 from offload.cache.streaming import StreamingCache
 from offload.layout import ceil_div, shares
 from offload.prefill.host_copy import HostCopy
@@ -151,6 +152,8 @@ class SequenceState:
         for level in self.levels:
             level.cache.traffic.reset()
         self.target.truncate(cached)
+        if (states := self.target.hidden_states) is not None:
+            states.crop(self.target.length)
         rest = self.prompt[self.target.length :]
         yield PrefillStep(0, len(rest), ends_layer=True)
         sizes = shares(len(rest), ceil_div(len(rest), self.extend_chunk))
@@ -238,6 +241,12 @@ class SequenceState:
         """Advance the draft cache to the end of the prompt, after at most `cached` tokens."""
         model, config = self.runtime.draft, self.runtime.target.config
         for level in self.levels:
-            if level.model is model and isinstance(level.cache, StreamingCache):
+            cache = level.cache
+            if level.model is not model:
+                continue
+            held = min(cached, cache.length)
+            if isinstance(cache, PredictionCache):
+                prefill_predictor(model, cache, self.prompt, held)
+            elif isinstance(cache, StreamingCache):
                 prompt = clamp_to_vocab(self.prompt, model.config.vocab, config.vocab)
-                prefill_draft(model, level.cache, prompt, min(cached, level.cache.length))
+                prefill_draft(model, cache, prompt, held)

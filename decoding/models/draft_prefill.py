@@ -1,4 +1,4 @@
-"""Prefill of the draft model: its cache holds the sinks and a window."""
+"""Prefill of what drafts: the cache of a draft model, or of the target's prediction block."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from decoding.config.defaults import DRAFT_SLACK
 from offload.cache.base import Cache
+from offload.cache.prediction import PredictionCache
 from offload.cache.streaming import StreamingCache
 from parallel.model.transformer import Transformer
 
@@ -27,6 +28,24 @@ def prefill_draft(
         _advance(model, cache, prompt[cached:])
 
 
+def prefill_predictor(
+    model: Transformer, cache: PredictionCache, prompt: Tensor, cached: int = 0
+) -> None:
+    """Advance a prediction block's cache to the end of `prompt` (T,), as `prefill_draft`.
+
+    Its window begins where the target's hidden states are kept, after the target's own prefill.
+    """
+    tokens = len(prompt)
+    # the first token whose predecessor's state is there, of those that fit the window
+    first = min(tokens, max(cache.hidden_states.first + 1, tokens - cache.shape.window))
+    if cached < first or cache.shortest > first:
+        cache.clear()
+        cache.skip_tokens(first)
+    else:
+        cache.crop(cached)
+    _advance(model, cache, prompt[cache.length :])
+
+
 def _prefill(model: Transformer, cache: StreamingCache, prompt: Tensor) -> None:
     """Prefill the tokens that the draft's cache retains: the sinks and the last window."""
     rest = prompt
@@ -39,5 +58,5 @@ def _prefill(model: Transformer, cache: StreamingCache, prompt: Tensor) -> None:
 
 def _advance(model: Transformer, cache: Cache, tokens: Tensor) -> None:
     for chunk in tokens.split(DRAFT_SLACK):
-        model(chunk, cache, 1)
+        model(chunk, cache, 0)
         cache.advance(len(chunk))

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from decoding.config.defaults import NEW_TOKENS, USABLE_SHARE
 from decoding.config.settings import LEVELS, Settings
 from decoding.models.runtime import Runtime
 from decoding.planning.forward_cost import choose_weights
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.requirements import draft_ranks
+from decoding.planning.planner import fitting_requirements
+from decoding.planning.requirements import Requirements, draft_ranks
 from decoding.prefix_cache.fingerprint import WeightDigests, digest_of
 from decoding.prefix_cache.manager import ModelFingerprint
 from decoding.prefix_cache.store import PromptCache
@@ -26,12 +28,18 @@ from offload.dtypes import dtype_name
 from offload.errors import TierForceError, one_line
 from offload.memory.link_spec import check_device, make_link
 from offload.regular_files import read_json
-from parallel.config.model_config import ModelConfig, token_ids
+from parallel.config.model_config import ModelConfig, predictor_config, token_ids
 from parallel.config.parameter_count import min_kv_heads
 from parallel.errors import ConfigError
 from parallel.execution.cuda_graphs import cuda_graphs_supported
 from parallel.formats.locate import find_local, is_gguf
-from parallel.model.loading import choose_dtype, load_model, open_checkpoint, resolve
+from parallel.model.loading import (
+    choose_dtype,
+    load_model,
+    load_predictor,
+    open_checkpoint,
+    resolve,
+)
 from parallel.model.transformer import Transformer
 from parallel.ranks.environment import rank_from_env
 from parallel.ranks.process_group import TensorParallelGroup
@@ -58,11 +66,16 @@ def load(
         graphs = not settings.deterministic and cuda_graphs_supported(group)
         settings = replace(settings, graphs=graphs)
     with group.sync_errors():
-        mode = settings.resolved_mode(draft is not None)
+        _check_mode(str(model), draft is not None, settings)  # fails before a download
         check_device(settings.link, group.device.type)  # fails before weights are read
         machine = _Machine.find(settings, group)  # fails before weights are read
     machine = machine.agreed(group)
     folder = resolve(str(model), group)
+    with group.sync_errors():
+        config = ModelConfig.from_pretrained(folder, packed=True).with_rope_scaling(settings.rope)
+        settings.check_layers(config.full_layers)
+        has_draft = draft is not None or config.has_predictor
+        mode = settings.resolved_mode(has_draft, config.full_layers)
     draft_folder = None
     if draft is not None and "draft" in LEVELS[mode]:
         draft_folder = resolve(str(draft), group)
@@ -70,9 +83,6 @@ def load(
         with group.sync_errors():
             find_local(str(draft))  # detects a wrong name, although the draft is not loaded
     with group.sync_errors():
-        config = ModelConfig.from_pretrained(folder, packed=True).with_rope_scaling(settings.rope)
-        settings.check_layers(config.full_layers)
-        mode = settings.resolved_mode(draft is not None, config.full_layers)
         if config.kept_types or settings.weights == "packed":
             kind = choose_dtype(settings.dtype, config, open_checkpoint(folder), group.device)
             config = machine.choose_weights(config, settings.weights, kind)
@@ -88,6 +98,9 @@ def load(
         draft_model = None
         if draft_folder is not None:
             draft_model = _load_draft(draft_folder, target, settings, machine)
+        elif draft is None:
+            draft_model = _load_predictor(folder, target, mode, settings, machine)
+            mode = settings.resolved_mode(draft_model is not None, config.full_layers)
         stop_tokens = load_stop_tokens(folder)
         _check_stop_tokens(stop_tokens, folder, target.config.vocab)
         stop_tokens = stop_tokens or target.config.stop_tokens
@@ -99,12 +112,19 @@ def load(
         return runtime, tokenizer, stop_tokens
 
 
+def _check_mode(model: str, has_draft: bool, settings: Settings) -> None:
+    """Raise TierForceError if the mode needs a draft, and there is none."""
+    if not has_draft and "draft" in LEVELS.get(settings.mode, ()):
+        settings.resolved_mode(ModelConfig.from_name(model).has_predictor)
+
+
 @dataclass(frozen=True)
 class _Machine:
     """What decides how weights are stored, before they are read; the same on all ranks."""
 
     profile: HardwareProfile
     device_memory: float  # bytes that are free for one rank
+    copies: bool  # whether offloaded KV is copied over the link
 
     @classmethod
     def find(cls, settings: Settings, group: TensorParallelGroup) -> _Machine:
@@ -112,8 +132,9 @@ class _Machine:
         with closing(make_link(settings.link, group.device)) as link:
             profile, _ = HardwareProfile.find(settings.hardware, link.device_name, group.size)
             memory = link.device_available() / (group.size if group.device.type == "cpu" else 1)
+            copies = link.copies
         limit = settings.device_memory
-        return cls(profile, memory if limit is None else min(memory, limit))
+        return cls(profile, memory if limit is None else min(memory, limit), copies)
 
     def agreed(self, group: TensorParallelGroup) -> _Machine:
         """Return the machine with the least memory of any rank; all ranks call it."""
@@ -259,3 +280,29 @@ def _load_draft(
         return None
     own_group = group if shard else TensorParallelGroup(device=group.device)
     return load_model(folder, own_group, dtype_name(dtype), config)
+
+
+def _load_predictor(
+    folder: Path, target: Transformer, mode: str, settings: Settings, machine: _Machine
+) -> Transformer | None:
+    """Load the target's multi-token-prediction block; None if it has none or the mode needs none.
+
+    With mode `auto` it is left out where the target's context fits only without it.
+    """
+    config, ranks = target.config, target.group.size
+    if "draft" not in LEVELS[mode] or not config.has_predictor:
+        return None
+    needs = Requirements(
+        target=config,
+        draft=predictor_config(config),
+        mode=mode,
+        settings=settings,
+        dtype=target.embed.weight.dtype,
+        ranks=ranks,
+        draft_ranks=ranks,
+        copies=machine.copies,
+    )
+    prompt = max(1, (settings.context or config.context_limit) - NEW_TOKENS)
+    share = USABLE_SHARE if settings.device_memory is None else 1.0  # as in `Runtime.memory`
+    fitting = fitting_requirements(needs, prompt, NEW_TOKENS, machine.device_memory, share)
+    return None if fitting.draft is None else load_predictor(folder, target)

@@ -30,6 +30,7 @@ from parallel.config.parameter_count import (
 )
 from parallel.config.weight_sizes import weight_sizes
 from parallel.formats.plane_format import PlaneFormat
+from parallel.formats.weight_headers import PREDICTION
 from parallel.ranks.partition import vocab_rows
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def matmul_flops(config: ModelConfig) -> float:
     if (experts := config.experts) is not None:
         shared = experts.shared or 0
         mlps += moe_layers(config) * (experts.per_token * experts.intermediate + shared)
-    return 2.0 * (attention + 3 * config.hidden * mlps)
+    inputs = 2 * config.hidden**2 if config.is_predictor else 0
+    return 2.0 * (attention + 3 * config.hidden * mlps + inputs)
 
 
 def _projections(config: ModelConfig, windowed: bool) -> int:
@@ -148,7 +150,7 @@ def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype, active: floa
     it reads (`active_share`), above 1 if it reads them repeatedly.
     """
     sizes = weight_sizes(config, ranks, dtype.itemsize)
-    return sizes.nbytes - sizes.embedding - (1 - active) * sizes.experts
+    return sizes.nbytes + sizes.shared - sizes.embedding - (1 - active) * sizes.experts
 
 
 def choose_weights(
@@ -185,7 +187,11 @@ def choose_weights(
     is_faster = (
         hardware.runs_ahead
         and dtype.itemsize == 2  # kernels are for 16 bits, and for planes
-        and all(isinstance(kind, PlaneFormat) for _, kind in config.kept_types)
+        and all(
+            isinstance(kind, PlaneFormat)
+            for name, kind in config.kept_types
+            if not name.startswith(PREDICTION)
+        )
         and hardware.packed_rate is not None
         and hardware.packed_rate * dtype.itemsize > hardware.memory_rate
     )

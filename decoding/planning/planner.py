@@ -8,6 +8,7 @@ budget are those that the cost model predicts to be fastest; layers get the rest
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +16,7 @@ from dataclasses import replace
 from decoding.config.defaults import (
     DEFAULT_RETRIEVAL_BUDGET,
     SWITCH_THRESHOLD,
+    USABLE_SHARE,
 )
 from decoding.config.settings import LEVELS
 from decoding.planning.cost_model import CostModel
@@ -61,28 +63,11 @@ class Planner:
         InsufficientMemoryError of the strategy that fits the device and lacks the least host
         memory.
         """
-        needs = self.requirements
-        plans: dict[Strategy, Plan] = {}
-        errors: list[InsufficientMemoryError] = []
-        for mode in needs.candidate_modes:
-            if any(not plan.uses_link for plan in plans.values()):
-                break
-            for result in _by_budget(needs, mode, prompt, max_new_tokens, memory):
-                if isinstance(result, Plan):
-                    plans[result.requirements.strategy] = result
-                else:
-                    errors.append(result)
-        if plans:
-            return plans
-        lacking_host = [error for error in errors if error.host_bytes]
-        raise min(lacking_host or errors[:1], key=lambda each: each.host_bytes)
+        return _candidates(self.requirements, prompt, max_new_tokens, memory)
 
     def fits(self, prompt: int, max_new_tokens: int, memory: Memory) -> bool:
         """Return whether a request fits this memory in any strategy."""
-        try:
-            return bool(self.candidates(prompt, max_new_tokens, memory))
-        except InsufficientMemoryError:
-            return False
+        return _fits_any(self.requirements, prompt, max_new_tokens, memory)
 
     def choose(self, candidates: Candidates) -> Plan:
         """Return the plan of the fastest strategy, or of the one in use if it is hardly slower."""
@@ -197,6 +182,34 @@ class Planner:
         return replace(plan, reason=why)
 
 
+def fitting_requirements(
+    requirements: Requirements,
+    prompt: int,
+    max_new_tokens: int,
+    device_memory: float,
+    usable_share: float = USABLE_SHARE,
+) -> Requirements:
+    """Return the requirements; without the target's prediction block if a request fits only so.
+
+    Args:
+        requirements: with the block, if the model has one; with mode `auto` it may be left out.
+        prompt: tokens of the request.
+        max_new_tokens: its new tokens.
+        device_memory: bytes of a rank for weights and caches; host memory is not considered.
+        usable_share: the share for caches in what the weights leave.
+    """
+    draft, settings = requirements.draft, requirements.settings
+    if draft is None or not draft.is_predictor or settings.mode != "auto":
+        return requirements
+    mode = settings.resolved_mode(False, requirements.target.full_layers)
+    without = replace(requirements, draft=None, draft_ranks=1, mode=mode)
+    for needs in (requirements, without):
+        device = int(usable_share * (device_memory - needs.weight_bytes))
+        if _fits_any(needs, prompt, max_new_tokens, Memory(device, sys.maxsize)):
+            return needs
+    return requirements
+
+
 def max_concurrent(
     plan: Callable[[int], Plan],
     limit: int,
@@ -226,6 +239,34 @@ def max_concurrent(
             break
         best = shared
     return best
+
+
+def _candidates(
+    needs: Requirements, prompt: int, max_new_tokens: int, memory: Memory
+) -> dict[Strategy, Plan]:
+    """Return plans as `Planner.candidates`."""
+    plans: dict[Strategy, Plan] = {}
+    errors: list[InsufficientMemoryError] = []
+    for mode in needs.candidate_modes:
+        if any(not plan.uses_link for plan in plans.values()):
+            break
+        for result in _by_budget(needs, mode, prompt, max_new_tokens, memory):
+            if isinstance(result, Plan):
+                plans[result.requirements.strategy] = result
+            else:
+                errors.append(result)
+    if plans:
+        return plans
+    lacking_host = [error for error in errors if error.host_bytes]
+    raise min(lacking_host or errors[:1], key=lambda each: each.host_bytes)
+
+
+def _fits_any(needs: Requirements, prompt: int, max_new_tokens: int, memory: Memory) -> bool:
+    """Return whether a request fits this memory in any strategy."""
+    try:
+        return bool(_candidates(needs, prompt, max_new_tokens, memory))
+    except InsufficientMemoryError:
+        return False
 
 
 def _by_budget(

@@ -111,13 +111,16 @@ class RequestSpec:
     def draft(self) -> StreamingCacheSpec:
         """Return the layout of the draft cache.
 
-        When its window slides, it keeps at least as many tokens as a verification can reject.
+        When its window slides, it keeps at least as many tokens as a verification can reject. A
+        prediction block has no sinks: the target's hidden states of the first tokens are not kept,
+        and its gated attention needs none (Qiu et al. 2025, arXiv 2505.06708, section 4).
         """
-        settings = self.requirements.settings
+        needs, settings = self.requirements, self.requirements.settings
         window = max(settings.window, settings.num_draft_tokens or MAX_DRAFT)
-        return StreamingCacheSpec(
-            settings.sinks, window, DRAFT_SLACK, self.requirements.max_forward_tokens
-        )
+        sizes = window, DRAFT_SLACK, needs.max_forward_tokens
+        if needs.draft is not None and needs.draft.is_predictor:
+            return StreamingCacheSpec(0, *sizes, hidden=needs.draft.hidden)
+        return StreamingCacheSpec(settings.sinks, *sizes)
 
     @cached_property
     def memory(self) -> MemoryRequirements:

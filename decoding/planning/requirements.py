@@ -195,7 +195,27 @@ def weight_notes(requirements: Requirements) -> list[str]:
     ]
 
 
+def predictor_notes(requirements: Requirements) -> list[str]:
+    """Return a note for the user about the target's multi-token-prediction block, if it has one."""
+    draft, is_auto = requirements.draft, requirements.settings.mode == "auto"
+    if draft is not None and draft.is_predictor and requirements.has_draft:
+        return [
+            "Drafts come from the model's own multi-token-prediction block; `mode` retrieval "
+            "leaves it out."
+        ]
+    if draft is None and requirements.target.has_predictor and is_auto:
+        return [
+            "The model's multi-token-prediction block is left out: the context fits only without."
+        ]
+    return []
+
+
 def draft_ranks(draft: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
-    """Return the default number of tensor-parallel ranks of a draft model."""
+    """Return the default number of tensor-parallel ranks of a draft model.
+
+    A prediction block's are those of its target, whose head it shares.
+    """
+    if draft.is_predictor:
+        return ranks
     large = weight_bytes(draft, 1, dtype) >= SPLIT_DRAFT_BYTES
     return ranks if large and min_kv_heads(draft) >= ranks else 1

@@ -324,7 +324,8 @@ class _Kernels:
         if not cuda_graphs_supported(group):
             return lambda: cache.attend(0, q[:1], keys, values, _PREFIX)[0], select_s
         static = StaticForward([cache], 1)
-        static.place(0, Place(1, *cache.slot_and_position(_PREFIX), cache.first_valid_slot()))
+        at = cache.slot_and_position(_PREFIX)
+        static.place(0, Place(1, _PREFIX, *at, cache.first_valid_slot()))
 
         def attend() -> Tensor:
             static.begin_forward(1)

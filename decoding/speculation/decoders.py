@@ -166,10 +166,29 @@ class Autoregressive(Decoder):
         """
         tokens = self._pending()
         while len(tokens) > MAX_CATCH_UP:
-            yield self._forward(tokens[:MAX_CATCH_UP], 1)
+            yield self._forward(tokens[:MAX_CATCH_UP], 0)
             self.cache.advance(MAX_CATCH_UP)
             tokens = tokens[MAX_CATCH_UP:]
         return tokens
+
+
+class SelfPrediction(Autoregressive):
+    """The target's multi-token-prediction block.
+
+    A draft's second token and those after it are read with hidden states that the block predicted.
+    Once the level above has verified them they are read again, with the target's weights' states.
+    """
+
+    _well_read: int | None = None  # the first tokens, none read with a predicted hidden state
+
+    def sync(self, unverified: Sequence[int]) -> None:
+        super().sync(unverified)
+        if self._well_read is not None:  # it has drafted
+            self.cache.crop(self._well_read)
+
+    def propose(self, n: int) -> Steps[Draft]:
+        self._well_read = len(self.sequence) + len(self.unverified)
+        return (yield from super().propose(n))
 
 
 class Speculative(Decoder):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.attention.folding import Partial
+from offload.cache.hidden_states import HiddenStates
 from offload.layout import KVLayout
 from offload.recurrent.delta_rule import DeltaInputs
 from offload.recurrent.states import RecurrentStates
@@ -46,6 +47,7 @@ class Cache(ABC):
         self.length = 0
         self.traffic = ByteCounters()
         self.recurrent: RecurrentStates | None = None  # None without recurrent layers
+        self.hidden_states: HiddenStates | None = None  # None without a prediction block
 
     def begin_forward(self, rows: int) -> None:
         """Start a forward over all layers, with `rows` tokens after the first `length`."""
@@ -64,6 +66,14 @@ class Cache(ABC):
         """Return a recurrent layer's outputs (T, Hv, Dv) of the tokens at `start`."""
         assert self.recurrent is not None
         return self.recurrent.outputs(layer, inputs)
+
+    def keep_hidden_states(self, states: Tensor, rows: int) -> None:
+        """Keep what is needed of a forward's hidden states (T, hidden), after the final norm.
+
+        `rows`: the number of its last tokens whose logits are asked for.
+        """
+        if self.hidden_states is not None:
+            self.hidden_states.record(states, self.length)
 
     def advance(self, rows: int) -> None:
         """Add the next `rows` tokens, already attended, to the sequence."""

@@ -31,8 +31,9 @@ class Place:
     """The place of a forward's `tokens` tokens in a cache; 0 tokens leave the cache as it is."""
 
     tokens: int
+    start: int = 0  # the first token's position in the sequence
     slot: int = 0  # the first token's
-    position: int = 0  # the first token's
+    position: int = 0  # the first token's, in RoPE
     first_valid_slot: int = 0
     # the same in layers with a window
     windowed_slot: int = 0
@@ -50,7 +51,8 @@ class Place:
             raise ValueError(f"{tokens} tokens at slot {slot} do not fit a buffer of {cache.slots}")
         cache.traffic.attended += cache.slot_bytes(0, cache.slots)
         windowed = cache.windowed_slot(cache.length)
-        return cls(tokens, slot, position, cache.first_valid_slot(), *windowed[:2])
+        first = cache.first_valid_slot()
+        return cls(tokens, cache.length, slot, position, first, *windowed[:2])
 
 
 class StaticForward:
@@ -72,6 +74,7 @@ class StaticForward:
         self._places = [
             torch.zeros(len(caches), 3, dtype=torch.int64, device=device) for _ in range(2)
         ]
+        self._starts = torch.zeros(len(caches), dtype=torch.int64, device=device)
         # copied from the sequences' tables: the next sequence on a cache has others
         count = len(caches) * rows
         self._angles = caches[0].rotary.angles(0, 1).map(lambda table: table.repeat(count, 1, 1))
@@ -94,6 +97,7 @@ class StaticForward:
         for places, numbers in zip(self._places, slots, strict=True):
             for tensor, number in zip(places[index], (place.tokens, *numbers), strict=True):
                 tensor.fill_(number)
+        self._starts[index].fill_(place.start)
         rotary, first = self.caches[index].rotary, index * self._rows
         own = rotary.angles(place.position, place.position + place.tokens)
         for table, rows in zip(self._angles, own, strict=True):
@@ -130,6 +134,21 @@ class StaticForward:
             assert cache.recurrent is not None
             outs.append(cache.recurrent.outputs(layer, own, place[0]))
         return torch.cat(outs)
+
+    def previous_hidden_states(self, rows: int) -> Tensor:
+        """Return the hidden states (B * T, hidden), as `PredictionCache` does."""
+        parts = []
+        for cache, start in zip(self.caches, self._starts, strict=True):
+            assert cache.hidden_states is not None
+            parts.append(cache.hidden_states.read(start - 1, self._rows))
+        return torch.cat(parts)
+
+    def keep_hidden_states(self, states: Tensor, rows: int) -> None:
+        """Keep each sequence's part of states (B * T, hidden), as `Cache.keep_hidden_states`."""
+        parts = states.split(self._rows)
+        places = zip(self.caches, parts, self._starts, self._places[0], strict=True)
+        for cache, own, start, place in places:
+            cache.keep_first_hidden_states(own, start, place[0])
 
 
 class _FusedAttention:

@@ -59,6 +59,15 @@ class StaticCache(Cache):
         slot, _ = self.slot_and_position(start)
         return WindowedSlot(slot, self.first_valid_slot(), self.slots)
 
+    def keep_first_hidden_states(self, states: Tensor, start: Tensor, tokens: Tensor) -> None:
+        """Keep hidden states as `keep_hidden_states` does, in a captured forward.
+
+        The first `tokens` of states (T, hidden) are those from position `start` on; both are
+        scalars on the device.
+        """
+        if self.hidden_states is not None:
+            self.hidden_states.write_first(states, start, tokens)
+
     def has_room(self, rows: int) -> bool:
         """Return whether a forward of `rows` tokens would fit after the cached ones."""
         slot, position = self.slot_and_position(self.length)

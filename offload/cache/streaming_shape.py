@@ -15,13 +15,14 @@ class StreamingCacheSpec:
     sinks: int  # first tokens, always kept
     window: int  # minimum number of recent tokens
     slack: int  # slots filled before the window slides, and query tokens of the largest forward
-    rewind: int = 64  # tokens by which recurrent states can go back
+    rewind: int = 64  # most tokens of a draft that may be taken back
+    hidden: int = 0  # size of the hidden states that are kept beside the KV; 0: none are
 
     def __post_init__(self) -> None:
-        if min(self.sinks, self.window, self.slack) < 1:
+        if min(self.window, self.slack) < 1 or self.sinks < 0:
             raise ValueError(
-                "sinks, window and slack must be at least 1, found "
-                f"{self.sinks}, {self.window} and {self.slack}"
+                "window and slack must be at least 1, and sinks at least 0, found "
+                f"{self.window}, {self.slack} and {self.sinks}"
             )
 
     @property
@@ -40,6 +41,8 @@ class StreamingCacheSpec:
     def device_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory of the cache."""
         itemsize, states = layout.dtype.itemsize, 0
+        if self.hidden:
+            states = (self.slots + self.rewind + 1) * self.hidden * itemsize
         if layout.recurrent is not None:
-            states = layout.recurrent.rewindable_bytes(self.slack, self.rewind, itemsize)
+            states += layout.recurrent.rewindable_bytes(self.slack, self.rewind, itemsize)
         return sum(map(prod, self.layer_shapes(layout))) * itemsize + states

@@ -108,6 +108,23 @@ class Prefill:
         else:
             self._build(layer_kv, k, v, at)
 
+    @property
+    def output_rows(self) -> int:
+        """The last tokens of which the last layer's output is needed.
+
+        In deterministic runs they do not depend on what drafts: how many rows are computed at once
+        may affect the last one.
+        """
+        kept = self._cache.hidden_states
+        if kept is None or self._cache.is_batch_invariant:
+            return OBSERVED_ROWS
+        return max(OBSERVED_ROWS, kept.kept)
+
+    def keep_hidden_states(self, states: Tensor) -> None:
+        """Keep the hidden states (T, hidden) of the last tokens, after the final norm."""
+        if (kept := self._cache.hidden_states) is not None:
+            kept.record(states, self._cached + self.tokens - len(states))
+
     def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor:
         """Return a recurrent layer's outputs (T, Hv, Dv) of the tokens at `start`.
 

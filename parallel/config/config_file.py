@@ -16,7 +16,7 @@ from parallel.config.families import FAMILIES, Family, expert_count, missing_fie
 from parallel.config.rope import with_known_rope
 from parallel.config.text_model import TIED, WRAPPER, text_fields
 from parallel.config.windows import layer_types
-from parallel.config_checks import FULL, bool_field
+from parallel.config_checks import FULL, PREDICTORS, bool_field
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.expert_headers import ExpertHeader, expert_headers
 from parallel.formats.group_headers import GroupHeader, group_headers
@@ -33,6 +33,7 @@ from parallel.formats.weight_headers import (
     TensorHeader,
     check_floats,
     has_own_head,
+    has_predictor,
     stored_tensors,
     weight_files,
 )
@@ -92,27 +93,36 @@ class ConfigFile(NamedTuple):
             default = family.tied or (bool(tensors) and WRAPPER in fields)
             tied = bool_field(fields, TIED, default)
             fields[TIED] = _is_tied(path.parent, tensors, tied)
+        if tensors:
+            fields[PREDICTORS] = int(has_predictor(tensors))
         return cls(path, fields, bool(tensors), matrices)
 
-    def kept_types(self, hub_name: str | None = None) -> dict[str, KeptType]:
-        """Return how quantised matrices of a supported model can stay packed, by name.
-
-        A name with {} stands for those of all experts, if they are alike.
+    def with_headers(self, hub_name: str | None = None) -> ConfigFile:
+        """Return the file with what the headers of quantised weights say.
 
         `hub_name`: the repository in which the weights are, if they are not beside the config.
         Raises CheckpointError if the weights are quantised and cannot be found.
         """
-        matrices, config = self.matrices, self.fields.get(FIELD)
-        if config and not self.has_weights:
-            tensors = {} if hub_name is None else fetch_headers(hub_name)
-            matrices = _quantised_matrices(tensors, config)
-            if not tensors:
-                weight_files(self.path.parent)
-                raise CheckpointError(
-                    f"{self.path.parent}: the weights are quantised, and their files are "
-                    "incomplete. Was the download interrupted? Fetch them again."
-                )
-        planes = {name: matrix.planes for name, matrix in matrices.items()}
+        config = self.fields.get(FIELD)
+        if not config or self.has_weights:
+            return self
+        tensors = {} if hub_name is None else fetch_headers(hub_name)
+        matrices = _quantised_matrices(tensors, config)
+        if not tensors:
+            weight_files(self.path.parent)
+            raise CheckpointError(
+                f"{self.path.parent}: the weights are quantised, and their files are "
+                "incomplete. Was the download interrupted? Fetch them again."
+            )
+        fields = {**self.fields, PREDICTORS: int(has_predictor(tensors))}
+        return self._replace(fields=fields, matrices=matrices)
+
+    def kept_types(self) -> dict[str, KeptType]:
+        """Return how quantised matrices of a supported model can stay packed, by name.
+
+        A name with {} stands for those of all experts, if they are alike.
+        """
+        planes = {name: matrix.planes for name, matrix in self.matrices.items()}
         types = {name: each for name, each in planes.items() if each is not None}
         return _by_stack(types, expert_count(self.fields))
 

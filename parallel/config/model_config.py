@@ -41,7 +41,7 @@ from parallel.config.positions import (
     dense_positions,
     trained_positions,
 )
-from parallel.config.recurrent import recurrent_shape
+from parallel.config.recurrent import predicts, recurrent_shape
 from parallel.config.rope import (
     MAX_ROPE_FACTOR,
     QueryScaling,
@@ -61,6 +61,7 @@ from parallel.formats.gguf.metadata import config_fields, kept_types
 from parallel.formats.hub import GgufName, NotFound, fetch_config
 from parallel.formats.locate import find_local, is_gguf
 from parallel.formats.plane_format import KeptType
+from parallel.formats.weight_headers import EMBEDDING, HEAD, PREDICTION
 from parallel.ranks.partition import check_ranks, share_size
 
 if TYPE_CHECKING:
@@ -121,6 +122,10 @@ class ModelConfig:
     wrapper: str | None = field(default=None, repr=False)
     # Matrices that stay packed as in their file, by name, and how; the weights are the same
     kept_types: tuple[tuple[str, KeptType], ...] = field(default=(), repr=False)
+    # Whether the files hold a block that predicts the token after the next (`predictor_config`)
+    has_predictor: bool = field(default=False, repr=False)
+    # whether this is such a block, which shares its model's embedding and head
+    is_predictor: bool = field(default=False, repr=False)
     sliding_window: SlidingWindow | None = None  # and the layers that have one
     # RoPE of layers with a window, if it is another
     windowed_rope: dict[str, Any] | None = field(default=None, hash=False)
@@ -191,12 +196,13 @@ class ModelConfig:
             hf_fields = fields_for_transformers(fields, FAMILIES[config.family])
             hf = CONFIG_MAPPING[config.family].from_dict(hf_fields)
             read = cls.from_hf(hf, fields)
-            config = replace(read, dtype=config.dtype, wrapper=config.wrapper)
+            own = {name: getattr(config, name) for name in ("dtype", "wrapper", "has_predictor")}
+            config = replace(read, **own)
         except ConfigError:
             raise
         except Exception as error:  # transformers raises any type for a broken field
             raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error
-        return _with_kept_types(config, file.kept_types()) if packed else config
+        return _with_kept_types(config, file.with_headers().kept_types()) if packed else config
 
     @classmethod
     def from_name(cls, name: str, packed: bool = False) -> ModelConfig:
@@ -334,6 +340,8 @@ class ModelConfig:
             is_cohere=family.is_cohere,
             recurrent=recurrent_shape(fields, family),
             has_output_gates=family.has_delta_nets,
+            has_predictor=family.has_delta_nets and predicts(fields),
+            is_predictor=False,
             **(multipliers(fields, head_dim) if family.has_multipliers else {}),
             **_gemma_numbers(fields, family, head_dim),
             **(cohere_multipliers(fields) if family.is_cohere else {}),
@@ -473,6 +481,22 @@ class ModelConfig:
         )
 
 
+def predictor_config(config: ModelConfig) -> ModelConfig:
+    """Return the config of a model's multi-token-prediction block: one layer, with attention."""
+    own = [(name, kind) for name, kind in config.kept_types if name.startswith(PREDICTION)]
+    shared = [each for each in config.kept_types if each[0] in (EMBEDDING, HEAD)]
+    experts = config.experts
+    return replace(
+        config,
+        layers=1,
+        recurrent=None,
+        experts=None if experts is None else replace(experts, layers=frozenset({0})),
+        kept_types=(*own, *shared),
+        has_predictor=False,
+        is_predictor=True,
+    )
+
+
 def _gemma_numbers(fields: Mapping[str, Any], family: Family, head_dim: int) -> dict[str, Any]:
     if family.is_gemma4:
         return gemma4_numbers(fields)
@@ -481,17 +505,21 @@ def _gemma_numbers(fields: Mapping[str, Any], family: Family, head_dim: int) -> 
 
 def _read_config(path: Path, packed: bool, hub_name: str | None = None) -> ModelConfig:
     file = ConfigFile.read(path)
-    config = _parse(path, file.fields)
-    return _with_kept_types(config, file.kept_types(hub_name)) if packed else config
+    config = _parse(path, file.fields)  # fails before headers are fetched
+    if not packed:
+        return config
+    file = file.with_headers(hub_name)
+    return _with_kept_types(_parse(path, file.fields), file.kept_types())
 
 
 def _gguf_config(path: Path, header: GgufHeader, packed: bool) -> ModelConfig:
-    config = _parse(path, config_fields(header))
+    fields = config_fields(header)
+    config = _parse(path, fields)
     is_interleaved = config.interleaved_rope or family_of_file(header).interleaved_rope
     config = replace(config, interleaved_rope=is_interleaved)
     if config.recurrent is not None and family_of_file(header).has_tiled_heads:
         config = replace(config, recurrent=replace(config.recurrent, is_tiled=True))
-    return _with_kept_types(config, kept_types(header)) if packed else config
+    return _with_kept_types(config, kept_types(header, fields)) if packed else config
 
 
 def _with_kept_types(config: ModelConfig, types: Mapping[str, KeptType]) -> ModelConfig:

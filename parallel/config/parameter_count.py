@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from offload.layout import HeadShape
 from parallel.config.model_config import ModelConfig
+from parallel.formats.weight_headers import PREDICTION
 from parallel.ranks.partition import share_size, vocab_rows
 
 # Largest number of query tokens worth capturing as a CUDA graph: the longest draft at the retrieval
@@ -70,13 +71,18 @@ def head_rows(shape: HeadShape) -> tuple[int, int]:
     return shape.groups * shape.dim, shape.dim
 
 
+def layer_name(config: ModelConfig, layer: int) -> str:
+    """Return the name of a layer in the checkpoint."""
+    return f"{PREDICTION if config.is_predictor else 'model.'}layers.{layer}"
+
+
 def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) -> int:
     """Return the number of parameters on one of `ranks` ranks.
 
     By default that of the last rank, which holds at least as many as any other.
     """
     rank = ranks - 1 if rank is None else rank
-    embeddings = 1 if config.tied else 2
+    embeddings = 0 if config.is_predictor else 1 if config.tied else 2
     mixtures = moe_layers(config)
     mlps = dense_layers(config)
     windowed = windowed_layers(config)
@@ -89,6 +95,7 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
         + mixtures * _router_parameters(config, ranks, rank)
         + expert_parameters(config, ranks, rank)
         + config.hidden  # final norm
+        + (_input_parameters(config, ranks, rank) if config.is_predictor else 0)
     )
 
 
@@ -118,6 +125,12 @@ def _attention_parameters(config: ModelConfig, ranks: int, rank: int, windowed: 
     o = hidden * (queries + config.o_bias)
     sinks = queries // shape.dim if config.has_sinks else 0
     return norms + qkv * (hidden + config.qkv_bias) + o + sinks + config.is_gemma4
+
+
+def _input_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
+    """Return the parameters of a prediction block before its layer: two norms, and a projection."""
+    hidden = config.hidden
+    return 2 * hidden + hidden * share_size(2 * hidden, rank, ranks)
 
 
 def _delta_net_parameters(config: ModelConfig, ranks: int, rank: int) -> int:

@@ -13,6 +13,7 @@ from parallel.config_checks import (
     COUNT,
     FULL,
     LINEAR,
+    PREDICTORS,
     Number,
     check_number,
     per_layer_field,
@@ -62,6 +63,16 @@ def recurrent_shape(fields: Mapping[str, Any], family: Family) -> RecurrentShape
             f"{key_heads} key heads."
         )
     return RecurrentShape(layers, key_heads, value_heads, key_dim, value_dim, kernel)
+
+
+def predicts(fields: Mapping[str, Any]) -> bool:
+    """Return whether a model has one multi-token-prediction block, with the model's embedding.
+
+    The published configs of Qwen3-Next do not say that their models have.
+    """
+    default = int(fields["model_type"] == "qwen3_next")
+    has_embedding = fields.get("mtp_use_dedicated_embeddings")
+    return fields.get(PREDICTORS, default) == 1 and not has_embedding
 
 
 def _kinds(fields: Mapping[str, Any]) -> list[str]:

@@ -17,11 +17,12 @@ from parallel.config.parameter_count import (
     head_shape,
     is_recurrent,
     kv_projections,
+    layer_name,
     parameter_count,
     query_projections,
 )
 from parallel.formats.plane_format import PlaneFormat, is_kept, kept_bytes
-from parallel.formats.weight_headers import EMBEDDING, HEAD
+from parallel.formats.weight_headers import EMBEDDING, HEAD, PREDICTION
 from parallel.ranks.partition import share, share_size, vocab_rows
 
 
@@ -37,6 +38,7 @@ class WeightSizes(NamedTuple):
     experts: int = 0  # bytes of all experts
     kept_experts: int = 0  # number of their weights that are packed
     whole_experts: int = 0  # number of those that are not
+    shared: int = 0  # bytes of the target's head, which a prediction block reads as well
 
 
 class _Part(NamedTuple):
@@ -70,7 +72,9 @@ def weight_sizes(
         largest = max(sizes, key=lambda each: each.nbytes + each.scratch)
         return largest._replace(cut=max(each.cut for each in sizes))
     nbytes = parameter_count(config, ranks, rank) * itemsize
-    embedding = 0 if config.tied else vocab_rows(config.vocab, ranks) * config.hidden * itemsize
+    vocabulary = vocab_rows(config.vocab, ranks) * config.hidden * itemsize
+    embedding = 0 if config.tied or config.is_predictor else vocabulary
+    shared = vocabulary if config.is_predictor else 0
     types = dict(config.kept_types)
     whole_experts = expert_parameters(config, ranks, rank)
     experts = whole_experts * itemsize
@@ -82,13 +86,18 @@ def weight_sizes(
         cut += len(packable) - len(packed)
         for part in packed:
             own_bytes = kept_bytes(types[part.tensor], part.rows, part.columns)
-            nbytes -= part.size * itemsize - own_bytes
+            saved = part.size * itemsize - own_bytes
+            if config.is_predictor and matrix is None:
+                shared -= saved
+            else:
+                nbytes -= saved
             if part.tensor == EMBEDDING and not config.tied:
                 embedding = own_bytes
             else:
                 kept += part.size
                 kept_plain += 0 if isinstance(types[part.tensor], PlaneFormat) else part.size
-        if packed and matrix is not None:
+        is_shared = config.is_predictor and matrix != "fc"  # unpacked where its target's are
+        if packed and matrix is not None and not is_shared:
             size = sum(part.size for part in parts) * itemsize
             scratch[matrix] = max(scratch.get(matrix, 0), size)
     for parts in _stacks(config, ranks, rank) if types else ():
@@ -113,6 +122,7 @@ def weight_sizes(
         experts,
         kept_experts,
         whole_experts - kept_experts,
+        shared,
     )
 
 
@@ -125,7 +135,7 @@ def _stacks(config: ModelConfig, ranks: int, rank: int) -> Iterator[list[_Part]]
     rows = mixture.count * (inner.stop - inner.start)
     names = mixture.names
     for layer in sorted(mixture.layers):
-        prefix = f"model.layers.{layer}.{names.experts}.{{}}"
+        prefix = f"{layer_name(config, layer)}.{names.experts}.{{}}"
         yield [
             _Part(f"{prefix}.{name}.weight", rows, slice(0, config.hidden))
             for name in (names.gate, names.up)
@@ -142,12 +152,15 @@ def _matrices(
     """
     hidden, all_columns = config.hidden, slice(0, config.hidden)
     vocab = vocab_rows(config.vocab, ranks)
-    for name in [EMBEDDING] if config.tied else [EMBEDDING, HEAD]:
+    names = [EMBEDDING] if config.tied else [EMBEDDING, HEAD]
+    for name in names[-1:] if config.is_predictor else names:
         yield None, [_Part(name, vocab, all_columns)]
+    if config.is_predictor:
+        yield "fc", [_Part(f"{PREDICTION}fc.weight", hidden, share(2 * hidden, rank, ranks))]
     inner = share(config.intermediate, rank, ranks)
     columns = inner.stop - inner.start
     for layer in range(config.layers):
-        prefix = f"model.layers.{layer}"
+        prefix = layer_name(config, layer)
         if is_recurrent(config, layer):
             yield from _delta_net(config, ranks, rank, layer, types)
         else:
@@ -168,7 +181,7 @@ def _attention(
     config: ModelConfig, ranks: int, rank: int, layer: int
 ) -> Iterator[tuple[str, list[_Part]]]:
     """Yield a rank's matrices of a layer's attention."""
-    prefix, windowed = f"model.layers.{layer}.self_attn", has_window(config, layer)
+    prefix, windowed = f"{layer_name(config, layer)}.self_attn", has_window(config, layer)
     shape = head_shape(config, windowed)
     query_unit, key_unit = head_rows(shape)
     own_queries = share(shape.heads * query_unit, rank, ranks, query_unit)

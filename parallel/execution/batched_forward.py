@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from offload.attention.folding import Partial, concatenated
 from offload.cache.base import Cache
+from offload.cache.prediction import PredictionCache
 from offload.recurrent.delta_rule import DeltaInputs
 from parallel.model.transformer import KVCacheLike, Transformer
 
@@ -19,7 +20,10 @@ class ForwardFn(Protocol):
     """A model, or a callable with the signature of one."""
 
     def __call__(self, tokens: Tensor, cache: KVCacheLike, rows: int) -> Tensor:
-        """Run tokens (T,) after the cache's content; return logits (rows, V) of the last ones."""
+        """Run tokens (T,) after the cache's content; return logits (rows, V) of the last ones.
+
+        `rows` may be 0, if other tokens follow before any logits are needed.
+        """
         ...
 
 
@@ -27,7 +31,8 @@ class ForwardFn(Protocol):
 class ForwardRequest:
     """A forward pass to run: `model` on `tokens` (T,), after the content of `cache`.
 
-    It returns logits (rows, V), those that follow each of the last `rows` tokens. The tokens count
+    It returns logits (rows, V), those that follow each of the last `rows` tokens, which may be 0.
+    The tokens count
     only once the cache is advanced.
     """
 
@@ -43,9 +48,9 @@ class BatchedCache:
     length = 0  # each cache has its own
     is_batch_invariant = False
 
-    def __init__(self, caches: Sequence[KVCacheLike], counts: list[int]):
-        """`counts`: query tokens of each cache's sequence."""
-        self._caches, self._counts = caches, counts
+    def __init__(self, caches: Sequence[KVCacheLike], counts: list[int], rows: list[int]):
+        """`counts`: query tokens of each cache's sequence; `rows`: those that logits follow."""
+        self._caches, self._counts, self._rows = caches, counts, rows
 
     def begin_forward(self, rows: int) -> None:
         """Begin a forward on every cache."""
@@ -69,6 +74,18 @@ class BatchedCache:
             first += count
         return torch.cat(outs)
 
+    def previous_hidden_states(self, rows: int) -> Tensor:
+        """Return what each cache's `previous_hidden_states` does, (T, hidden) in all."""
+        caches = (cast(PredictionCache, cache) for cache in self._caches)
+        parts = zip(caches, self._counts, strict=True)
+        return torch.cat([cache.previous_hidden_states(count) for cache, count in parts])
+
+    def keep_hidden_states(self, states: Tensor, rows: int) -> None:
+        """Call `Cache.keep_hidden_states` with each sequence's part of states (T, hidden)."""
+        parts = zip(self._caches, states.split(self._counts), self._rows, strict=True)
+        for cache, own, own_rows in parts:
+            cache.keep_hidden_states(own, own_rows)
+
 
 @torch.inference_mode()
 def run_forward(requests: Sequence[ForwardRequest]) -> list[Tensor]:
@@ -85,8 +102,10 @@ def run_forward(requests: Sequence[ForwardRequest]) -> list[Tensor]:
     tokens = [request.tokens for request in requests]
     rows = [request.rows for request in requests]
     counts = [len(part) for part in tokens]
-    cache = BatchedCache([request.cache for request in requests], counts)
+    cache = BatchedCache([request.cache for request in requests], counts, rows)
     # matrix products are computed once for the rows of all sequences
-    parts = model.hidden_states(torch.cat(tokens), cache).split(counts)
-    last = [part[-count:] for part, count in zip(parts, rows, strict=True)]
+    x = model.hidden_states(torch.cat(tokens), cache)
+    cache.keep_hidden_states(x, sum(rows))
+    parts = x.split(counts)
+    last = [part[len(part) - count :] for part, count in zip(parts, rows, strict=True)]
     return list(model.logits(torch.cat(last)).split(rows))

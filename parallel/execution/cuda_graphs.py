@@ -279,7 +279,8 @@ class _CapturedForward:
             self._tokens[rows].copy_(request.tokens)
         logits = self.graph()
         # copies: the next replay overwrites them
-        return [logits[own[id(each.cache)]][-each.rows :].clone() for each in requests]
+        ends = [(own[id(each.cache)].stop, each.rows) for each in requests]
+        return [logits[end - rows : end].clone() for end, rows in ends]
 
     def launch(self, empty: StaticCache) -> None:
         """Launch the forward on a cache that is empty, and leave those of other slots as they are.
@@ -287,7 +288,7 @@ class _CapturedForward:
         It is captured like this.
         """
         for index, cache in enumerate(self._static.caches):
-            place = Place(self._width, cache.window_offset) if cache is empty else Place(0)
+            place = Place(self._width if cache is empty else 0, slot=cache.window_offset)
             self._static.place(index, place)
         self.run()
 
@@ -299,23 +300,31 @@ class _CapturedForward:
         """
         width = self._width
         index, rows = self._static.caches.index(empty), max(1, width - 1)
-        last = Place(width, empty.slots - width)
+        last = Place(width, slot=empty.slots - width)
         position = empty.rotary.length - width
-        self._static.place(index, Place(rows, last.slot, position, first_valid_slot=1))
+        place = Place(rows, position, last.slot, position, first_valid_slot=1)
+        self._static.place(index, place)
         self._tokens.fill_(1)
         written = self._static.written(index, last)
-        # Zeros reveal a replay that writes its KV elsewhere, or padding there. Other slots' results
-        # are not compared: their sequences need not be finite.
         own = slice(index * width, index * width + rows)
-        written.zero_()
-        replayed, replayed_kv = self.graph()[own].clone(), written.clone()
-        written.zero_()
-        launched = self.run()[own]
-        logits_error = _difference(replayed, launched)
-        kv_error = _difference(replayed_kv, written)
-        if logits_error <= _TOLERANCE and kv_error <= _TOLERANCE:  # false if one is NaN
+        hidden = empty.hidden_states
+        before = None if hidden is None else hidden.states.clone()
+
+        def results(run: Callable[[], Tensor]) -> dict[str, Tensor]:
+            # Zeros reveal a replay that writes its KV elsewhere, or padding there. Other slots'
+            # results are not compared: their sequences need not be finite.
+            written.zero_()
+            found = {"logits": run()[own].clone(), "written KV": written.clone()}
+            if hidden is not None and before is not None:
+                found["hidden states"] = hidden.states.clone()
+                hidden.states.copy_(before)
+            return found
+
+        replayed, launched = results(self.graph), results(self.run)
+        errors = {what: _difference(each, launched[what]) for what, each in replayed.items()}
+        if all(error <= _TOLERANCE for error in errors.values()):  # false if one is NaN
             return None
-        return f"replayed logits are off by {logits_error:.2g}, written KV by {kv_error:.2g}"
+        return "replayed " + ", ".join(f"{what} off by {by:.2g}" for what, by in errors.items())
 
 
 def _has_room(request: ForwardRequest) -> bool:

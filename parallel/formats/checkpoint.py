@@ -19,11 +19,13 @@ from parallel.formats.tensors import Indexable, SafetensorsReader, TensorSlice
 from parallel.formats.weight_headers import (
     DTYPES,
     HEAD,
+    PREDICTION,
     TensorHeader,
     check_floats,
     is_vision,
     text_tensor,
     weight_files,
+    without_unsupported_predictor,
 )
 
 _DERIVED = "rotary_emb.inv_freq"  # suffix of tensors that are ignored: the config determines them
@@ -78,6 +80,8 @@ class Checkpoint(ABC):
     def check_unused(self, is_tied: bool = False, is_text: bool = False) -> None:
         """Raise CheckpointError if tensors are unused: the model's output would depend on them.
 
+        It does not on a multi-token-prediction block.
+
         Args:
             is_tied: the head is tied to the embedding, of which the files may hold a copy; with a
                 head that differs the model would not be tied (`config_file`).
@@ -85,7 +89,11 @@ class Checkpoint(ABC):
         """
         unused = self._shapes.keys() - self._used - ({HEAD} if is_tied else set())
         unused |= set() if is_text else set(self._vision)
-        leftovers = sorted(name for name in unused if not name.endswith(_DERIVED))
+        leftovers = sorted(
+            name
+            for name in unused
+            if not name.endswith(_DERIVED) and not name.startswith(PREDICTION)
+        )
         if leftovers:
             raise CheckpointError(
                 f"{self.path}: {len(leftovers)} tensors are not part of the model that "
@@ -140,6 +148,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._experts: dict[str, ExpertHeader] = {}  # matrices and biases in stacks of experts
         for path in weight_files(folder):
             self._scan(path)
+        self._headers = without_unsupported_predictor(self._headers)
         self._experts, stacks = expert_headers(self._headers)
         for name in stacks:
             del self._headers[name]

@@ -24,7 +24,11 @@ from parallel.formats.gguf.header import (
 )
 from parallel.formats.gguf.metadata import ROPE_FACTORS
 from parallel.formats.quantisation import FILES
-from parallel.formats.weight_headers import TensorHeader, text_tensor
+from parallel.formats.weight_headers import (
+    TensorHeader,
+    text_tensor,
+    without_unsupported_predictor,
+)
 
 _TIMEOUT_S = 10.0  # time limit for a response of the hub in seconds
 _GGUF_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+)|/([\w./-]+\.gguf))", re.IGNORECASE)
@@ -58,7 +62,7 @@ def fetch_headers(name: str) -> dict[str, TensorHeader]:
 
     try:
         files = HfApi().get_safetensors_metadata(name).files_metadata
-        return {
+        tensors = {
             own_name: TensorHeader(Path(name, file), tensor, info.dtype, tuple(info.shape))
             for file, metadata in files.items()
             for tensor, info in metadata.tensors.items()
@@ -66,6 +70,7 @@ def fetch_headers(name: str) -> dict[str, TensorHeader]:
         }
     except Exception as error:  # the hub client's errors share no base class
         raise NotFound(one_line(error)) from error
+    return without_unsupported_predictor(tensors)
 
 
 def fetch_model(name: str, patterns: Sequence[str]) -> Path:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from operator import index
 from pathlib import Path
+from typing import TypeVar
 
 from offload.regular_files import MIB, read_json
 from parallel.errors import CheckpointError
@@ -19,9 +20,29 @@ _MAX_HEADER = 32 * MIB  # maximum bytes of a header; real ones have a few MB
 _COMPARE_BYTES = 16 * MIB  # bytes per step of a comparison of two tensors
 WORDS = ("qweight", "weight_packed")  # in place of `weight`, if codes are packed in words
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PREDICTION = "mtp."  # prefix of a multi-token-prediction block
+PREDICTOR_INPUT = f"{PREDICTION}pre_fc_norm_hidden.weight"  # all such blocks have it
+# parts of such a block that is supported, and those that others have
+_PREDICTION_PARTS = {
+    f"{PREDICTION}{part}"
+    for part in (
+        "fc",
+        "norm",
+        "pre_fc_norm_embedding",
+        "pre_fc_norm_hidden",
+        "layers.0.input_layernorm",
+        "layers.0.post_attention_layernorm",
+        *(f"layers.0.self_attn.{name}_proj" for name in "qkvo"),
+        *(f"layers.0.self_attn.{name}_norm" for name in "qk"),
+    )
+}
+_MLP_PARTS = ("mlp.gate_proj", "mlp.gate")  # one that a dense MLP has, and one of a mixture
+_OTHER_PREDICTION_PARTS = ("layers.1.", "embed_tokens.", "lm_head.")
 _TEXT_PREFIXES = {  # those of a text model in a larger one: its own
     "language_model.model.": "model.",
+    "model.language_model.mtp.": PREDICTION,
     "model.language_model.": "model.",
+    "model.mtp.": PREDICTION,
     "language_model.lm_head.": "lm_head.",
 }
 _VISION = (  # prefixes of the parts for images in a larger model
@@ -35,12 +56,10 @@ _VISION = (  # prefixes of the parts for images in a larger model
     "model.visual.",
     "model.multi_modal_projector.",
 )
-_UNUSED = (
-    "model.mtp_layers.",
-    "mtp.",
-    "model.mtp.",
-    "model.language_model.mtp.",
-)  # layers that predict further tokens
+_UNUSED = ("model.mtp_layers.",)  # blocks of MiMo that predict further tokens
+
+
+Header = TypeVar("Header")
 
 
 class _Incomplete(Exception):
@@ -92,7 +111,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             tensors |= _header(path)
     except (CheckpointError, OSError, _Incomplete):
         return {}
-    return tensors
+    return without_unsupported_predictor(tensors)
 
 
 def has_own_head(tensors: Mapping[str, StoredTensor]) -> bool:
@@ -104,6 +123,25 @@ def has_own_head(tensors: Mapping[str, StoredTensor]) -> bool:
         return bool({f"{HEAD.removesuffix('weight')}{codes}" for codes in WORDS} & tensors.keys())
     head, embedding = tensors[HEAD], tensors.get(EMBEDDING)
     return embedding is None or not _equal(head, embedding)
+
+
+def without_unsupported_predictor(tensors: dict[str, Header]) -> dict[str, Header]:
+    """Return tensors without those of a multi-token-prediction block that is not supported.
+
+    One that is has one layer, and its model's embedding and head.
+    """
+    parts = {name.rpartition(".")[0] for name in tensors}
+    others = tuple(PREDICTION + part for part in _OTHER_PREDICTION_PARTS)
+    has_mlp = any(f"{PREDICTION}layers.0.{part}" in parts for part in _MLP_PARTS)
+    has_others = any(name.startswith(others) for name in tensors)
+    if parts >= _PREDICTION_PARTS and has_mlp and not has_others:
+        return tensors
+    return {name: each for name, each in tensors.items() if not name.startswith(PREDICTION)}
+
+
+def has_predictor(names: Container[str]) -> bool:
+    """Return whether tensors of these names include a multi-token-prediction block."""
+    return PREDICTOR_INPUT in names
 
 
 def weight_files(folder: Path) -> list[Path]:

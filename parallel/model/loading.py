@@ -6,6 +6,7 @@ Locates the folder or file, builds the model on the meta device, and loads this 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from accelerate import init_empty_weights
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 
 from offload.dtypes import DTYPES, NO_FLOAT16, dtype_of
 from offload.errors import TierForceError
-from parallel.config.model_config import ModelConfig
+from parallel.config.model_config import ModelConfig, predictor_config
 from parallel.config.parameter_count import min_kv_heads, parameter_count
 from parallel.errors import CheckpointError
 from parallel.formats import weight_headers
@@ -22,11 +23,13 @@ from parallel.formats.group_checkpoint import GroupCheckpoint
 from parallel.formats.hub import GgufName, NotFound, fetch_model
 from parallel.formats.locate import find_local, is_gguf
 from parallel.formats.quantisation import READABLE, UnsupportedQuantisation, find_quantisation
+from parallel.model.prediction import PredictionBlock
 from parallel.model.transformer import Transformer
 from parallel.ranks.partition import check_ranks
 from parallel.ranks.process_group import TensorParallelGroup
 from parallel.weights.matrix import Matrix
 
+AnyModel = TypeVar("AnyModel", bound=Transformer)
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
 
@@ -122,17 +125,41 @@ def load_model(
     check_ranks(min_kv_heads(config), group.size)  # before any tensor is read
     checkpoint = open_checkpoint(folder)
     chosen = choose_dtype(dtype, config, checkpoint, group.device)
-    checkpoint.set_dtype(chosen)
     # Checked first: without the embedding, check_sizes may fail with a less clear error.
     checkpoint.check_present(weight_headers.EMBEDDING)
     own = parameter_count(config, group.size, group.rank)
     checkpoint.check_sizes(config.layers, own)  # before torch overflows on implausible sizes
+    model = _loaded(Transformer, config, group, checkpoint, chosen)
+    model.reserve_scratch()
+    return model
+
+
+def load_predictor(folder: Path, target: Transformer) -> PredictionBlock:
+    """Load this rank's share of a target's multi-token-prediction block.
+
+    Raises CheckpointError.
+    """
+    config, checkpoint = predictor_config(target.config), open_checkpoint(folder)
+    block = _loaded(PredictionBlock, config, target.group, checkpoint, target.embed.weight.dtype)
+    block.share(target)
+    block.reserve_scratch()
+    return block
+
+
+def _loaded(
+    kind: type[AnyModel],
+    config: ModelConfig,
+    group: TensorParallelGroup,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+) -> AnyModel:
+    """Return a model with the weights of a checkpoint. Raises CheckpointError."""
+    checkpoint.set_dtype(dtype)
     if config.kept_types:
         checkpoint.keep_blocks()
-    model = _empty_model(config, group, chosen)
+    model = _empty_model(kind, config, group, dtype)
     with torch.no_grad():
         model.load(checkpoint)
-        model.reserve_scratch()
     return model.eval()
 
 
@@ -140,7 +167,7 @@ def random_model(
     config: ModelConfig, group: TensorParallelGroup, dtype: torch.dtype
 ) -> Transformer:
     """Return a model of these dimensions with random weights, as costly to run as a real one."""
-    model = _empty_model(config, group, dtype)
+    model = _empty_model(Transformer, config, group, dtype)
     for module in model.modules():
         if isinstance(module, Matrix):
             module.allocate()
@@ -154,11 +181,11 @@ def random_model(
 
 
 def _empty_model(
-    config: ModelConfig, group: TensorParallelGroup, dtype: torch.dtype
-) -> Transformer:
+    kind: type[AnyModel], config: ModelConfig, group: TensorParallelGroup, dtype: torch.dtype
+) -> AnyModel:
     """Build a model in `dtype` on the group's device: without its matrices, and uninitialized."""
     with init_empty_weights(include_buffers=True):  # no memory is allocated yet
-        model = Transformer(config, group)
+        model = kind(config, group)
     for module in model.modules():
         if isinstance(module, Matrix):  # allocated by loading, in the form in which it is stored
             module.prepare(dtype, group.device)
@@ -171,6 +198,10 @@ def _empty_model(
 
 
 def parameter_bytes(*models: Transformer) -> int:
-    """Return the bytes of models' weights on this rank, and of the memory they are unpacked in."""
-    weights = sum(parameter.nbytes for model in models for parameter in model.parameters())
-    return weights + sum(model.scratch.nbytes for model in models)
+    """Return the bytes of models' weights on this rank, and of the memory they are unpacked in.
+
+    What they share counts once.
+    """
+    sizes = {id(each): each.nbytes for model in models for each in model.parameters()}
+    sizes |= {id(model.scratch): model.scratch.nbytes for model in models}
+    return sum(sizes.values())

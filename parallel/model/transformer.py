@@ -15,7 +15,6 @@ from torch.nn import Module, ModuleList
 
 from offload.attention.folding import Partial
 from offload.kernels.batch_invariant_shape import ROW_BLOCK
-from offload.layout import OBSERVED_ROWS
 from offload.recurrent.delta_rule import DeltaInputs
 from parallel.batch_invariant import batch_invariant, map_blocks
 from parallel.config.model_config import ModelConfig
@@ -26,6 +25,7 @@ from parallel.config.parameter_count import (
     head_shape,
     is_recurrent,
     kv_projections,
+    layer_name,
 )
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.delta_net import DeltaNet
@@ -50,7 +50,7 @@ from parallel.model.pipeline import (
 )
 from parallel.model.residual import Branch, Mlp, sigmoid_gated
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
-from parallel.weights.matrix import Matrix, Scratch, empty_parameter
+from parallel.weights.matrix import Scratch, empty_parameter
 
 
 class Attends(Protocol):
@@ -69,11 +69,19 @@ class KVCacheLike(Attends, Protocol):
 
     def begin_forward(self, rows: int) -> None: ...
 
+    def keep_hidden_states(self, states: Tensor, rows: int) -> None: ...
+
 
 class PrefillCacheLike(Attends, Protocol):
     """The interface that layer-major prefill needs of a prefill into a cache."""
 
+    @property
+    def output_rows(self) -> int:
+        """The last tokens of which the last layer's output is needed."""
+
     def store(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
+
+    def keep_hidden_states(self, states: Tensor) -> None: ...
 
 
 class PaddedCache:
@@ -101,6 +109,10 @@ class PaddedCache:
         own, rows = self._own, len(inputs.channels)
         out = self._cache.recur(layer, inputs.rows(own), start)
         return F.pad(out, (0, 0, 0, 0, own.start, rows - own.stop))
+
+    def keep_hidden_states(self, states: Tensor, rows: int) -> None:
+        """Call `Cache.keep_hidden_states` with the token rows."""
+        self._cache.keep_hidden_states(states[self._own], rows)
 
 
 class Attention(Branch):
@@ -246,13 +258,14 @@ class DecoderLayer(Module):
     def run_last(self, chunks: Sequence[Chunk], cache: PrefillCacheLike) -> Tensor:
         """Store the keys and values of a whole prompt, in the last layer.
 
-        Returns the output (T, hidden) of its last few tokens, all that is needed of it.
+        Returns the output (T, hidden) of the cache's `output_rows`, or of the last chunk.
         """
-        tail = max(chunks[-1].start, chunks[-1].end - OBSERVED_ROWS)  # first token with an output
+        first, end = chunks[-1].start, chunks[-1].end
+        tail = max(first, end - cache.output_rows)  # first token with an output
         for chunk in chunks:
             if chunk.start < tail:
                 self.attention.store_kv(chunk.x[: tail - chunk.start], cache, chunk.start)
-        return self(chunks[-1].x[tail - chunks[-1].start :], cache, tail)
+        return self(chunks[-1].x[tail - first :], cache, tail)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.attention.load(checkpoint, prefix)
@@ -288,12 +301,14 @@ class Transformer(Module):
     def forward(self, tokens: Tensor, cache: KVCacheLike, rows: int) -> Tensor:
         """Run tokens (T,) after the cache's content.
 
-        Returns logits (rows, V) float32 that follow each of the last `rows` tokens. The tokens' KV
-        is written, but they count only once the caller advances the cache.
+        Returns logits (rows, V) float32 that follow each of the last `rows` tokens, which may be
+        none. The tokens' KV is written, but they count only once the caller advances the cache.
         """
         if cache.is_batch_invariant:
             return self._forward_batch_invariant(tokens, cache, rows)
-        return self.logits(self.hidden_states(tokens, cache)[-rows:])
+        x = self.hidden_states(tokens, cache)
+        cache.keep_hidden_states(x, rows)
+        return self.logits(x[len(x) - rows :])
 
     def _forward_batch_invariant(self, tokens: Tensor, cache: KVCacheLike, rows: int) -> Tensor:
         """Run `forward` in blocks of rows that start at fixed positions of the sequence."""
@@ -301,24 +316,28 @@ class Transformer(Module):
         end = lead + len(tokens)
         padded = F.pad(tokens, (lead, -end % ROW_BLOCK))
         first = (end - rows) // ROW_BLOCK * ROW_BLOCK  # start of the blocks that need logits
+        padded_cache = PaddedCache(cache, slice(lead, end))
         with batch_invariant():
-            x = self.hidden_states(padded, PaddedCache(cache, slice(lead, end)))
+            x = self.hidden_states(padded, padded_cache)
             logits = self.logits(x[first:])
+        padded_cache.keep_hidden_states(x, rows)
         return logits[end - rows - first : end - first]
 
     @torch.inference_mode()
     def hidden_states(self, tokens: Tensor, cache: KVCacheLike) -> Tensor:
-        """Run tokens (T,) like `forward`; return the last layer's hidden states (T, hidden)."""
+        """Run tokens (T,) like `forward`; return hidden states (T, hidden) after the final norm."""
         cache.begin_forward(len(tokens))
         x = self._embed(tokens)
         for layer in self.layers:
             x = layer(x, cache, cache.length)
-        return x
+        return cast(Tensor, self.norm(x))
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits (T, V) float32 of the last layer's hidden states x (T, hidden)."""
-        logits = self.head.logits(self.norm(x))
+        """Return logits (T, V) float32 of hidden states x (T, hidden) after the final norm."""
+        if not len(x):
+            return x.new_empty(0, self.config.vocab, dtype=torch.float32)
+        logits = self.head.logits(x)
         scaling, cap = self.config.logits_scaling, self.config.logits_cap
         logits = logits if scaling == 1.0 else logits / scaling
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
@@ -355,7 +374,8 @@ class Transformer(Module):
                 x[chunk.start : chunk.end] = chunk.x
                 done = index * len(x) + chunk.end
                 yield PrefillStep(done, units, ends_layer=chunk.end == len(x))
-        x = last.run_last(list(in_chunks(x, max_chunk)), cache)
+        x = self.norm(last.run_last(list(in_chunks(x, max_chunk)), cache))
+        cache.keep_hidden_states(x)
         yield PrefillStep(units, units, ends_layer=True)
         return self.logits(x[-1:])
 
@@ -364,20 +384,22 @@ class Transformer(Module):
 
         Raises CheckpointError.
         """
-        for index, layer in enumerate(self.layers):
-            cast(DecoderLayer, layer).load(checkpoint, f"model.layers.{index}")
+        self.load_layers(checkpoint)
         self.embed.load(checkpoint, "model.embed_tokens")
         self.norm.load(checkpoint, "model.norm")
         if not self.config.tied:
             self.head.load(checkpoint, "lm_head")
         checkpoint.check_unused(self.config.tied, self.config.wrapper is not None)
 
+    def load_layers(self, checkpoint: Checkpoint) -> None:
+        """Fill the parameters of all layers, as `load`."""
+        for index, layer in enumerate(self.layers):
+            cast(DecoderLayer, layer).load(checkpoint, layer_name(self.config, index))
+
     def reserve_scratch(self) -> None:
         """Allocate the memory in which a layer's packed matrices are unpacked."""
         for layer in self.layers:
-            for name, module in layer.named_modules():
-                if isinstance(module, Matrix):
-                    self.scratch.reserve(name, module)
+            self.scratch.reserve_all(layer)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states (T, hidden) of tokens (T,) at the first layer."""

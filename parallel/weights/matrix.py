@@ -49,6 +49,12 @@ class Scratch:
         if matrix.device.type != "cpu" and matrix.packed.kernels is None:
             self._may_reuse = False
 
+    def reserve_all(self, layer: Module) -> None:
+        """Have room for all matrices of a layer."""
+        for name, module in layer.named_modules():
+            if isinstance(module, Matrix):
+                self.reserve(name, module)
+
     def unpacked(self, matrix: Matrix, name: str) -> Tensor:
         """Return a matrix (rows, columns), which is valid until another of its name is unpacked."""
         assert matrix.packed is not None

@@ -14,7 +14,8 @@ import torch
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.models.runtime import Runtime
 from decoding.prefix_cache.manager import ModelFingerprint
-from parallel.model.loading import load_model
+from parallel.model.loading import load_model, load_predictor
+from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 
 T = TypeVar("T")
@@ -53,17 +54,22 @@ class Pair:
     def __init__(
         self,
         target: Path,
-        draft: Path,
+        draft: Path | None,
         group: TensorParallelGroup | None = None,
         dtype: str = "float32",
     ):
+        """Without a draft's folder, load the target's prediction block."""
         # conftest does so for each test, but after the fixtures of a module
         torch.set_num_threads(1)
         self.group = group or TensorParallelGroup()
         self.dtype = dtype
         self.target = load_model(target, self.group, dtype)
         alone = TensorParallelGroup(device=self.group.device)
-        self.draft = load_model(draft, alone, dtype) if self.group.rank == 0 else None
+        self.draft: Transformer | None = None
+        if draft is None:
+            self.draft = load_predictor(target, self.target)
+        elif self.group.rank == 0:
+            self.draft = load_model(draft, alone, dtype)
 
     @contextmanager
     def engine(self, mode: str, stop: Sequence[int] = (), **options: Any) -> Iterator[Engine]:

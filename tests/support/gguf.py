@@ -15,13 +15,20 @@ import torch
 
 pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, RopeScalingType
+from gguf.constants import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH_NAMES,
+    MODEL_TENSOR,
+    TENSOR_NAMES,
+    RopeScalingType,
+)
 from gguf.quants import quantize
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from parallel.formats.weight_headers import PREDICTION
 from support.models import OFFSET_NORMS
 
 Kind = GGMLQuantizationType
@@ -40,6 +47,12 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+}
+PREDICTION_PARTS = {  # parts of a multi-token-prediction block beside its layer
+    "fc": MODEL_TENSOR.NEXTN_EH_PROJ,
+    "pre_fc_norm_embedding": MODEL_TENSOR.NEXTN_ENORM,
+    "pre_fc_norm_hidden": MODEL_TENSOR.NEXTN_HNORM,
+    "norm": MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM,
 }
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")  # their Q and K have interleaved heads
 MULTIPLIERS = {
@@ -113,9 +126,11 @@ def convert(
     With `part_tensors` it is a split model of parts with so many, and its first part is returned.
     """
     hf = AutoConfig.from_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    predictors = int(f"{PREDICTION}fc.weight" in stored)
     name = architecture or ARCHITECTURES.get(hf.model_type, hf.model_type)
     writer = GGUFWriter(path, name, split_max_tensors=part_tensors)
-    _describe(writer, hf)
+    _describe(writer, hf, predictors)
     _add_rope(writer, hf)
     _add_windows(writer, hf)
     if (folder / "tokenizer.json").is_file():
@@ -126,9 +141,9 @@ def convert(
     heads = {"attn_q": hf.num_attention_heads}
     if writer.arch in PERMUTED:
         heads["attn_k"] = hf.num_key_value_heads
-    tensors = with_split_mlps(stacked_experts(load_file(folder / "model.safetensors")))
+    tensors = with_split_mlps(stacked_experts(with_last_layer(stored, hf.num_hidden_layers)))
     tensors = as_converted(hf, with_split_experts(tensors))
-    names = name_map(writer.arch, hf.num_hidden_layers)
+    names = name_map(writer.arch, hf.num_hidden_layers + predictors)
     for seed, (name, tensor) in enumerate(sorted(tensors.items())):
         tensor_name = names(name)
         if tensor_name == without:
@@ -159,6 +174,10 @@ def name_map(architecture: str, layers: int) -> Callable[[str], str]:
     names = get_tensor_name_map(known[architecture], layers)
 
     def named(name: str) -> str:
+        prefix, _, part = name.removesuffix(".weight").partition(f"{PREDICTION}parts.")
+        if part:  # the library knows no such parts in these architectures
+            layer = prefix.removeprefix("model.layers.").rstrip(".")
+            return f"{TENSOR_NAMES[PREDICTION_PARTS[part]].format(bid=layer)}.weight"
         if name.endswith("router.scale"):
             return f"{names.get_name(name.replace('scale', 'proj'))}.scale"
         if name.endswith("router.per_expert_scale"):
@@ -218,6 +237,19 @@ def as_converted(hf: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return converted
 
 
+def with_last_layer(tensors: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors, with a prediction block as another layer after the others."""
+    moved, last = {}, f"model.layers.{layers}."
+    for name, tensor in tensors.items():
+        part = name.removeprefix(PREDICTION)
+        if part.startswith("layers.0."):
+            name = last + part.removeprefix("layers.0.")
+        elif part != name:
+            name = f"{last}{PREDICTION}parts.{part}"
+        moved[name] = tensor
+    return moved
+
+
 def stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a checkpoint's tensors, with one of each layer for an expert's, as converters do."""
     stacked: dict[str, Any] = {}
@@ -273,11 +305,13 @@ def _numbered(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _describe(writer: GGUFWriter, hf: Any) -> None:
+def _describe(writer: GGUFWriter, hf: Any, predictors: int) -> None:
     writer.add_name("a random model")
     writer.add_context_length(hf.max_position_embeddings)
     writer.add_embedding_length(hf.hidden_size)
-    writer.add_block_count(hf.num_hidden_layers)
+    writer.add_block_count(hf.num_hidden_layers + predictors)
+    if predictors:
+        writer.add_nextn_predict_layers(predictors)
     is_hybrid = hf.model_type == "granitemoehybrid"
     size = hf.shared_intermediate_size if is_hybrid else getattr(hf, "intermediate_size", None)
     if size is not None:

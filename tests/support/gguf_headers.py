@@ -165,7 +165,11 @@ def qwen35(model: Published, layer: int) -> Tensors:
     common = mlp(model, layer) | norms(hidden, "attn_norm", "post_attention_norm")
     if (layer + 1) % 4 == 0 or layer == model.layers - 1:
         qk = norms(model.head_dim, "attn_q_norm", "attn_k_norm")
-        return common | attention(model, layer, gates=2) | qk
+        full = common | attention(model, layer, gates=2) | qk
+        if layer < model.layers - 1:
+            return full
+        parts = (f"nextn.{part}" for part in ("enorm", "hnorm", "shared_head_norm"))
+        return full | norms(hidden, *parts) | {"nextn.eh_proj": ((hidden, 2 * hidden), Kind.Q8_0)}
     channels = 2 * keys + heads * dim
     return {
         **common,

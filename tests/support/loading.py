@@ -49,3 +49,11 @@ def all_logits(model: Transformer, tokens: Tensor) -> Tensor:
     rotary = model.config.rotary(count, count, torch.float32, CPU)
     shape = TieredCacheSpec(layout, count, layout.full_layers, copies=link.copies)
     return model(tokens, TieredCache(shape, link, rotary, HostArena(link, torch.float32)), count)
+
+
+def assert_same_parameters(one: Transformer, other: Transformer) -> None:
+    """Assert that two models have identical parameters."""
+    parameters = dict(other.named_parameters())
+    assert [name for name, _ in one.named_parameters()] == list(parameters)
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, parameters[name]), name

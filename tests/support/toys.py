@@ -60,7 +60,7 @@ class Toy:
         assert isinstance(cache, HistoryCache)
         sequence = cache.write(tokens.tolist())
         ends = range(len(sequence) - rows + 1, len(sequence) + 1)
-        return torch.stack([self.logits(sequence, end) for end in ends])
+        return torch.stack([self.logits(sequence, end) for end in ends]) if ends else torch.empty(0)
 
     def logits(self, sequence: list[int], end: int | None = None) -> Tensor:
         """Return the logits (V,) after a sequence, or after its first `end` tokens."""

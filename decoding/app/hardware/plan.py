@@ -28,13 +28,18 @@ from decoding.config.settings import Settings
 from decoding.planning.cost_model import CostModel
 from decoding.planning.forward_cost import choose_weights
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.planner import Planner
-from decoding.planning.requirements import Requirements, draft_ranks, weight_notes
+from decoding.planning.planner import Planner, fitting_requirements
+from decoding.planning.requirements import (
+    Requirements,
+    draft_ranks,
+    predictor_notes,
+    weight_notes,
+)
 from decoding.planning.round_cost import Acceptance
 from decoding.text.vocabulary import check_same_vocabulary, names_in
 from offload.dtypes import DTYPES, dtype_spec
 from offload.errors import InsufficientMemoryError, TierForceError
-from parallel.config.model_config import ModelConfig
+from parallel.config.model_config import ModelConfig, predictor_config
 from parallel.config.text_model import wrapper_notes
 from parallel.formats.locate import find_local
 
@@ -136,8 +141,10 @@ def plan(
     requirements = _requirements(model, draft, settings, machine)
     _check_draft_vocabulary(model, draft, requirements)
     target = requirements.target
-    notes = [*target.context_notes(), *wrapper_notes(target.wrapper), *weight_notes(requirements)]
-    prompt = _prompt_tokens(requirements.target, context, max_new_tokens)
+    prompt = _prompt_tokens(target, context, max_new_tokens)
+    requirements = fitting_requirements(requirements, prompt, max_new_tokens, machine.device_memory)
+    notes = [*target.context_notes(), *wrapper_notes(target.wrapper)]
+    notes += [*weight_notes(requirements), *predictor_notes(requirements)]
     acceptance_rates = Acceptance(acceptance, inner_acceptance, is_coupled=deterministic)
     if deterministic:
         check_concurrency(concurrency)
@@ -197,8 +204,9 @@ def _requirements(
     target = ModelConfig.from_name(model, packed=True).with_rope_scaling(settings.rope)
     memory = machine.device_memory
     target = choose_weights(target, settings.weights, machine, kind, memory)
-    small = ModelConfig.from_name(draft, packed=True) if draft is not None else None
-    if small is not None:
+    small = predictor_config(target) if target.has_predictor else None
+    if draft is not None:
+        small = ModelConfig.from_name(draft, packed=True)
         small = choose_weights(small, settings.weights, machine, kind, memory, target)
     target.kv_layout(ranks, kind)  # raises if the heads cannot be split over ranks
     settings.check_layers(target.full_layers)

@@ -14,10 +14,11 @@ from decoding.config.settings import LEVELS
 from decoding.engine.engine import Engine
 from decoding.engine.stats import Stats
 from decoding.planning.plan import Plan
-from decoding.planning.requirements import weight_notes, whole_weight_bytes
+from decoding.planning.requirements import predictor_notes, weight_notes, whole_weight_bytes
 from offload.dtypes import dtype_name
 from offload.errors import InsufficientMemoryError
 from offload.kernels.selection import Kernels
+from parallel.config.parameter_count import recurrent_layers, windowed_layers
 from parallel.config.text_model import wrapper_notes
 from parallel.formats.plane_format import PlaneFormat
 from parallel.weights.selection import plane_kernels
@@ -107,7 +108,10 @@ def sanity_warnings(engine: Engine, common: Common) -> list[str]:
     config = engine.runtime.target.config
     if engine.runtime.settings.context is None or engine.context > config.context_limit:
         lines += [f"{common.model}: {note}" for note in config.context_notes()]
-    notes = [*wrapper_notes(config.wrapper), *weight_notes(engine.runtime.requirements)]
+    requirements = engine.runtime.requirements
+    notes = [*wrapper_notes(config.wrapper), *weight_notes(requirements)]
+    if requirements.draft is None:  # a block that drafts is no mistake
+        notes += predictor_notes(requirements)
     lines += [f"{common.model}: {note}" for note in notes]
     vocab, tokenizer_size = config.vocab, len(engine.tokenizer)
     if 2 * tokenizer_size < vocab:
@@ -136,11 +140,13 @@ def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
         threads = torch.get_num_threads()
         where = f"{group.size} x CPU with {threads} thread{'s' if threads > 1 else ''}"
     dtype = dtype_name(models.dtype)
-    layers, full = models.target.config.layers, models.target.config.full_layers
+    config, full = models.target.config, models.target.config.full_layers
     offloaded = plan.layers_on_host if plan is not None else 0
     modes = models.requirements.candidate_modes if offloaded else [models.mode]
     line = f"{where}; {dtype}, {' or '.join(modes)}, context {engine.context:,}"
     needs = models.requirements
+    if needs.draft is not None and needs.draft.is_predictor:
+        line += "; the model's own multi-token-prediction block drafts"
     if needs.target.kept_types:
         packed, whole = needs.weight_bytes / 1e9, whole_weight_bytes(needs) / 1e9
         each = " per GPU" if group.size > 1 else ""
@@ -150,8 +156,10 @@ def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
     line += f"; at {prompt:,} prompt tokens, KV of {offloaded} of {full} layers in host memory"
     if split := plan.memory.split_layers:
         line += f", {split} of them split, with high bytes on the device"
-    if layers > full:
-        line += f"; {layers - full} layers have a sliding window"
+    if windowed := windowed_layers(config):
+        line += f"; {windowed} layers have a sliding window"
+    if recurrent := recurrent_layers(config):
+        line += f"; {recurrent} layers have a recurrent state"
     return line
 
 

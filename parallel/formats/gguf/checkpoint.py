@@ -20,9 +20,9 @@ from torch import Tensor
 from offload.layout import ceil_div
 from parallel.errors import CheckpointError
 from parallel.formats.checkpoint import Checkpoint
-from parallel.formats.gguf.families import family_of
+from parallel.formats.gguf.families import family_of, tensors_in
 from parallel.formats.gguf.header import TensorInfo, read_header
-from parallel.formats.gguf.metadata import ROPE_FACTORS, config_fields
+from parallel.formats.gguf.metadata import config_fields, tensor_names
 from parallel.formats.gguf.tensors import TYPES, check_end
 from parallel.formats.plane_format import KeptType, is_kept, kept_type
 from parallel.formats.tensors import BlockTensor
@@ -108,15 +108,12 @@ class GgufCheckpoint(Checkpoint):
         super().__init__(path)
         header = read_header(path)
         family = family_of(header)
-        config_fields(header)  # checks what the file says of itself
+        fields = config_fields(header)  # checks what the file says of itself
         self._infos: dict[str, TensorInfo] = {}
-        for stored in header.model_tensors.values():
-            if stored.name in ROPE_FACTORS:  # part of the config
-                continue
+        for stored, names in tensor_names(header, family, fields):
             check_end(header, stored)
-            for name, info in family.tensors_in(stored):
-                self._infos[name] = info
-                self._shapes[name] = info.shape
+            self._infos |= dict(tensors_in(stored, names))
+        self._shapes = {name: info.shape for name, info in self._infos.items()}
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,7 +6,7 @@ github.com/ggml-org/llama.cpp, gguf-py/gguf/constants.py; of the rest: its folde
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
@@ -102,21 +102,21 @@ class GgufFamily:
         names = (names,) if isinstance(names, str) else names
         return tuple(f"model.layers.{index}.{each}.{kind}" for each in names)
 
-    def tensors_in(self, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-        """Yield the Hugging Face names of a tensor, or of the experts' stacked in it.
 
-        Each with its location. Shapes are those that the metadata implies.
-        """
-        names = self.tensor_names(info.name)
-        if "{}" not in names[0]:
-            yield names[0], info
-            return
-        experts, rows, *inner = info.shape
-        shape, kind = (rows // len(names), *inner), TYPES[info.kind]
-        nbytes = prod(shape) // kind.numbers * kind.nbytes
-        parts = ((index, name) for index in range(experts) for name in names)
-        for place, (index, name) in enumerate(parts):
-            yield name.format(index), replace(info, shape=shape, start=info.start + place * nbytes)
+def tensors_in(info: TensorInfo, names: Sequence[str]) -> Iterator[tuple[str, TensorInfo]]:
+    """Yield the names of what a tensor of these names holds: of itself, or of each expert's.
+
+    Each with its location. Shapes are those that the metadata implies.
+    """
+    if "{}" not in names[0]:
+        yield names[0], info
+        return
+    experts, rows, *inner = info.shape
+    shape, kind = (rows // len(names), *inner), TYPES[info.kind]
+    nbytes = prod(shape) // kind.numbers * kind.nbytes
+    parts = ((index, name) for index in range(experts) for name in names)
+    for place, (index, name) in enumerate(parts):
+        yield name.format(index), replace(info, shape=shape, start=info.start + place * nbytes)
 
 
 _QKV = ("attn_q", "attn_k", "attn_v")

@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,20 @@ class GgufHeader:
     @property
     def model_tensors(self) -> dict[str, TensorInfo]:
         """The tensors without those of layers for multi-token prediction."""
-        layers, mtp_layers = self._field("block_count"), self.mtp_layers
-        if type(layers) is not int or not 0 < mtp_layers < layers:
-            return self.tensors
-        end = layers - mtp_layers
+        end = self._model_layers
         return {name: each for name, each in self.tensors.items() if _layer_of(name) < end}
+
+    @property
+    def prediction_tensors(self) -> dict[str, TensorInfo]:
+        """The tensors of layers for multi-token prediction."""
+        end = self._model_layers
+        return {name: each for name, each in self.tensors.items() if _layer_of(name) >= end}
+
+    @property
+    def _model_layers(self) -> float:
+        """The number of layers before those for multi-token prediction, infinite without any."""
+        layers, mtp_layers = self._field("block_count"), self.mtp_layers
+        return layers - mtp_layers if type(layers) is int and 0 < mtp_layers < layers else inf
 
     def _field(self, name: str) -> Any:
         """Return a field of the file's architecture; None without it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from parallel.config_checks import (
@@ -19,6 +19,7 @@ from parallel.config_checks import (
     MAX_EXPERTS,
     MAX_LAYERS,
     NORM_EPS,
+    PREDICTORS,
     SLIDING,
     Number,
     quote,
@@ -27,7 +28,8 @@ from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf.delta_nets import add_delta_nets, delta_net_shapes, mixer_parts
 from parallel.formats.gguf.families import GgufFamily, family_of
 from parallel.formats.gguf.gemma4 import KV_HEADS, add_gemma4
-from parallel.formats.gguf.header import GgufHeader
+from parallel.formats.gguf.header import GgufHeader, TensorInfo
+from parallel.formats.gguf.prediction import has_prediction_block, prediction_tensors
 from parallel.formats.gguf.tensors import TYPES, check_tensor_offsets, read_floats
 from parallel.formats.plane_format import KeptType, PlaneFormat, kept_type
 
@@ -111,17 +113,31 @@ ROPE_FACTORS = {  # divisors of the RoPE frequencies: field of rope_parameters
 }
 
 
-def kept_types(header: GgufHeader) -> dict[str, KeptType]:
+def tensor_names(
+    header: GgufHeader, family: GgufFamily, fields: Mapping[str, Any]
+) -> Iterator[tuple[TensorInfo, tuple[str, ...]]]:
+    """Yield the tensors that are loaded, with their names as `GgufFamily.tensor_names`.
+
+    `fields`: those that `config_fields` returns.
+    """
+    for info in header.model_tensors.values():
+        if info.name not in ROPE_FACTORS:  # part of the config
+            yield info, family.tensor_names(info.name)
+    if fields.get(PREDICTORS):
+        yield from prediction_tensors(header, family)
+
+
+def kept_types(header: GgufHeader, fields: Mapping[str, Any]) -> dict[str, KeptType]:
     """Return how matrices can stay packed, by their Hugging Face names, with {} for all experts.
 
-    Raises ConfigError for an unsupported architecture.
+    `fields`: those that `config_fields` returns. Raises ConfigError for an unsupported
+    architecture.
     """
-    family = family_of(header)
     types: dict[str, KeptType] = {}
-    for info in header.model_tensors.values():
+    for info, names in tensor_names(header, family_of(header), fields):
         stored = TYPES.get(info.kind)
         kind = None if stored is None else kept_type(stored.name)
-        for name in family.tensor_names(info.name) if kind is not None else ():
+        for name in names if kind is not None else ():
             is_stack = "{}" in name  # those of experts stay packed only in planes
             is_matrix = len(info.shape) == 2 + is_stack
             if is_matrix and kind and (isinstance(kind, PlaneFormat) or not is_stack):
@@ -181,6 +197,10 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         fields["rope_parameters"] = _rope(header, family, values, fields["head_dim"])
     _add_windows(header, family, fields)
     _check_tensors(header, family, fields)
+    if family.has_delta_nets:
+        layer = str(fields["num_hidden_layers"])
+        block = _needed_parts(header, family, layer), _shapes(family, fields), fields["hidden_size"]
+        fields[PREDICTORS] = int(has_prediction_block(header, family, *block))
     return fields
 
 
@@ -370,11 +390,8 @@ def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, 
                 f"{header.path}: tensor {name} has shape {info.shape}, but its metadata implies "
                 f"{expected}."
             )
-    parts = [part for part in family.tensors if part not in family.optional]
     needed = [
-        f"blk.{layer}.{part}" + ("" if "." in part or part == "ssm_a" else ".weight")
-        for layer in layers
-        for part in [*parts, *(mixer_parts(header, layer) if family.has_delta_nets else ())]
+        f"blk.{layer}.{part}" for layer in layers for part in _needed_parts(header, family, layer)
     ]
     for group in family.biases:
         biases = [f"blk.{layer}.{part}.bias" for layer in layers for part in group]
@@ -386,6 +403,13 @@ def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, 
             f"{header.path}: tensor {missing} is missing"
             + (", and biases of other parts alone are not supported." if is_bias else _MISSING)
         )
+
+
+def _needed_parts(header: GgufHeader, family: GgufFamily, layer: str) -> list[str]:
+    """Return the tensors that a layer must have, without biases and the number of the layer."""
+    parts = [part for part in family.tensors if part not in family.optional]
+    parts += mixer_parts(header, layer) if family.has_delta_nets else []
+    return [part if "." in part or part == "ssm_a" else f"{part}.weight" for part in parts]
 
 
 def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

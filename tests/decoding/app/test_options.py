@@ -91,7 +91,7 @@ def test_messages_use_flags_on_the_command_line() -> None:
 
 def test_help_states_the_default() -> None:
     info = option_parameter(Settings, "prompt_lookup_ngram")
-    assert info.help.endswith("0 is off. Default: 3 without a draft model, else off.")
+    assert info.help.endswith("0 is off. Default: 3 without a draft, else off.")
     assert info.metavar == "TOKENS"
 
 

@@ -161,9 +161,9 @@ def test_a_forward_larger_than_the_slack_is_an_error() -> None:
         forward(cache, random_qkv(SLACK + 1))
 
 
-@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_sizes_of_zero_are_errors(sizes: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
+@pytest.mark.parametrize("sizes", [(-1, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_sizes_that_are_too_small_are_errors(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1, and sinks at least 0"):
         StreamingCacheSpec(*sizes)
 
 

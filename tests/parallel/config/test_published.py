@@ -115,6 +115,11 @@ def gemma4(
     }
 
 
+def without_predictor(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config that does not speak of a multi-token-prediction block."""
+    return {name: each for name, each in config.items() if not name.startswith("mtp_")}
+
+
 def qwen3_5(
     kind: str,
     layers: int,
@@ -278,7 +283,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         262_144,
     ),
     "Qwen3-Next-80B-A3B": (
-        qwen3_5("qwen3_next", 48, 2048, 5120, (16, 2), 32, **QWEN_EXPERTS)
+        without_predictor(qwen3_5("qwen3_next", 48, 2048, 5120, (16, 2), 32, **QWEN_EXPERTS))
         | {"vocab_size": 151_936, "num_experts": 512, "num_experts_per_tok": 10}
         | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         | {"partial_rotary_factor": 0.25, "rope_parameters": None, "rope_theta": 1e7},
@@ -425,3 +430,4 @@ def test_size_and_context(name: str, tmp_path: Path) -> None:
     assert parameter_count(config, 1) / 1e9 == pytest.approx(billions, abs=0.01)
     assert 2 * 2 * config.full_layers * config.kv_heads * config.head_dim == kv_bytes
     assert config.context_limit == context
+    assert config.has_predictor == (config.recurrent is not None)

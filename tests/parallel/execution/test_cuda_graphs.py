@@ -77,7 +77,7 @@ def check_logits(
     ("script", "why"),
     [
         (exact_graph, None),
-        (inaccurate_graph, "replayed logits are off by 0.02, written KV by 0"),
+        (inaccurate_graph, "replayed logits off by 0.02, written KV off by 0"),
         (stale_graph, "off by "),
         (fixed_slot_graph, "off by "),
         (failed_capture, "RuntimeError('operation not permitted when stream is capturing')"),

@@ -28,12 +28,11 @@ from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf.checkpoint import KINDS, GgufCheckpoint
 from parallel.formats.gguf.header import read_header
 from parallel.model.loading import load_model, open_checkpoint, parameter_bytes, resolve
-from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 from support.families import OTHERS
 from support.gguf import convert
 from support.gguf_bytes import rewrite_header
-from support.loading import all_logits, load_and_watch
+from support.loading import all_logits, assert_same_parameters, load_and_watch
 from support.models import WIDE, random_tokens, reference_logits, rope
 from support.ranks import run_ranks
 
@@ -420,14 +419,6 @@ def test_stacked_and_fused_tensors_are_those_of_the_file(
         tensor = weights.tensor(name, whole.shape)
         for index in (slice(None), slice(100, 200), (slice(None), slice(0, 128))):
             assert np.array_equal(tensor[index].numpy(), whole[index]), name
-
-
-def assert_same_parameters(one: Transformer, other: Transformer) -> None:
-    """Assert that two models have identical parameters."""
-    parameters = dict(other.named_parameters())
-    assert [name for name, _ in one.named_parameters()] == list(parameters)
-    for name, parameter in one.named_parameters():
-        assert torch.equal(parameter, parameters[name]), name
 
 
 def test_frequency_factors_equal_llama3_rope(checkpoint: Checkpoints, tmp_path: Path) -> None:
