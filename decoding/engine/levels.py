@@ -109,9 +109,11 @@ class DecodingLevels:
         for name in LEVELS[plan.requirements.mode]:
             if (level := make[name]()) is not None:
                 self.levels.append(level)
-        states = self.levels[-1].cache.hidden_states  # a prediction block's
+        last = self.levels[-1].cache
         for level in self.levels:
-            level.cache.hidden_states = states
+            level.cache.hidden_states = (
+                last.hidden_states if isinstance(last, PredictionCache) else None
+            )
 
     def _target_cache(self) -> TieredCache:
         runtime, spec = self._runtime, self._plan.spec

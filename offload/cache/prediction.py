@@ -16,7 +16,7 @@ class PredictionCache(StreamingCache):
     """The KV of a block that reads each token with the hidden state of the one before it.
 
     The block's output for a token predicts the target's hidden state of that token. Where a draft
-    goes on before the target has read the token, it stands in for that state.
+    goes on before the target has read the token, it replaces that state.
     """
 
     hidden_states: HiddenStates

@@ -316,7 +316,7 @@ class _CapturedForward:
             written.zero_()
             found = {"logits": run()[own].clone(), "written KV": written.clone()}
             if hidden is not None and before is not None:
-                found["hidden states"] = hidden.states.clone()
+                found["hidden states"] = hidden.states[:-1].clone()  # the last row is padding
                 hidden.states.copy_(before)
             return found
 

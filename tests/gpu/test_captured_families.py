@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from support.captures import streaming_cache
 from support.engines import Pair
 from support.families import OTHERS
 from support.models import random_tokens
+from support.predictors import CONTRIVED, follow_a_permutation, with_predictor
 from support.shared_documents import keep_every
 from support.slow import slow_except
 
@@ -73,6 +75,24 @@ def test_captured_graphs_match_the_cpu(name: str, checkpoint: Callable[..., Path
         assert counts is not None
         assert counts["replayed"] > 0
         assert (counts["refused"], counts["why"]) == (0, None)
+
+
+@pytest.mark.parametrize("reads", ["token", "state"])
+def test_a_perfect_prediction_block_drafts_in_graphs(
+    reads: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    edit = partial(follow_a_permutation, reads=reads)
+    folder = with_predictor(checkpoint(**CONTRIVED), tmp_path / reads, edit)
+    prompt = random_tokens(70, CONTRIVED["vocab_size"]).tolist()
+    expected = Pair(folder, None).generate("plain", prompt, 40)
+    pair = Pair(folder, None, TensorParallelGroup(device=torch.device("cuda", 0)))
+    with pair.engine("hierarchical", num_inner_draft_tokens=3, graphs=True, **CHOICES) as engine:
+        assert list(engine.generate(prompt, 40, GREEDY)) == expected
+        counts = engine.stats.cuda_graphs
+        assert counts is not None
+        assert counts["replayed"] > 2
+        assert (counts["refused"], counts["why"]) == (0, None)
+        assert set(engine.stats.acceptance.values()) == {1.0}
 
 
 @pytest.mark.parametrize(

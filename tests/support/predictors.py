@@ -17,6 +17,8 @@ from offload.cache.streaming_shape import StreamingCacheSpec
 from parallel.model.transformer import Transformer
 from support.models import edit_weights, reference_model
 
+# arguments of `build_checkpoint` for `follow_a_permutation`: as many tokens as dimensions
+CONTRIVED: dict[str, Any] = {"family": "qwen3_5_text", "vocab_size": 32, "hidden_size": 32}
 LAYER = "model.layers.1."  # the one with attention, in models of `DELTA_NETS`
 
 
@@ -50,6 +52,24 @@ def with_predictor(
             edit(tensors)
 
     return edit_weights(shutil.copytree(folder, target), add)
+
+
+def follow_a_permutation(tensors: dict[str, Tensor], reads: str) -> None:
+    """Let each token be followed by one that depends on it alone.
+
+    The block reads this from the token itself, or from the hidden state of the one before it.
+    """
+    size = CONTRIVED["hidden_size"]
+    one, zero = torch.eye(size), torch.zeros(size, size)
+    following = one[torch.randperm(size, generator=torch.Generator().manual_seed(2))]
+    for name, tensor in tensors.items():
+        if "norm" in name or name.endswith(
+            ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+        ):
+            tensor.zero_()  # layers add nothing
+    tensors["model.embed_tokens.weight"], tensors["lm_head.weight"] = one, following
+    fc = [one, zero] if reads == "token" else [zero, following]
+    tensors["mtp.fc.weight"] = torch.cat(fc, dim=1)
 
 
 def prediction_cache(block: Transformer, shape: StreamingCacheSpec) -> PredictionCache:

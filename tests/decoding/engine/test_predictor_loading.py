@@ -47,7 +47,7 @@ def engine_of(folder: Path, draft: Path | None = None, **settings: Any) -> Itera
         yield engine
 
 
-def test_the_block_drafts_unless_told_otherwise(folder: Path) -> None:
+def test_the_block_drafts_by_default(folder: Path) -> None:
     expected = None
     for settings, mode in [
         ({"mode": "plain"}, "plain"),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,13 +20,21 @@ from torch import Tensor
 
 from decoding import GREEDY, Engine, Sampling
 from decoding.models.draft_prefill import prefill_predictor
+from offload.cache.hidden_states import HiddenStates
 from offload.cache.prediction import PredictionCache
+from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.process_group import TensorParallelGroup
 from support.batches import requests, run_alone, run_batch, tokens
 from support.engines import Pair, lead
 from support.families import OTHERS
 from support.models import random_tokens
-from support.predictors import ReferencePredictor, prediction_cache, with_predictor
+from support.predictors import (
+    CONTRIVED,
+    ReferencePredictor,
+    follow_a_permutation,
+    prediction_cache,
+    with_predictor,
+)
 from support.ranks import run_ranks
 from support.shared_documents import (
     check_prompt_cache,
@@ -36,7 +45,6 @@ from support.shared_documents import (
 )
 from support.slow import slow_except
 
-SIZE = 32  # of the vocabulary, and of hidden states
 MODES = ["speculative", "hierarchical", "split-hierarchical"]
 TIGHT: dict[str, Any] = {
     "retrieval_budget": 24,
@@ -51,28 +59,11 @@ Checkpoints = Callable[..., Path]
 Outcome = tuple[list[int], dict[str, float | None]]  # output, and acceptance rates
 
 
-def follow_a_permutation(tensors: dict[str, Tensor], reads: str) -> None:
-    """Let each token be followed by one that depends on it alone.
-
-    The block reads this from the token itself, or from the hidden state of the one before it.
-    """
-    one, zero = torch.eye(SIZE), torch.zeros(SIZE, SIZE)
-    following = one[torch.randperm(SIZE, generator=torch.Generator().manual_seed(2))]
-    for name, tensor in tensors.items():
-        if "norm" in name or name.endswith(
-            ("o_proj.weight", "out_proj.weight", "down_proj.weight")
-        ):
-            tensor.zero_()  # layers add nothing
-    tensors["model.embed_tokens.weight"], tensors["lm_head.weight"] = one, following
-    fc = [one, zero] if reads == "token" else [zero, following]
-    tensors["mtp.fc.weight"] = torch.cat(fc, dim=1)
-
-
 @pytest.fixture(scope="module")
 def contrived(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Models whose blocks read the token, or the hidden state."""
     parent, options = tmp_path_factory.mktemp("contrived"), {"max_position_embeddings": 4096}
-    plain = checkpoint(family="qwen3_5_text", vocab_size=SIZE, hidden_size=SIZE, **options)
+    plain = checkpoint(**CONTRIVED, **options)
     return [
         with_predictor(plain, parent / reads, partial(follow_a_permutation, reads=reads))
         for reads in ("token", "state")
@@ -80,7 +71,7 @@ def contrived(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory)
 
 
 def prompt_of(count: int) -> list[int]:
-    return random_tokens(count, SIZE).tolist()
+    return random_tokens(count, CONTRIVED["vocab_size"]).tolist()
 
 
 def check_accepted(rates: dict[str, float | None]) -> None:
@@ -103,6 +94,25 @@ def test_perfect_predictions_are_accepted(contrived: list[Path], mode: str, grap
                 if graphs:
                     assert engine.stats.cuda_graphs is not None
                     assert engine.stats.cuda_graphs["refused"] == 0
+
+
+def test_a_graph_that_leaves_no_hidden_states_is_refused(folder: Path) -> None:
+    def capture(capturer: GraphCapturer, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def replay() -> Tensor:
+            with patch.object(HiddenStates, "write_first"):
+                return function()
+
+        return replay
+
+    with (
+        patch.object(GraphCapturer, "capture", capture),
+        Pair(folder, None).engine("hierarchical", **TIGHT, graphs=True) as engine,
+    ):
+        list(engine.generate(prompt_of(40), 10, GREEDY))
+        counts = engine.stats.cuda_graphs
+        assert counts is not None
+        assert counts["replayed"] == 0
+        assert "replayed logits off by 0, written KV off by 0, hidden states" in counts["why"]
 
 
 @pytest.mark.parametrize("graphs", [False, True])
