@@ -100,8 +100,9 @@ class GgufHeader:
 def _layer_of(name: str) -> int:
     """Return the layer that a tensor belongs to; -1 for one that belongs to none."""
     head, _, rest = name.partition(".")
-    index = rest.partition(".")[0]
-    return int(index) if head == "blk" and index.isdecimal() and len(index) < 8 else -1
+    index, _, part = rest.partition(".")
+    is_layer = head == "blk" and index.isdecimal() and len(index) < 8 and part
+    return int(index) if is_layer else -1
 
 
 def read_header(path: Path) -> GgufHeader:

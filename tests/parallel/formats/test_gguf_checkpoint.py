@@ -34,6 +34,7 @@ from support.gguf import convert
 from support.gguf_bytes import rewrite_header
 from support.loading import all_logits, assert_same_parameters, load_and_watch
 from support.models import WIDE, random_tokens, reference_logits, rope
+from support.predictors import with_predictor
 from support.ranks import run_ranks
 
 Checkpoints = Callable[..., Path]
@@ -265,6 +266,44 @@ def test_layers_for_multi_token_prediction_are_left_out(
         atol=1e-4,
         rtol=1e-4,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("ffn_down.scale", (1,)),
+        ("nextn.embed_tokens.weight", (101, 32)),
+        ("attn_q.weight", (7, 32)),
+    ],
+)
+def test_blocks_with_other_tensors_are_left_out(
+    checkpoint: Checkpoints, tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    folder = with_predictor(checkpoint(**OTHERS["qwen3_5"]), tmp_path / "folder")
+    path = convert(folder, tmp_path / "whole.gguf")
+    assert ModelConfig.from_name(str(path)).has_predictor
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Any]:
+        tensors[f"blk.3.{name}"] = torch.ones(shape)
+        return {each: tensor.numpy() for each, tensor in tensors.items()}
+
+    other = rewritten(path, tmp_path / "other.gguf", change)
+    assert not ModelConfig.from_name(str(other)).has_predictor
+    load_model(other, TensorParallelGroup(), "float32")
+
+
+def test_a_tensor_named_like_a_layer_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    folder = with_predictor(checkpoint(**OTHERS["qwen3_5"]), tmp_path / "folder")
+    path = rewritten(
+        convert(folder, tmp_path / "whole.gguf"),
+        tmp_path / "other.gguf",
+        lambda tensors: {
+            **{name: each.numpy() for name, each in tensors.items()},
+            "blk.3": np.ones(4, dtype=np.float32),
+        },
+    )
+    with pytest.raises(CheckpointError, match="has tensors of 4 layers"):
+        ModelConfig.from_name(str(path))
 
 
 def test_older_files_of_qwen3_next_stack_projections(
