@@ -30,7 +30,7 @@ from offload.memory.link_spec import check_device, make_link
 from offload.regular_files import read_json
 from parallel.config.model_config import ModelConfig, predictor_config, token_ids
 from parallel.config.parameter_count import min_kv_heads
-from parallel.errors import ConfigError
+from parallel.errors import CheckpointError, ConfigError
 from parallel.execution.cuda_graphs import cuda_graphs_supported
 from parallel.formats.locate import find_local, is_gguf
 from parallel.model.loading import (
@@ -287,7 +287,8 @@ def _load_predictor(
 ) -> Transformer | None:
     """Load the target's multi-token-prediction block; None if it has none or the mode needs none.
 
-    With mode `auto` it is left out where the target's context fits only without it.
+    With mode `auto` it is left out where the target's context fits only without it. Raises
+    CheckpointError.
     """
     config, ranks = target.config, target.group.size
     if "draft" not in LEVELS[mode] or not config.has_predictor:
@@ -305,4 +306,11 @@ def _load_predictor(
     prompt = max(1, (settings.context or config.context_limit) - NEW_TOKENS)
     share = USABLE_SHARE if settings.device_memory is None else 1.0  # as in `Runtime.memory`
     fitting = fitting_requirements(needs, prompt, NEW_TOKENS, machine.device_memory, share)
-    return None if fitting.draft is None else load_predictor(folder, target)
+    if fitting.draft is None:
+        return None
+    try:
+        return load_predictor(folder, target)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} `mode` retrieval leaves the multi-token-prediction block out."
+        ) from error

@@ -21,9 +21,10 @@ from decoding.planning.planner import fitting_requirements
 from decoding.planning.requirements import Requirements, weight_bytes
 from offload.errors import TierForceError
 from parallel.config.model_config import ModelConfig, predictor_config
+from parallel.errors import CheckpointError
 from parallel.model.prediction import PredictionBlock
 from support.commands import DRAFT, TARGET, forked
-from support.models import random_tokens
+from support.models import edit_weights, random_tokens
 from support.predictors import with_predictor
 
 PROMPT = random_tokens(200).tolist()
@@ -115,6 +116,15 @@ def test_plan_says_what_drafts(folder: Path, tmp_path: Path) -> None:
         row = json.loads(done.out)
         assert row["job"]["mode"] == mode
         assert any("own multi-token-prediction block" in each for each in row["notes"]) == has_note
+
+
+def test_a_broken_block_can_be_left_out(folder: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    edit_weights(broken, lambda tensors: tensors.update({"mtp.fc.weight": torch.ones(2, 2)}))
+    with pytest.raises(CheckpointError, match=r"mtp.fc.weight .+ `mode` retrieval leaves the"):
+        Engine.from_pretrained(broken, settings=Settings(dtype="float32"), device="cpu")
+    with engine_of(broken, mode="retrieval") as engine:
+        assert len(list(engine.generate(PROMPT, 5, GREEDY))) == 5
 
 
 def test_a_model_without_a_block_still_needs_a_draft() -> None:
