@@ -108,7 +108,6 @@ def test_the_block_is_left_out_where_only_so_the_context_fits(folder: Path) -> N
 def test_plan_says_what_drafts(folder: Path, tmp_path: Path) -> None:
     for options, mode, has_note in (
         ([], "hierarchical", True),
-        (["--mode", "retrieval"], "retrieval", False),
         (["--draft", str(DRAFT)], "hierarchical", False),
     ):
         done = forked(tmp_path, "plan", "--model", str(folder), *options, "--json")
