@@ -110,10 +110,9 @@ class DecodingLevels:
             if (level := make[name]()) is not None:
                 self.levels.append(level)
         last = self.levels[-1].cache
+        states = last.hidden_states if isinstance(last, PredictionCache) else None
         for level in self.levels:
-            level.cache.hidden_states = (
-                last.hidden_states if isinstance(last, PredictionCache) else None
-            )
+            level.cache.hidden_states = states
 
     def _target_cache(self) -> TieredCache:
         runtime, spec = self._runtime, self._plan.spec

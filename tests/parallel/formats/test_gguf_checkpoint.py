@@ -215,6 +215,16 @@ def test_files_of_delta_nets_match_transformers(checkpoint: Checkpoints, tmp_pat
             torch.testing.assert_close(logits[index], expected, atol=1e-4, rtol=1e-4)
 
 
+def assert_same_logits(path: Path, folder: Path, tokens: Tensor) -> None:
+    """Assert that a file has the logits of the folder it was converted from, in transformers."""
+    torch.testing.assert_close(
+        all_logits(load_model(path, TensorParallelGroup(), "float32"), tokens),
+        reference_logits(folder, tokens),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+
+
 def extended(tensors: dict[str, Tensor], layer: int) -> dict[str, np.ndarray]:
     """Return a file's tensors with a layer for multi-token prediction, as converters add it."""
     full = {name: each for name, each in tensors.items() if name.startswith("blk.1.")}
@@ -260,12 +270,7 @@ def test_layers_for_multi_token_prediction_are_left_out(
     )
     path = rewrite_header(path, tmp_path / "both.gguf", {"qwen35.block_count": 4})
     assert ModelConfig.from_name(str(path)) == ModelConfig.from_name(str(plain))
-    torch.testing.assert_close(
-        all_logits(load_model(path, TensorParallelGroup(), "float32"), tokens),
-        reference_logits(folder, tokens),
-        atol=1e-4,
-        rtol=1e-4,
-    )
+    assert_same_logits(path, folder, tokens)
 
 
 @pytest.mark.parametrize(
@@ -320,12 +325,7 @@ def test_older_files_of_qwen3_next_stack_projections(
         return {name: each.numpy() for name, each in tensors.items()}
 
     path = rewritten(convert(folder, tmp_path / "new.gguf"), tmp_path / "old.gguf", older)
-    torch.testing.assert_close(
-        all_logits(load_model(path, TensorParallelGroup(), "float32"), tokens),
-        reference_logits(folder, tokens),
-        atol=1e-4,
-        rtol=1e-4,
-    )
+    assert_same_logits(path, folder, tokens)
 
 
 @pytest.mark.parametrize(
