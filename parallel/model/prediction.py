@@ -44,17 +44,6 @@ class PredictionBlock(Transformer):
         """Use the embedding and the head of a target, and the memory it unpacks matrices in."""
         self.embed, self.head, self.scratch = target.embed, target.head, target.scratch
 
-    @torch.inference_mode()
-    def hidden_states(self, tokens: Tensor, cache: KVCacheLike) -> Tensor:
-        """Run tokens (T,); return predictions (T, hidden) of their hidden states."""
-        cache.begin_forward(len(tokens))
-        previous = cast(PredictionCacheLike, cache).previous_hidden_states(len(tokens))
-        parts = self.embedding_norm(self._embed(tokens)), self.hidden_norm(previous)
-        x = self.fc(torch.cat(parts, dim=-1)[:, self.fc.share])()
-        for layer in self.layers:
-            x = layer(x, cache, cache.length)
-        return cast(Tensor, self.norm(x))
-
     def load(self, checkpoint: Checkpoint) -> None:
         """Fill every parameter from the target's checkpoint. Raises CheckpointError."""
         self.embedding_norm.load(checkpoint, f"{PREDICTION}pre_fc_norm_embedding")
@@ -66,3 +55,9 @@ class PredictionBlock(Transformer):
     def reserve_scratch(self) -> None:
         super().reserve_scratch()
         self.scratch.reserve("fc", self.fc.weight)
+
+    def _inputs(self, tokens: Tensor, cache: KVCacheLike) -> Tensor:
+        """Return a projection (T, hidden) of embeddings and of the states before each token."""
+        previous = cast(PredictionCacheLike, cache).previous_hidden_states(len(tokens))
+        parts = self.embedding_norm(self._embed(tokens)), self.hidden_norm(previous)
+        return self.fc(torch.cat(parts, dim=-1)[:, self.fc.share])()

@@ -327,7 +327,7 @@ class Transformer(Module):
     def hidden_states(self, tokens: Tensor, cache: KVCacheLike) -> Tensor:
         """Run tokens (T,) like `forward`; return hidden states (T, hidden) after the final norm."""
         cache.begin_forward(len(tokens))
-        x = self._embed(tokens)
+        x = self._inputs(tokens, cache)
         for layer in self.layers:
             x = layer(x, cache, cache.length)
         return cast(Tensor, self.norm(x))
@@ -400,6 +400,10 @@ class Transformer(Module):
         """Allocate the memory in which a layer's packed matrices are unpacked."""
         for layer in self.layers:
             self.scratch.reserve_all(layer)
+
+    def _inputs(self, tokens: Tensor, cache: KVCacheLike) -> Tensor:
+        """Return the hidden states (T, hidden) of a forward's tokens (T,) at the first layer."""
+        return self._embed(tokens)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states (T, hidden) of tokens (T,) at the first layer."""
