@@ -1,7 +1,7 @@
-"""Compile the fused kernels for GPUs without a GPU: `python -m support.compiled first|all`.
+"""Compile the fused kernels for a GPU without one: `python -m support.compiled 80|89|90 [first]`.
 
-Triton's interpreter accepts code that its compiler rejects. `all` compiles every shape for every
-compute capability, `first` only the first shape for one.
+Triton's interpreter accepts code that its compiler rejects. Every shape is compiled for the compute
+capability; with `first`, only the first of each kernel.
 """
 
 from __future__ import annotations
@@ -199,16 +199,15 @@ def compile_weight_kernels(capability: int, element: str, formats: int | None) -
 
 
 if __name__ == "__main__":
-    extents: dict[str, Any] = {"first": ([89], 1), "all": (MAX_SHARED_BYTES, None)}
-    capabilities, shapes = extents[sys.argv[1]]
-    for capability in capabilities:
-        element = "fp16" if capability == 80 else "bf16"
-        sizes = SIZES | SPLIT[element] | {"MIN_HIGH": 8, "MAX_HIGH": 0x7E}
-        for kernel in ("_split", "_write_outliers", "_reconstruct", "_merge"):
-            compile_kernel(getattr(split_kernels, kernel), element, capability, sizes)
-        compile_split_kernels(capability, shapes)
-        compile_batch_invariant_kernels(capability, shapes)
-        compile_slot_kernels(capability, shapes)
-        compile_retrieval_kernels(capability, element)
-        compile_weight_kernels(capability, element, shapes)
+    capability = int(sys.argv[1])
+    shapes = 1 if sys.argv[2:] == ["first"] else None
+    element = "fp16" if capability == 80 else "bf16"
+    sizes = SIZES | SPLIT[element] | {"MIN_HIGH": 8, "MAX_HIGH": 0x7E}
+    for kernel in ("_split", "_write_outliers", "_reconstruct", "_merge"):
+        compile_kernel(getattr(split_kernels, kernel), element, capability, sizes)
+    compile_split_kernels(capability, shapes)
+    compile_batch_invariant_kernels(capability, shapes)
+    compile_slot_kernels(capability, shapes)
+    compile_retrieval_kernels(capability, element)
+    compile_weight_kernels(capability, element, shapes)
     print("compiled")
