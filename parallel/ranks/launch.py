@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from offload.errors import TierForceError
+from parallel.ranks.python_module import module_arguments
 
 _FORWARDED_SIGNALS = "SIGHUP,SIGQUIT"  # signals that torch's launcher forwards to the ranks
 # Simultaneously open files: of the launcher, and in addition per rank. Measured on CPUs: 30 with
@@ -100,7 +101,7 @@ def launch(ranks: int, module: str, arguments: Sequence[str], advice: str) -> in
         try:
             signal.signal(signal.SIGINT, interrupt)
             signal.signal(signal.SIGTERM, interrupt)
-            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+            elastic_launch(config, sys.executable)("-u", *module_arguments(module), *arguments)
         except ChildFailedError as error:
             return _exit_code(error, advice)
         except SignalException as error:

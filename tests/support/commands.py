@@ -243,7 +243,8 @@ class _Start:
         path = self.folder / f"rank{os.environ['RANK']}"
         path.with_suffix(".new").write_text(str(os.getpid()))
         path.with_suffix(".new").rename(path)
-        self._run(command[command.index("decoding.cli") + 1 :])
+        module = next(index for index, word in enumerate(command) if "decoding.cli" in word)
+        self._run(command[module + 1 :])
 
 
 def redirect(out: Path, err: Path) -> None:

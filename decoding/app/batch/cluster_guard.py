@@ -16,6 +16,7 @@ from contextlib import suppress
 import psutil
 
 from decoding.app.terminal.streams import say, show_cursor
+from parallel.ranks.python_module import module_arguments
 
 _DONE = b"done"
 _MARK = "TIERFORCE_CLUSTER_JOB"  # in the environment of a job's child processes: its process id
@@ -30,7 +31,7 @@ class ClusterGuard:
         """Start it. It prints `message` if this process ends without `dismiss`."""
         own = str(os.getpid())
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "decoding.app.batch.cluster_guard", own, message],
+            [sys.executable, *module_arguments("decoding.app.batch.cluster_guard"), own, message],
             stdin=subprocess.PIPE,
             start_new_session=True,  # unaffected by Ctrl-C
         )
