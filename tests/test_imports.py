@@ -45,6 +45,8 @@ IMPORT_ORDER = (
     ("decoding.probe",),
     ("decoding.app",),
     ("decoding.app.terminal",),
+    ("decoding.app.documents.formats",),
+    ("decoding.app.documents",),
     ("decoding.app.hardware",),
     ("decoding.app.batch",),
     ("decoding.app.interactive",),

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from decoding.app.batch.documents import find_documents
+from decoding.app.documents.listing import find_documents
 from decoding.models.loading import load_tokenizer
 from offload.errors import TierForceError, one_line
 from parallel.model.loading import resolve
@@ -33,7 +33,7 @@ def long_text(path: Path | None = None) -> str:
     """
     if path is not None:
         try:
-            return "\n\n".join(document.read() for document in find_documents(path).documents)
+            return "\n\n".join(document.read().text for document in find_documents(path).documents)
         except TierForceError as error:  # worded for `summarize`
             raise TierForceError(str(error).replace("--input", "--text", 1)) from error
     from pydoc_data.topics import topics
@@ -106,7 +106,7 @@ def _from_python(count: int, min_characters: int) -> dict[str, str]:
 
 
 def _from_disk(path: Path, count: int, min_characters: int) -> dict[str, str]:
-    found = ((document.id, document.read()) for document in find_documents(path).documents)
+    found = ((document.id, document.read().text) for document in find_documents(path).documents)
     long = ((name, text) for name, text in found if len(text) >= min_characters)
     return dict(islice(long, count))
 

@@ -85,7 +85,8 @@ def summarize(
     input: Annotated[
         Path,
         typer.Option(
-            help="A folder of .txt and .md files, one file, or a .jsonl with id and text."
+            help="A folder or .zip of documents (text, PDF, EPUB, DOCX, HTML and others), one "
+            "file, or a .jsonl with id and text."
         ),
     ],
     output: Annotated[
@@ -95,6 +96,16 @@ def summarize(
             "resumed."
         ),
     ],
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Files of a folder or .zip to read, for example '*.py', in place of those that "
+            "end like documents; may be repeated.",
+            metavar="PATTERN",
+            show_default=False,
+            rich_help_panel="Documents",
+        ),
+    ] = None,
     instruction: Annotated[str, typer.Option(help="Instruction for each document.")] = INSTRUCTION,
     concurrency: Concurrency = None,
     cluster: Annotated[
@@ -135,16 +146,18 @@ def summarize(
         interrupts = _listen(message)
         from decoding.app.batch.cluster import Cluster
         from decoding.app.batch.cluster import run as run_on_cluster
+        from decoding.app.batch.summarize import Source
 
         options = Cluster(cluster, machines, concurrency or 1)
-        run_on_cluster(common, input, output, instruction, options, interrupts)
+        source = Source(input, include or [])
+        run_on_cluster(common, source, output, instruction, options, interrupts)
         return
     if machines is not None:
         raise TierForceError("--machines needs --cluster: name the Ray cluster to use.")
     interrupts = _start(common, message)
-    from decoding.app.batch.summarize import run
+    from decoding.app.batch.summarize import Source, run
 
-    run(common, input, output, instruction, concurrency, interrupts)
+    run(common, Source(input, include or []), output, instruction, concurrency, interrupts)
 
 
 @_command("generate --model TARGET --draft DRAFT --prompt-file book.txt")
@@ -226,8 +239,8 @@ def prefill(
     document: Annotated[
         Path,
         typer.Option(
-            help="Text file to prefill. One that is too long for the context is truncated at its "
-            "end."
+            help="Document to prefill: text, PDF, EPUB, DOCX and others. One that is too long for "
+            "the context is truncated at its end."
         ),
     ],
 ) -> None:

@@ -48,7 +48,8 @@ Concurrency = Annotated[
 DocumentFile = Annotated[
     Path | None,
     typer.Option(
-        help="Text file to talk about. One too long for the context is truncated at its end."
+        help="Document to talk about: text, PDF, EPUB, DOCX and others. One too long for the "
+        "context is truncated at its end."
     ),
 ]
 

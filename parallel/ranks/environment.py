@@ -79,11 +79,15 @@ def die_with_parent() -> None:
     Finished results are on disk, so nothing needs cleaning up. Does nothing without a launcher.
     """
     if os.environ.get("TORCHELASTIC_RUN_ID") and "RANK" in os.environ:
-        launcher = os.getppid()
-        with suppress(OSError, AttributeError):  # not Linux
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died before the prctl
-            os._exit(128 + signal.SIGKILL)
+        end_with_parent(os.getppid())
+
+
+def end_with_parent(parent: int) -> None:
+    """Kill this process when its parent, which had this process id, has ended."""
+    with suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the prctl
+        os._exit(128 + signal.SIGKILL)
 
 
 def ignored_variables(variables: Mapping[str, str] = os.environ) -> str | None:

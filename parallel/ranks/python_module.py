@@ -11,8 +11,8 @@ _ROOT = str(Path(__file__).parents[2])
 def module_arguments(module: str) -> list[str]:
     """Return the interpreter's arguments that run a module, which its own arguments may follow.
 
-    Unlike with `python -m`, modules are found where this process finds them, and not in the current
-    folder: a folder of documents may have sources named like modules of Python.
+    Modules are found where this process finds them. `python -m` would look in the current folder
+    first, and a folder of documents may have sources named like modules of Python.
     """
     path = list(filter(None, sys.path))  # an empty entry is the current folder
     if _ROOT not in path:

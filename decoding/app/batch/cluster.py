@@ -18,10 +18,17 @@ from typing import Any
 import psutil
 
 from decoding.app.batch.cluster_guard import ClusterGuard
-from decoding.app.batch.documents import Document
 from decoding.app.batch.job import BatchJob
 from decoding.app.batch.records import Records
-from decoding.app.batch.summarize import Results, due_documents, failure, list_documents, make_job
+from decoding.app.batch.summarize import (
+    Results,
+    Source,
+    due_documents,
+    failure,
+    list_documents,
+    make_job,
+)
+from decoding.app.documents.document import Document
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
@@ -50,7 +57,7 @@ class Cluster:
 
 def run(
     common: Common,
-    source: Path,
+    source: Source,
     output: Path,
     instruction: str,
     cluster: Cluster,
@@ -87,9 +94,18 @@ def _readable(due: Sequence[Document], results: Results) -> Iterator[dict[str, A
     """Yield the documents as dataset rows; record an error for those that cannot be read."""
     for index, document in enumerate(due):
         try:
-            yield {"index": index, "text": document.read()}
+            document_text = document.read()
         except InvalidRequestError as error:
             results.add(*failure(document.id, error))
+            continue
+        if document_text.warning is not None:
+            results.display.warn(f"{document.id}: {document_text.warning}")
+        yield {
+            "index": index,
+            "text": document_text.text,
+            "source": json.dumps(document_text.source),
+            "digest": document_text.digest,
+        }
 
 
 def _write(

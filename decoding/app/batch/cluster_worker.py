@@ -10,14 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from decoding.app.batch.job import BatchJob, model_digest
 from decoding.app.batch.summarize import Summaries
+from decoding.app.documents.document import DocumentText
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.streams import silence_transformers, warn
@@ -27,6 +27,7 @@ from offload.errors import TierForceError, one_line
 from parallel.model.loading import resolve
 from parallel.ranks.environment import RankLost
 from parallel.ranks.process_group import TensorParallelGroup
+from parallel.ranks.python_module import module_arguments
 
 _FAILURE_DELAY_S = 5.0  # a failed machine answers slowly, which leaves documents to the others
 _LAUNCHER_VARIABLES = (
@@ -72,7 +73,13 @@ class ClusterWorker:
         indices = batch["index"].tolist()
         records, lines = [""] * len(indices), [self.startup_error] * len(indices)
         if self.startup_error is None:
-            results = self._summaries(dict(zip(map(str, indices), batch["text"], strict=True)))
+            documents = [
+                DocumentText(text, json.loads(source), digest)
+                for text, source, digest in zip(
+                    batch["text"], batch["source"], batch["digest"], strict=True
+                )
+            ]
+            results = self._summaries(dict(zip(map(str, indices), documents, strict=True)))
             records = [json.dumps(results[str(index)][0]) for index in indices]
             lines = [results[str(index)][1] for index in indices]
         else:
@@ -80,7 +87,9 @@ class ClusterWorker:
         machines = [self.actor_id] * len(indices)
         return {"index": indices, "record": records, "line": lines, "machine": machines}
 
-    def _summaries(self, documents: Mapping[str, str]) -> dict[str, tuple[dict[str, Any], str]]:
+    def _summaries(
+        self, documents: Mapping[str, DocumentText]
+    ) -> dict[str, tuple[dict[str, Any], str]]:
         """Return the record and the terminal line of each document, by id."""
         results: dict[str, tuple[dict[str, Any], str]] = {}
 
@@ -94,10 +103,14 @@ class ClusterWorker:
                 self.engine, self.template, self.job, concurrency, display, on_record
             )
             try:
-                summaries.generate({id: partial(str, text) for id, text in documents.items()})
+                summaries.generate({id: _reader(text) for id, text in documents.items()})
             except BaseException:  # not an error of one document: the state is unknown
                 os._exit(1)
         return results
+
+
+def _reader(document: DocumentText) -> Callable[[], DocumentText]:
+    return lambda: document
 
 
 def _actor_id() -> str:
@@ -151,7 +164,7 @@ def _start_other_ranks(common: Common, job: BatchJob, ranks: int) -> dict[str, s
     for rank in range(1, ranks):
         rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = subprocess.Popen(
-            [sys.executable, "-m", "decoding.app.batch.cluster_worker"],
+            [sys.executable, *module_arguments("decoding.app.batch.cluster_worker")],
             env={**os.environ, **variables, **rank_variables},
             stdin=subprocess.PIPE,
         )

@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from decoding.app.batch.documents import MAX_BYTES
+from decoding.app.documents.formats.encodings import MAX_BYTES
 from offload.errors import TierForceError
 from offload.regular_files import bounded_lines, open_regular
 

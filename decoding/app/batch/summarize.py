@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from decoding.app.batch.documents import SUFFIXES, Document, find_documents
 from decoding.app.batch.job import BatchJob, model_digest, model_name
 from decoding.app.batch.records import Records
+from decoding.app.documents.document import Document, DocumentText
+from decoding.app.documents.listing import find_documents
 from decoding.app.environment import installed_version
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.messages import (
@@ -35,10 +39,21 @@ from offload.errors import InvalidRequestError, TierForceError
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
 
+_MAX_NAMES = 100  # skipped files shown per reason
+_CANDIDATES = 3  # documents of other formats than text that are read to find the longest
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where documents are, and patterns of the files that are documents; by default by suffix."""
+
+    path: Path
+    include: Sequence[str] = ()
+
 
 def run(
     common: Common,
-    source: Path,
+    source: Source,
     output: Path,
     instruction: str,
     concurrency: int | None,
@@ -90,17 +105,20 @@ def run(
     results.conclude(engine.context)
 
 
-def list_documents(source: Path, output: Path) -> list[Document]:
-    """Return the documents, and print how many files are skipped. Raises as `find_documents`."""
-    listing = find_documents(source, output)
-    if listing.skipped:
-        say(f"skipped {listing.skipped} files that are not {' or '.join(SUFFIXES)}")
+def list_documents(source: Source, output: Path) -> list[Document]:
+    """Return the documents, and print which files are skipped. Raises as `find_documents`."""
+    listing = find_documents(source.path, output, source.include)
+    for reason, names in listing.skipped.items():
+        say(f"skipped, {reason}: {_joined(names)}")
     if listing.unreadable:
-        warn(
-            f"{len(listing.unreadable)} folders or links in {source} cannot be read and are "
-            f"skipped, the first of them {listing.unreadable[0]}"
-        )
+        names = [str(path) for path in listing.unreadable]
+        warn(f"folders or links that cannot be read are skipped: {_joined(names)}")
     return listing.documents
+
+
+def _joined(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def make_job(common: Common, folder: Path, instruction: str) -> BatchJob:
@@ -167,15 +185,22 @@ class Results:
 def longest_document(
     engine: Engine, documents: Sequence[Document], template: Template, max_new_tokens: int
 ) -> LongestDocument | None:
-    """Return the largest document that can be read; None if there is none."""
+    """Return the longest of the largest text and the largest few of other formats, whose size says
+    less; None if they cannot be read.
+    """
     max_prompt = engine.context - max_new_tokens
-    for document in sorted(documents, key=lambda document: document.size, reverse=True):
-        try:
-            prompt, _ = template.build(engine.tokenizer, document.read(), max_prompt)
-            return LongestDocument(document.id, len(prompt))
-        except InvalidRequestError:
-            continue
-    return None
+    by_size = sorted(documents, key=lambda document: document.size, reverse=True)
+    longest: LongestDocument | None = None
+    for is_text in (True, False):
+        largest = (document for document in by_size if document.is_text == is_text)
+        for document in islice(largest, None if is_text else _CANDIDATES):
+            with suppress(InvalidRequestError):
+                prompt, _ = template.build(engine.tokenizer, document.read().text, max_prompt)
+                if longest is None or len(prompt) > longest.tokens:
+                    longest = LongestDocument(document.id, len(prompt))
+                if is_text:
+                    break
+    return longest
 
 
 def due_documents(documents: Sequence[Document], records: Records, job: BatchJob) -> list[Document]:
@@ -184,14 +209,17 @@ def due_documents(documents: Sequence[Document], records: Records, job: BatchJob
 
     Warns about finished records with other settings.
     """
-    due, outdated = [], 0
-    for document in documents:
-        if (finished := records.finished.get(document.id)) is not None:
-            with suppress(InvalidRequestError):  # no longer readable: its new record will say why
-                if finished.digest in (None, job.digest(document.read())):
-                    continue
-            outdated += 1
-        due.append(document)
+
+    def is_unchanged(document: Document) -> bool:
+        digest = records.finished[document.id].digest
+        with suppress(InvalidRequestError):  # no longer readable: its new record will say why
+            return digest is None or digest == job.digest(document.digest())
+        return False
+
+    finished = [document for document in documents if document.id in records.finished]
+    unchanged = {document: is_unchanged(document) for document in finished}
+    due = [document for document in documents if not unchanged.get(document)]
+    outdated = len(finished) - sum(unchanged.values())
     if outdated:
         warn(
             f"{outdated} finished records in {records.path} are of another text, instruction, "
@@ -218,9 +246,9 @@ class Summaries:
         """`on_record` is called with each document's record and terminal line."""
         self.engine, self.template, self.job = engine, template, job
         self.concurrency, self.display, self.on_record = concurrency, display, on_record
-        self._digests: dict[str, str] = {}
+        self._fields: dict[str, dict[str, Any]] = {}  # fields of records, by id
 
-    def generate(self, readers: Mapping[str, Callable[[], str]]) -> None:
+    def generate(self, readers: Mapping[str, Callable[[], DocumentText]]) -> None:
         """Summarise documents; `readers` maps ids to functions that read them. Raises RankLost."""
         for state in self.engine.generate_batch(self._requests(readers), self.concurrency):
             if state.error is not None:
@@ -235,25 +263,30 @@ class Summaries:
                     )
                 self.on_record(record, summary_line(state.stats))
 
-    def _requests(self, readers: Mapping[str, Callable[[], str]]) -> Iterator[Request]:
-        """Yield a request per document, read only when the engine has room for it."""
+    def _requests(self, readers: Mapping[str, Callable[[], DocumentText]]) -> Iterator[Request]:
+        """Yield a request per document, once the engine has room for it."""
         max_new_tokens, context = self.job.max_new_tokens, self.engine.context
-        for id, read in readers.items():
+        for id, read in _read_ahead(readers):
             self.display.begin(id)
             try:
-                text = read()
+                document = read()
                 prompt, truncated_tokens = self.template.build(
-                    self.engine.tokenizer, text, context - max_new_tokens
+                    self.engine.tokenizer, document.text, context - max_new_tokens
                 )
             except TierForceError as error:
                 self.on_record(*failure(id, error))
                 continue
+            if document.warning is not None:
+                self.display.warn(f"{id}: {document.warning}")
             if truncated_tokens:
                 self.display.warn(
                     f"{id}: longer than the context of {context} tokens: the last "
                     f"{truncated_tokens} tokens were dropped"
                 )
-            self._digests[id] = self.job.digest(text)
+            self._fields[id] = {
+                "digest": self.job.digest(document.digest),
+                "source": document.source,
+            }
             yield Request(
                 prompt,
                 max_new_tokens,
@@ -277,9 +310,29 @@ class Summaries:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "ranks": engine.group.size,
             "date": _timestamp(),
-            "digest": self._digests.pop(id),
+            **self._fields.pop(id),
             "versions": versions(),
         }
+
+
+def _read_ahead(
+    readers: Mapping[str, Callable[[], DocumentText]],
+) -> Iterator[tuple[str, Callable[[], DocumentText]]]:
+    """Yield each document with a function that returns its text, as the reader does.
+
+    While a document is processed the next one is read: converting a large one takes seconds.
+    """
+    pool = ThreadPoolExecutor(1)
+    ahead: tuple[str, Future[DocumentText]] | None = None
+    try:
+        for id, read in readers.items():
+            current, ahead = ahead, (id, pool.submit(read))
+            if current is not None:
+                yield current[0], current[1].result
+        if ahead is not None:
+            yield ahead[0], ahead[1].result
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def failure(id: str, error: TierForceError) -> tuple[dict[str, Any], str]:

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decoding.app.batch.documents import MAX_BYTES, Document
-from decoding.app.interactive.generate import generate, print_stream
+from decoding.app.documents.formats.encodings import MAX_BYTES
+from decoding.app.interactive.generate import generate, print_stream, read_file
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.files import check_writable, write_json
 from decoding.app.terminal.messages import say_what_fits, summary_line
@@ -182,7 +182,7 @@ def _open_chat(common: Common, document: Path | None) -> Iterator[Chat | None]:
     text: str | None = None
     with group.sync_errors():
         if document is not None and group.rank == 0:
-            text = Document(document.name, document, 0).read()
+            text = read_file(document)
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
     chat: Chat | None = None
     with group.sync_errors():

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from decoding.app.batch.documents import MAX_BYTES, Document, decode_text
+from decoding.app.documents.document import Document, decode_input
+from decoding.app.documents.formats.encodings import MAX_BYTES
 from decoding.app.options import Common
 from decoding.app.terminal.files import check_overwrite, check_writable, write_json
 from decoding.app.terminal.messages import say_what_fits, summary_line
@@ -39,7 +40,9 @@ def run(
     silence_transformers()
     group = TensorParallelGroup.from_environment(common.device, warn)
     with group.sync_errors():
-        prompt = _read_prompt(file, group.size) if file is not None else text or ""
+        prompt = text or ""
+        if file is not None and group.rank == 0:
+            prompt = _read_prompt(file, group.size)
         if stats is not None and group.rank == 0:
             check_writable("--stats", stats)
             check_overwrite("--stats", stats)
@@ -66,17 +69,25 @@ def run(
 def _read_prompt(file: Path, ranks: int) -> str:
     """Return the text of a file, or of standard input for `-`. Raises TierForceError."""
     if file != STDIN:
-        return Document(file.name, file, 0).read()
+        return read_file(file)
     if sys.stdin is None:
         raise TierForceError("--prompt-file - reads standard input, but it is closed.")
     if ranks > 1:  # a launcher does not pass it to its ranks
         raise TierForceError(
             "--prompt-file - reads standard input, which several GPUs cannot: name a file instead."
         )
-    text = decode_text(sys.stdin.buffer.read(MAX_BYTES + 1))
+    text = decode_input(sys.stdin.buffer.read(MAX_BYTES + 1))
     if not text.strip():
         raise TierForceError("standard input is empty.")
     return text
+
+
+def read_file(path: Path) -> str:
+    """Return the text of a document, and warn about what it lacks. Raises TierForceError."""
+    document = Document(path.name, path).read()
+    if document.warning is not None:
+        warn(f"{path.name}: {document.warning}")
+    return document.text
 
 
 def generate(engine: Engine, pieces: Callable[[Progress], Iterator[str]], display: Display) -> None:

@@ -132,7 +132,7 @@ def missing_prompt_file(folder: Path) -> tuple[str, ...]:
     return "generate", *MODELS, "--prompt-file", str(folder / "nowhere.txt")
 
 
-@case("no .txt or .md file", "nothing to summarise")
+@case("no document", "nothing to summarise (1: not a kind of document that is read)")
 def folder_without_documents(folder: Path) -> tuple[str, ...]:
     (folder / "picture.png").write_bytes(b"\0")
     return summarize(folder, folder / "out.jsonl")

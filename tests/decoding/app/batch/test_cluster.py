@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -25,10 +26,10 @@ import pytest
 from decoding import Settings
 from decoding.app.batch import cluster_worker
 from decoding.app.batch.cluster import Cluster, _ClusterWorkers, _readable, _write
-from decoding.app.batch.documents import find_documents
 from decoding.app.batch.job import model_digest
 from decoding.app.batch.records import Records
 from decoding.app.batch.summarize import Results, make_job
+from decoding.app.documents.listing import find_documents
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.speculation.sampling import Sampling
@@ -243,7 +244,7 @@ def test_lost_documents_are_sent_three_times_and_unstarted_ones_until_done(
     summaries = {id: record["summary"] for id, record in written.items() if "summary" in record}
     assert summaries == {"0.txt": "a", "1.txt": "b", "3.txt": "d"}
     assert "was lost 3 times" in written["2.txt"]["error"]
-    assert "not UTF-8" in written["broken.txt"]["error"]
+    assert "document is empty" in written["broken.txt"]["error"]
     assert results.failed == 2
 
 
@@ -265,12 +266,21 @@ def test_worker_and_command_write_the_same_summaries(
     )
     contents = [(source / f"{number}.txt").read_text() for number in range(3)]
     worker = cluster_worker.ClusterWorker(common, make_job(common, TARGET, "Sum up."), 2)
-    batch = worker({"index": np.array([4, 7, 5]), "text": np.array(contents, dtype=object)})
+    sources = ['{"format": "text"}'] * 3
+    batch = worker(
+        {
+            "index": np.array([4, 7, 5]),
+            "text": np.array(contents, dtype=object),
+            "source": np.array(sources, dtype=object),
+            "digest": np.array([sha256(text.encode()).hexdigest() for text in contents]),
+        }
+    )
     assert batch["index"] == [4, 7, 5]
     assert batch["machine"] == ["first"] * 3
     written = [json.loads(record) for record in batch["record"]]
     assert [record["id"] for record in written] == ["4", "7", "5"]
     assert {record["concurrency"] for record in written} >= {2}
+    assert all(record["source"] == {"format": "text"} for record in written)
     expected = {record["id"]: record for record in records(output)}
     for number, record in enumerate(written):
         for name in ("summary", "kind", "digest", "prompt_tokens"):

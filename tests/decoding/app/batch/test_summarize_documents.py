@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoTokenizer
 
@@ -22,6 +23,7 @@ from support.commands import (
     records,
     variant,
 )
+from support.document_files import archive, docx, docx_paragraph, epub, odt, pdf
 
 GOOD = "It was the best of times, it was the worst of times. "
 POISON = "^"  # one token, only in documents that must give NaN
@@ -51,6 +53,47 @@ def write(folder: Path, **documents: bytes | str) -> Path:
             content.encode() if isinstance(content, str) else content
         )
     return folder
+
+
+def test_documents_of_all_formats_are_summarised_and_resumed(tmp_path: Path) -> None:
+    pytest.importorskip("mammoth")
+    pytest.importorskip("pypdfium2")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    page = f"<p>{GOOD}</p>"
+    contents: dict[str, bytes] = {
+        "a.pdf": pdf([[GOOD], []]),
+        "b.epub": epub({"a.xhtml": page}),
+        "c.docx": docx(docx_paragraph(GOOD)),
+        "d.html": page.encode(),
+        "e.zip": archive({"x.odt": odt(f"<text:p>{GOOD}</text:p>"), "../y.txt": "out"}),
+        "f.txt": (3 * "Le père Goriot, après avoir quitté les affaires. ").encode("latin1"),
+        "g.srt": f"1\n00:00:01,000 --> 00:00:02,000\n{GOOD}\n".encode(),
+        "broken.pdf": b"%PDF-1.7",
+        "picture.jpg": b"",
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    result, written = summarize(tmp_path, folder)
+    assert result.code == 1
+    errors = {name for name, record in written.items() if "error" in record}
+    assert errors == {"broken.pdf", "e.zip/../y.txt"}
+    sources = {name: written[name]["source"] for name in written.keys() - errors}
+    note = "pages without text, perhaps scanned: 1 of 2"
+    guess = "read as cp1252, by its letters; if some are wrong, convert it"
+    assert sources == {
+        "a.pdf": {"format": "pdf", "pages": 2, "pages_without_text": 1, "note": note},
+        "b.epub": {"format": "epub", "chapters": 1},
+        "c.docx": {"format": "docx"},
+        "d.html": {"format": "html", "encoding": "utf-8"},
+        "e.zip/x.odt": {"format": "odt"},
+        "f.txt": {"format": "text", "encoding": "cp1252", "note": guess},
+        "g.srt": {"format": "subtitles", "encoding": "utf-8"},
+    }
+    for line in (f"a.pdf: {note}", "f.txt: read as cp1252", "that is read: picture.jpg"):
+        assert line in " ".join(result.err.split())
+    again, _ = summarize(tmp_path, folder)
+    assert again.err.count("already finished, skipped") == len(sources)
 
 
 def poisoned(folder: Path) -> tuple[str, ...]:

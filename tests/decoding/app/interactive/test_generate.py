@@ -181,6 +181,7 @@ COMMON = {
             "summarize",
             {
                 "--input",
+                "--include",
                 "--output",
                 "--instruction",
                 "--concurrency",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from decoding.app.batch import documents
 from decoding.app.batch.job import model_digest
+from decoding.app.documents.formats import encodings
 from decoding.app.interactive import generate
 from decoding.app.interactive.chat import read_conversation
 from decoding.app.server.options import read_keys
@@ -46,7 +46,7 @@ def test_irregular_file_is_a_one_line_error(kind: str, reader: str, tmp_path: Pa
 def test_endless_standard_input_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/zero", "rb") as zeros:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(zeros))
-        for module in (generate, documents):
+        for module in (generate, encodings):
             monkeypatch.setattr(module, "MAX_BYTES", 10)
         with pytest.raises(TierForceError, match="more than any context holds"):
             generate._read_prompt(generate.STDIN, 1)

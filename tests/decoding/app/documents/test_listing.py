@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import Any
 
 import pytest
 
-from decoding.app.batch import documents
-from decoding.app.batch.documents import Document, find_documents
+from decoding.app.documents import document, json_lines, listing
+from decoding.app.documents.document import Document
+from decoding.app.documents.formats import encodings
+from decoding.app.documents.listing import find_documents
 from offload.errors import InvalidRequestError, TierForceError
+from support.document_files import archive
 from support.irregular import IRREGULAR
 
 
 def test_folder_is_searched_recursively_by_name(tmp_path: Path) -> None:
-    for name in ("b.txt", "a/z.md", "a/b/c.TXT", "B.md", "notes.rst", "a.txt.bak"):
+    for name in ("b.txt", "a/z.md", "a/b/c.TXT", "B.md", "notes.odd", "a.txt.bak"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"This is {name}.")
@@ -24,7 +28,7 @@ def test_folder_is_searched_recursively_by_name(tmp_path: Path) -> None:
     os.symlink(tmp_path / "nowhere", tmp_path / "broken.txt")
     found = find_documents(tmp_path).documents
     assert [document.id for document in found] == ["B.md", "a/b/c.TXT", "a/z.md", "b.txt"]
-    assert [document.read() for document in found] == [
+    assert [document.read().text for document in found] == [
         f"This is {document.id}." for document in found
     ]
 
@@ -33,7 +37,7 @@ def test_single_file_with_any_name_is_a_document(tmp_path: Path) -> None:
     path = tmp_path / "letter"
     path.write_text("Dear all,")
     (document,) = find_documents(path).documents
-    assert (document.id, document.size, document.read()) == ("letter", 9, "Dear all,")
+    assert (document.id, document.size, document.read().text) == ("letter", 9, "Dear all,")
 
 
 def test_jsonl_lines_are_documents_with_their_ids(tmp_path: Path) -> None:
@@ -51,14 +55,14 @@ def test_jsonl_lines_are_documents_with_their_ids(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(lines).encode())
     found = find_documents(path).documents
     assert [document.id for document in found] == ["a", "7", "ü", "last"]
-    assert [document.read() for document in found] == list(contents.values())
+    assert [document.read().text for document in found] == list(contents.values())
     assert found[2].size == len(lines[2].encode()) + 2
 
 
 def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffIt was".encode())
-    assert find_documents(path).documents[0].read() == "It was"
+    assert find_documents(path).documents[0].read().text == "It was"
 
 
 @pytest.mark.parametrize(
@@ -68,10 +72,10 @@ def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
         (b" \n\t", "empty"),
         (b"\xef\xbb\xbf", "empty"),
         (b"abc\0def", "NUL"),
-        (b"It was\xff\xfe", "byte 6 is 0xff"),
-        ("It was".encode("utf-16"), "UTF-16.* iconv -f utf-16"),
-        ("It was".encode("utf-16-le"), "NUL"),
-        ("Müller".encode("latin1"), "iconv -f latin1"),
+        (b"It was\xff\xfe\x90\x9d", r"byte 6 is 0xff; .*iconv -f latin1"),
+        (b"\xff\xfeabc", "not UTF-16"),
+        (bytes(range(256)), "binary"),
+        ("Příliš žluťoučký kůň úpěl".encode("iso8859-2"), "it may be .*, which is not certain"),
     ],
 )
 def test_reading_non_text_raises(content: bytes, reason: str, tmp_path: Path) -> None:
@@ -107,7 +111,7 @@ def test_invalid_line_is_an_unreadable_document(
     path = tmp_path / "in.jsonl"
     path.write_text('{"id": "good", "text": "x"}\n' + line + "\n", encoding="utf-8")
     good, bad = find_documents(path).documents
-    assert (good.id, good.read()) == ("good", "x")
+    assert (good.id, good.read().text) == ("good", "x")
     assert bad.id == name
     with pytest.raises(InvalidRequestError, match=reason):
         bad.read()
@@ -138,12 +142,35 @@ def test_source_without_documents_is_an_error(tmp_path: Path) -> None:
         find_documents(tmp_path / "nowhere")
 
 
-def test_other_files_are_counted_and_output_is_left_out(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.epub", "c.pdf", "out.txt"):
+def test_other_files_are_named_and_output_is_left_out(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.mobi", "c.doc", "d.DOC", "Makefile", ".git", "x.jsonl", "out.txt"):
         (tmp_path / name).write_text("It was")
-    listing = find_documents(tmp_path, tmp_path / "../" / tmp_path.name / "out.txt")
-    assert [document.id for document in listing.documents] == ["a.txt"]
-    assert listing.skipped == 2
+    found = find_documents(tmp_path, tmp_path / "../" / tmp_path.name / "out.txt")
+    assert [document.id for document in found.documents] == ["a.txt"]
+    assert found.skipped == {
+        "hidden": [".git"],
+        "not a kind of document that is read": ["Makefile"],
+        ".mobi is not read: convert it to .epub, as with Calibre": ["b.mobi"],
+        ".doc is not read: save it as .docx": ["c.doc", "d.DOC"],
+        ".jsonl is not read: give it as --input on its own": ["x.jsonl"],
+    }
+
+
+def test_included_patterns_replace_suffixes(tmp_path: Path) -> None:
+    for name in ("main.py", "src/lib.py", "src/notes.txt", "docs/a.rst", "docs/b/c.rst", "x.c"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    found = find_documents(tmp_path, include=["*.py", "docs/*.rst"])
+    assert [document.read().text for document in found.documents] == [
+        "docs/a.rst",
+        "docs/b/c.rst",
+        "main.py",
+        "src/lib.py",
+    ]
+    assert found.skipped == {"left out by --include": ["src/notes.txt", "x.c"]}
+    with pytest.raises(TierForceError, match=r"nothing to summarise \(6: left out by --include\)"):
+        find_documents(tmp_path, include=["*.java"])
 
 
 def test_pipe_is_an_error_and_does_not_block(tmp_path: Path) -> None:
@@ -157,10 +184,11 @@ def test_pipe_is_an_error_and_does_not_block(tmp_path: Path) -> None:
 
 
 def test_oversized_documents_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "MAX_BYTES", 100)
+    for module in (document, encodings, json_lines):
+        monkeypatch.setattr(module, "MAX_BYTES", 100)
     book, lines = tmp_path / "a.txt", tmp_path / "in.jsonl"
     book.write_text("x" * 100)
-    assert len(Document("a.txt", book, 0).read()) == 100
+    assert len(Document("a.txt", book, 0).read().text) == 100
     os.truncate(book, 1 << 40)  # sparse: takes no disk space
     lines.write_text(
         f'{{"id": "a", "text": "first"}}\n{{"id": "b", "text": "{"x" * 1000}"}}\n'
@@ -168,11 +196,11 @@ def test_oversized_documents_are_not_read(tmp_path: Path, monkeypatch: pytest.Mo
     )
     found = find_documents(lines).documents
     assert [document.id for document in found] == ["a", "line 2", "c"]
-    assert [found[0].read(), found[2].read()] == ["first", "last"]
+    assert [found[0].read().text, found[2].read().text] == ["first", "last"]
     for large in (Document("a.txt", book, 0), found[1]):
         with pytest.raises(InvalidRequestError, match="more than any context holds: split it"):
             large.read()
-    monkeypatch.setattr(documents, "MAX_DOCUMENTS", 2)
+    monkeypatch.setattr(listing, "MAX_DOCUMENTS", 2)
     with pytest.raises(TierForceError, match="more than 2 documents: split it into parts"):
         find_documents(lines)
 
@@ -194,7 +222,7 @@ def test_maximum_id_length(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(f'{{"id": "{"x" * count}", "text": "a"}}\n' for count in (4096, 4097)))
     first, second = find_documents(path).documents
-    assert first.read() == "a"
+    assert first.read().text == "a"
     with pytest.raises(InvalidRequestError, match="at most 4,096 characters"):
         second.read()
 
@@ -203,7 +231,7 @@ def test_generated_id_of_a_line_is_unique(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"id": "line 2", "text": "x"}\nbroken\n{"id": "line 3", "text": "y"}\n[]\n')
     names = [document.id for document in find_documents(path).documents]
-    assert names == ["line 2", "line 2 (no id)", "line 3", "line 4"]
+    assert names == ["line 2", "line 2 (2)", "line 3", "line 4"]
 
 
 def test_line_changed_since_listing_raises(tmp_path: Path) -> None:
@@ -213,7 +241,7 @@ def test_line_changed_since_listing_raises(tmp_path: Path) -> None:
     path.write_text('{"id": "b", "text": "y"}\n{"id": "b", "text": "z"}\n')
     with pytest.raises(InvalidRequestError, match="has changed since it was listed"):
         first.read()
-    assert second.read() == "z"
+    assert second.read().text == "z"
 
 
 def test_json_file_is_an_error(tmp_path: Path) -> None:
@@ -233,9 +261,9 @@ def test_links_are_followed_once_and_broken_links_are_reported(tmp_path: Path) -
     (folder / "sub/up").symlink_to(folder)
     (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
     (folder / "loop.txt").symlink_to(folder / "loop.txt")
-    listing = find_documents(folder)
-    assert [document.id for document in listing.documents] == ["linked/a.txt", "sub/a.txt"]
-    assert listing.unreadable == (folder / "gone.txt", folder / "loop.txt")
+    found = find_documents(folder)
+    assert [document.id for document in found.documents] == ["linked/a.txt", "sub/a.txt"]
+    assert found.unreadable == [folder / "gone.txt", folder / "loop.txt"]
 
 
 def test_folder_that_cannot_be_listed_is_reported(
@@ -251,9 +279,9 @@ def test_folder_that_cannot_be_listed_is_reported(
         return scan(folder)
 
     monkeypatch.setattr(os, "scandir", raise_for_closed)
-    listing = find_documents(tmp_path)
-    assert [document.id for document in listing.documents] == ["a.txt"]
-    assert listing.unreadable == (tmp_path / "closed",)
+    found = find_documents(tmp_path)
+    assert [document.id for document in found.documents] == ["a.txt"]
+    assert found.unreadable == [tmp_path / "closed"]
 
 
 def test_deeply_nested_folder_is_searched(tmp_path: Path) -> None:
@@ -268,3 +296,39 @@ def test_deeply_nested_folder_is_searched(tmp_path: Path) -> None:
     while deep != tmp_path:
         deep.rmdir()
         deep = deep.parent
+
+
+def test_digest_follows_the_content(tmp_path: Path) -> None:
+    """It is that of the text for UTF-8 and for lines, so that it is the same in either."""
+    (tmp_path / "a.txt").write_text("It was")
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "text": "It was"}\n')
+    (tmp_path / "b.zip").write_bytes(archive({"c.txt": "It was", "d.txt": "the best"}))
+    (text, first, second) = find_documents(tmp_path).documents
+    (line,) = find_documents(tmp_path / "in.jsonl").documents
+    expected = hashlib.sha256(b"It was").hexdigest()
+    assert text.digest() == text.read().digest == line.digest() == line.read().digest == expected
+    assert first.digest() != second.digest()
+    assert second.digest() == second.read().digest
+    (tmp_path / "b.zip").write_bytes(
+        archive({"new.txt": "", "c.txt": "It was", "d.txt": "the end"})
+    )
+    listing = {each.id: each for each in find_documents(tmp_path).documents}
+    assert listing["b.zip/c.txt"].digest() == first.digest()
+    assert listing["b.zip/d.txt"].digest() != second.digest()
+
+
+@pytest.mark.parametrize("kind", sorted(IRREGULAR.keys() - {"folder", "circular link"}))
+def test_irregular_files_of_a_folder_are_skipped(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    IRREGULAR[kind](tmp_path / "b.txt")
+    (tmp_path / "~$c.docx").write_text("lock of an office program")
+    assert find_documents(tmp_path).skipped == {
+        "not a regular file": ["b.txt"],
+        "hidden": ["~$c.docx"],
+    }
+
+
+def test_include_is_for_folders(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(TierForceError, match="--include selects files of a folder"):
+        find_documents(tmp_path / "a.txt", include=["*.txt"])
