@@ -57,8 +57,7 @@ class Document:
     @property
     def is_text(self) -> bool:
         """Whether its size is that of its text."""
-        kind = self.kind or kinds.kind_by_name(self.path.name) or kinds.TEXT
-        return self.offset is not None or kind == kinds.TEXT
+        return self.offset is not None or self._named_kind == kinds.TEXT
 
     def read(self) -> DocumentText:
         """Return the text.
@@ -67,12 +66,14 @@ class Document:
         large, or gone.
         """
         with self._opened() as file:
-            digest = self._digest(
-                file
-            )  # first: what changes meanwhile is read again by a later run
-            file.seek(0)
-            text, source = self._read(file)
-            check_whole_characters(text)
+            if self.offset is not None:
+                text, source = self._line(file), {"format": "jsonl"}
+                digest = _sha256(text)
+            else:
+                digest = self._digest(file)  # before the text, which may change in between
+                file.seek(0)
+                text, source = self._read(file)
+                check_whole_characters(text)
         if not text.strip():
             note = f" ({source['note']})" if "note" in source else ""
             raise InvalidRequestError(f"the document is empty{note}.")
@@ -84,15 +85,11 @@ class Document:
         It takes far less time than a conversion. Raises InvalidRequestError as `read` does.
         """
         with self._opened() as file:
-            return self._digest(file)
+            return _sha256(self._line(file)) if self.offset is not None else self._digest(file)
 
     def _digest(self, file: BinaryIO) -> str:
-        if self.offset is not None:
-            text, _ = self._read(file)
-            check_whole_characters(text)
-            return hashlib.sha256(text.encode()).hexdigest()
         if self.member is not None:
-            return hashlib.sha256(f"{self.size} {self.checksum}".encode()).hexdigest()
+            return _sha256(f"{self.size} {self.checksum}")
         if os.fstat(file.fileno()).st_size > _MAX_FILE_BYTES:
             raise InvalidRequestError(
                 f"the document is larger than {_MAX_FILE_BYTES >> 30} GiB, more than any context "
@@ -118,18 +115,25 @@ class Document:
         except OSError as error:
             raise InvalidRequestError(f"{self.path} cannot be read: {error.strerror}.") from error
 
+    @property
+    def _named_kind(self) -> str:
+        return self.kind or kinds.kind_by_name(self.path.name) or kinds.TEXT
+
+    def _line(self, file: BinaryIO) -> str:
+        file.seek(self.offset or 0)
+        text = line_text(file.readline(MAX_BYTES + 1), self.id)
+        check_whole_characters(text)
+        return text
+
     def _read(self, file: BinaryIO) -> tuple[str, dict[str, Any]]:
-        if self.offset is not None:
-            file.seek(self.offset)
-            return line_text(file.readline(MAX_BYTES + 1), self.id), {"format": "jsonl"}
-        kind = self.kind or kinds.kind_by_name(self.path.name)
+        kind = self._named_kind
         if self.member is not None:
-            return convert(file, kind or kinds.TEXT, (self.member, self.size, self.checksum))
+            return convert(file, kind, (self.member, self.size, self.checksum))
         if kind == kinds.ARCHIVE:
             raise InvalidRequestError(
                 "it is an archive of documents: unpack it, and name one of them."
             )
-        kind = kinds.kind_by_content(file.read(kinds.MAGIC_BYTES) or b"", kind or kinds.TEXT)
+        kind = kinds.kind_by_content(file.read(kinds.MAGIC_BYTES) or b"", kind)
         if kind == kinds.TEXT and (advice := kinds.advice(self.path.name)) is not None:
             raise InvalidRequestError(f"{advice}.")
         if kind in kinds.TEXTUAL:
@@ -138,6 +142,10 @@ class Document:
             if (reading := read_unicode(file.read(MAX_BYTES + 1) or b"", kind)) is not None:
                 return reading
         return convert(file, kind)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def decode_input(raw: bytes) -> str:
