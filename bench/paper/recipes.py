@@ -138,8 +138,12 @@ def is_here(experiment: Experiment) -> bool:
 
 
 def arguments_of(model: str, draft: str | None, mode: str, options: Options) -> list[str]:
-    """Return the arguments of `tierforce summarize`, without input and output."""
+    """Return the arguments of `tierforce summarize`, without input and output.
+
+    A book longer than the context is cut, so that it is one prompt as in the paper.
+    """
     arguments = ["--model", model, *(["--draft", draft] if draft else []), "--mode", mode]
+    arguments += ["--long", "cut"]
     for name, value in options.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
     return arguments

@@ -19,7 +19,9 @@ from decoding.app.options import (
     Common,
     Concurrency,
     DocumentFile,
+    IncludedFiles,
     JobOptions,
+    LongDocuments,
     check_concurrency,
     option_parameter,
     with_common,
@@ -27,7 +29,7 @@ from decoding.app.options import (
 from decoding.app.server.options import ServeOptions
 from decoding.app.terminal.signals import Interrupts, signal_source
 from decoding.app.terminal.streams import advice_after_loss, say, warn
-from decoding.text.prompt import INSTRUCTION
+from decoding.text.instructions import INSTRUCTION, MERGE_INSTRUCTION, PART_INSTRUCTION
 from offload.errors import TierForceError
 from parallel.ranks.environment import ignored_variables, is_launched, rank_from_env
 
@@ -96,17 +98,15 @@ def summarize(
             "resumed."
         ),
     ],
-    include: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Files of a folder or .zip to read, for example '*.py', in place of those that "
-            "end like documents; may be repeated.",
-            metavar="PATTERN",
-            show_default=False,
-            rich_help_panel="Documents",
-        ),
-    ] = None,
+    include: IncludedFiles = None,
     instruction: Annotated[str, typer.Option(help="Instruction for each document.")] = INSTRUCTION,
+    long: Annotated[str, option_parameter(LongDocuments, "long", "split")] = "split",
+    part_instruction: Annotated[
+        str, option_parameter(LongDocuments, "part_instruction", PART_INSTRUCTION)
+    ] = PART_INSTRUCTION,
+    merge_instruction: Annotated[
+        str, option_parameter(LongDocuments, "merge_instruction", MERGE_INSTRUCTION)
+    ] = MERGE_INSTRUCTION,
     concurrency: Concurrency = None,
     cluster: Annotated[
         str | None,
@@ -130,12 +130,15 @@ def summarize(
 ) -> None:
     """Summarise documents.
 
-    Every token is sampled from exactly the target model's distribution. The record of a document is
-    on disk as soon as it is finished; after an interruption the same command resumes.
+    A document longer than the context is summarised in parts, and their summaries are merged. Every
+    token is sampled from exactly the target model's distribution. The record of a document is on
+    disk as soon as it is finished, and the summary of a part, too; after an interruption the same
+    command resumes.
     """
     message = "interrupted ({name}) before the first document: run the same command to resume"
     if common.settings.deterministic:
         check_concurrency(concurrency)
+    long_documents = LongDocuments(long, part_instruction, merge_instruction)
     if cluster is not None:
         if common.settings.prompt_cache is not None:
             raise TierForceError(
@@ -146,18 +149,20 @@ def summarize(
         interrupts = _listen(message)
         from decoding.app.batch.cluster import Cluster
         from decoding.app.batch.cluster import run as run_on_cluster
-        from decoding.app.batch.summarize import Source
+        from decoding.app.batch.summarize import Assignment, Source
 
         options = Cluster(cluster, machines, concurrency or 1)
         source = Source(input, include or [])
-        run_on_cluster(common, source, output, instruction, options, interrupts)
+        assignment = Assignment.of(instruction, long_documents)
+        run_on_cluster(common, source, output, assignment, options, interrupts)
         return
     if machines is not None:
         raise TierForceError("--machines needs --cluster: name the Ray cluster to use.")
     interrupts = _start(common, message)
-    from decoding.app.batch.summarize import Source, run
+    from decoding.app.batch.summarize import Assignment, Source, run
 
-    run(common, Source(input, include or []), output, instruction, concurrency, interrupts)
+    assignment = Assignment.of(instruction, long_documents)
+    run(common, Source(input, include or []), output, assignment, concurrency, interrupts)
 
 
 @_command("generate --model TARGET --draft DRAFT --prompt-file book.txt")
@@ -217,19 +222,27 @@ def chat(common: Common, document: DocumentFile = None) -> None:
 def ask(
     common: Common,
     question: Annotated[str, typer.Argument(help="The question.")],
-    document: DocumentFile = None,
+    document: Annotated[
+        Path | None,
+        typer.Option(
+            help="Document to ask about, of any length: text, PDF, EPUB, DOCX and others."
+        ),
+    ] = None,
+    long: Annotated[str, option_parameter(LongDocuments, "long", "split")] = "split",
 ) -> None:
     """Answer one question, optionally about a document.
 
-    Every token is sampled from exactly the target model's distribution, and printed as soon as it
-    is verified.
+    The parts of a document longer than the context are asked one by one, and their answers are
+    merged. Every token is sampled from exactly the target model's distribution, and printed as soon
+    as it is verified.
     """
     if not question.strip():
         raise TierForceError("the question is empty: ask something, in quotes.")
+    splits = LongDocuments(long).long == "split"
     interrupts = _start(common, "interrupted ({name})")
-    from decoding.app.interactive.chat import ask as answer
+    from decoding.app.interactive.ask import run
 
-    answer(common, document, question, interrupts)
+    run(common, document, question, splits, interrupts)
 
 
 @_command("prefill --model TARGET --document book.txt --prompt-cache prompts")

@@ -25,8 +25,10 @@ from decoding.config.option import (
 )
 from decoding.config.settings import Settings
 from decoding.speculation.sampling import Sampling
+from decoding.text.instructions import MERGE_INSTRUCTION, PART_INSTRUCTION
 from offload.errors import TierForceError
 
+DOCUMENTS = "Documents"  # a help panel
 DEVICES = ("auto", "cpu", "cuda")
 EXIT_CODES = (
     "Exit codes: 0 success; 1 failure, explained in one line; 2 invalid command line; 128 + n "
@@ -42,6 +44,17 @@ Concurrency = Annotated[
         metavar="DOCUMENTS",
         min=1,
         rich_help_panel=MEMORY,
+    ),
+]
+
+IncludedFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Files of a folder or .zip to read, for example '*.py', in place of those that end "
+        "like documents; may be repeated.",
+        metavar="PATTERN",
+        show_default=False,
+        rich_help_panel=DOCUMENTS,
     ),
 ]
 
@@ -95,6 +108,41 @@ class Common(JobOptions):
 
     settings: Settings
     sampling: Sampling
+
+
+@dataclass(frozen=True)
+class LongDocuments:
+    """How documents longer than the context are processed."""
+
+    long: str = option(
+        "Documents longer than the context: split them into parts, and merge the answers about "
+        "these, or cut off their end.",
+        value="split",
+        group=DOCUMENTS,
+        choices=("split", "cut"),
+    )
+    part_instruction: str = option(
+        "Instruction for a part of a document; {part}, {parts} and {instruction} are replaced.",
+        value=PART_INSTRUCTION,
+        group=DOCUMENTS,
+        unit="text",
+    )
+    merge_instruction: str = option(
+        "Instruction for answers about the parts of a document; {instruction} is replaced.",
+        value=MERGE_INSTRUCTION,
+        group=DOCUMENTS,
+        unit="text",
+    )
+
+    def __post_init__(self) -> None:
+        """Raise TierForceError for an invalid value, or one without effect."""
+        check_options(self)
+        own = self.part_instruction, self.merge_instruction
+        if self.long == "cut" and own != (PART_INSTRUCTION, MERGE_INSTRUCTION):
+            raise TierForceError(
+                "--part-instruction and --merge-instruction are for documents that are split: "
+                "leave them out with --long cut."
+            )
 
 
 def check_concurrency(concurrency: int | None) -> None:

@@ -58,7 +58,7 @@ class Settings:
         choices=MODES,
     )
     context: int | None = option(
-        "Maximum length of prompt and output together. Longer documents are truncated.",
+        "Maximum length of prompt and output together. Longer documents are split or truncated.",
         value=None,
         unit="tokens",
         default="the model's limit",

@@ -119,8 +119,7 @@ class Chat:
     def _truncate(self, document: str) -> str:
         """Return the beginning of the document that leaves room for a conversation."""
         context = self.engine.context
-        talk = max(self.max_new_tokens, min(DEFAULT_ROOM, context // 8))
-        room = context - self.max_new_tokens - talk
+        room = context - self.max_new_tokens - talk_room(context, self.max_new_tokens)
         if room < 1:
             raise InvalidRequestError(
                 f"no room left for the document: the context is {context:,} tokens, and answers "
@@ -128,6 +127,11 @@ class Chat:
             )
         document, self.truncated_tokens = truncate_to(self.engine.tokenizer, document, room)
         return document
+
+
+def talk_room(context: int, max_new_tokens: int) -> int:
+    """Return the number of tokens kept free after a document for a conversation about it."""
+    return max(max_new_tokens, min(DEFAULT_ROOM, context // 8))
 
 
 def _turn(question: str, answer: str | None = None) -> list[dict[str, str]]:

@@ -219,7 +219,7 @@ class Engine:
             self.scheduler.close()
 
     def generate_batch(
-        self, requests: Iterable[Request], concurrency: int
+        self, requests: Iterable[Request | None], concurrency: int
     ) -> Iterator[RequestState]:
         """Yield the state of each request as it finishes; up to `concurrency` run at a time.
 
@@ -229,7 +229,7 @@ class Engine:
         `deterministic`.
 
         Args:
-            requests: the requests, in order.
+            requests: the requests, in order; None if the next depends on one that is not finished.
             concurrency: maximum number of requests that share memory and forwards.
         """
         if self.group.rank:

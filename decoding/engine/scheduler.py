@@ -101,13 +101,13 @@ class Scheduler:
                 closing.callback(self._finish, state)
 
     def run(
-        self, requests: Iterable[Request], concurrency: int
+        self, requests: Iterable[Request | None], concurrency: int
     ) -> Generator[RequestState, None, None]:
         """Yield each request as it finishes; up to `concurrency` share memory and forwards.
 
         A request is taken when there is room for it, and prefilled at once: the others' forwards
-        wait until they are shared. Those that do not fit their share of the memory run alone at the
-        end.
+        wait until they are shared. None in place of a request defers it to the next step. Those
+        that do not fit their share of the memory run alone at the end.
         """
         self.concurrency, self._is_batch = concurrency, True
         rest = iter(requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -120,6 +121,20 @@ def truncate_to(
     excess = len(encoded.ids) - max(0, max_tokens)
     first, last = encoded.offsets[excess - 1][1], encoded.offsets[-excess][0]
     return text[first:] if keep_end else text[:last], dropped + excess
+
+
+def token_starts(tokenizer: Any, text: str, limit: int) -> array[int]:
+    """Return the indices (T,) of the first characters of a text's tokens.
+
+    A text of far more than `limit` tokens is tokenized in parts, which may change a few at each
+    cut. Raises TierForceError if the tokenizer does not report the offsets of tokens.
+    """
+    starts, done = array("q"), 0
+    for part in _parts(text, limit):
+        encoded = _encode_with_offsets(tokenizer, part, split_special_tokens=True)
+        starts.extend(done + start for start, _ in encoded.offsets)
+        done += len(part)
+    return starts
 
 
 def clip(tokenizer: Any, text: str, max_tokens: int, keep_end: bool) -> tuple[str, int]:

@@ -17,9 +17,9 @@ from decoding.text.encoding import (
     prefix_tokens,
     truncate_to,
 )
+from decoding.text.instructions import INSTRUCTION
 from offload.errors import InvalidRequestError, TierForceError, one_line
 
-INSTRUCTION = "Summarize the text above."
 _DOCUMENT = "a document"
 MARK = "\ue000\ue001\ue000"  # placeholder of a text in a template
 

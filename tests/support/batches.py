@@ -8,12 +8,24 @@ from typing import Any
 
 from decoding import Engine, Sampling
 from decoding.engine.request import Request, RequestState
+from decoding.engine.stats import Stats
 from support import engines
 from support.models import random_tokens
 
 SMALL: dict[str, Any] = {**engines.SMALL, "selection_interval": 1, "prompt_lookup_ngram": 0}
 # several prefill chunks, and prompt lookup in modes without a draft
 SERVING: dict[str, Any] = {**SMALL, "prompt_lookup_ngram": None, "prefill_chunk": 64}
+
+
+def answer(summary: str) -> dict[str, Any]:
+    """Return an answer as a batch gets it from an engine."""
+    return {
+        "summary": summary,
+        **Stats(prompt_tokens=20, token_ids=[1, 2], finish_reason="stop").as_dict(),
+        "dtype": "float32",
+        "device": "cpu",
+        "ranks": 1,
+    }
 
 
 def requests(sampling: Sampling, sizes: Iterable[tuple[int, int]]) -> list[Request]:

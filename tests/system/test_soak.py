@@ -121,10 +121,11 @@ def test_usage_of_ranks_does_not_grow_during_a_job(
     assert len({each["id"] for each in written}) == len(written) == size.documents
     broken = kinds["empty"] + kinds["binary"]
     assert sum("error" in each for each in written) == broken
-    assert sum(each.get("truncated_tokens", 0) > 0 for each in written) == kinds["too long"]
+    assert sum("parts" in each for each in written) == kinds["too long"]
     for row in rows:
         assert 100 < row["early_mb"] <= row["early_most_mb"]
         assert 100 < row["late_mb"] <= row["late_most_mb"]
         assert row["late_mb"] <= size.growth * row["early_mb"]
-        assert row["late_files"] <= row["early_files"]
+        # while a document is in parts, their answers are in a file
+        assert row["late_files"] <= row["early_files"] + 1
         assert row["late_threads"] <= row["early_threads"]

@@ -8,31 +8,37 @@ import os
 import socket
 import sys
 import warnings
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from decoding.app.batch.cluster_guard import ClusterGuard
+from decoding.app.batch.documents_in_progress import DocumentsInProgress, Work, description
 from decoding.app.batch.job import BatchJob
 from decoding.app.batch.records import Records
 from decoding.app.batch.summarize import (
+    Assignment,
     Results,
     Source,
+    begin,
     due_documents,
-    failure,
     list_documents,
     make_job,
+    report,
 )
-from decoding.app.documents.document import Document
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import advice_after_loss, say, silence_transformers
+from decoding.models.loading import load_tokenizer
+from decoding.text.long_text import PromptBuilder
 from offload.errors import InvalidRequestError, TierForceError, one_line
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
@@ -42,7 +48,7 @@ from parallel.ranks.process_group import TensorParallelGroup
 
 _TIMEOUT_S = 10.0  # limit until a cluster started here has stopped
 _OPEN_FILES = 512  # open at the same time in each of Ray's processes
-_MAX_ATTEMPTS = 3  # machines lost per document
+_MAX_ATTEMPTS = 3  # machines lost per document, and rounds in which none starts
 _ADVICE = advice_after_loss(["summarize"])
 
 
@@ -59,7 +65,7 @@ def run(
     common: Common,
     source: Source,
     output: Path,
-    instruction: str,
+    assignment: Assignment,
     cluster: Cluster,
     interrupts: Interrupts,
 ) -> None:
@@ -70,8 +76,11 @@ def run(
     silence_transformers()
     documents = list_documents(source, output)
     folder = resolve(common.model, TensorParallelGroup())
-    job = make_job(common, folder, instruction)
+    job = make_job(common, folder, assignment)
     limit = ModelConfig.from_name(str(folder)).with_rope_scaling(common.settings.rope).context_limit
+    context = common.settings.context or limit
+    tokenizer = load_tokenizer(folder)
+    builder = PromptBuilder(tokenizer, job.instructions, context, job.max_new_tokens)
     with Records(output) as records:
         due = due_documents(documents, records, job)
         if not due:
@@ -80,61 +89,68 @@ def run(
         with Display(len(documents), sys.stderr) as display:
             results = Results(documents, due, records, display)
             interrupts.on_exit = _with_cleanup(results.report_interrupt)
-            if rows := list(_readable(due, results)):
+            progress = DocumentsInProgress(builder, job, records.parts, results.add)
+            for document in due:
+                try:
+                    begin(progress, document.id, document.read(), context, display)
+                except InvalidRequestError as error:
+                    progress.record_error(document.id, *description(error))
+            if progress:
                 workers = _ClusterWorkers(cluster, common, job)
                 try:
-                    say(f"{workers.count} machines of a Ray cluster; {len(rows)} documents")
-                    _write(rows, workers, due, results)
+                    begun = sum(document.id in progress for document in due)
+                    say(f"{workers.count} machines of a Ray cluster; {begun} documents")
+                    _summarise(progress, workers, display)
                 finally:
                     workers.close()
-    results.conclude(common.settings.context or limit)
+    results.conclude(context)
 
 
-def _readable(due: Sequence[Document], results: Results) -> Iterator[dict[str, Any]]:
-    """Yield the documents as dataset rows; record an error for those that cannot be read."""
-    for index, document in enumerate(due):
-        try:
-            document_text = document.read()
-        except InvalidRequestError as error:
-            results.add(*failure(document.id, error))
+def _summarise(progress: DocumentsInProgress, workers: _ClusterWorkers, display: Display) -> None:
+    """Process all tasks of the documents in progress, in rounds. Raises TierForceError."""
+    remaining = dict[int, Work]()  # keys are numbers
+    losses: Counter[int] = Counter()  # machines lost, by that number
+    numbers = count()
+    while progress:
+        rows = [_row(index, work) for index, work in remaining.items()]
+        for work in progress.work():
+            index = next(numbers)
+            remaining[index] = work
+            rows.append(_row(index, work))
+        if not rows:  # answers on disk have ended the last document
             continue
-        if document_text.warning is not None:
-            results.display.warn(f"{document.id}: {document_text.warning}")
-        yield {
-            "index": index,
-            "text": document_text.text,
-            "source": json.dumps(document_text.source),
-            "digest": document_text.digest,
-        }
-
-
-def _write(
-    rows: Sequence[dict[str, Any]],
-    workers: _ClusterWorkers,
-    due: Sequence[Document],
-    results: Results,
-) -> None:
-    """Summarise the readable documents. Raises TierForceError."""
-    remaining = {row["index"]: row for row in rows}
-    losses: Counter[int] = Counter()  # machines lost, by document
-    is_first_round = True
-    while remaining:
         reported = set[int]()
-        # After the first round documents go alone: one that crashes machines fails no others.
-        summaries = workers.summaries(list(remaining.values()), batched=is_first_round)
-        for index, record, line in summaries:
+        # Lost tasks go alone: one that crashes machines fails no others.
+        for index, answer in workers.answers(rows, batched=not losses.keys() & remaining.keys()):
             reported.add(index)
-            if record is not None and remaining.pop(index, None) is not None:
-                results.add({**record, "id": due[index].id}, line)
-        is_first_round = False
+            if answer is not None and index in remaining:
+                _finish(progress, remaining.pop(index), answer, display)
         losses.update(remaining.keys() - reported)
-        for index in [index for index in remaining if losses[index] == _MAX_ATTEMPTS]:
-            del remaining[index]
-            error = TierForceError(
-                f"the machine processing this document was lost {_MAX_ATTEMPTS} times: it may have "
-                "run out of memory."
-            )
-            results.add(*failure(due[index].id, error))
+        for index, work in list(remaining.items()):
+            if losses[index] == _MAX_ATTEMPTS:
+                reason = (
+                    f"the machine processing this document was lost {_MAX_ATTEMPTS} times: it may "
+                    "have run out of memory."
+                )
+                progress.fail(work, TierForceError.__name__, reason)
+            if work.document not in progress:
+                del remaining[index]
+
+
+def _finish(
+    progress: DocumentsInProgress, work: Work, answer: dict[str, Any], display: Display
+) -> None:
+    """Take the answer to a task, or its error."""
+    if "error" in answer:
+        progress.fail(work, answer["kind"], answer["error"])
+        return
+    report(work, answer, display)
+    progress.finish(work, answer)
+
+
+def _row(index: int, work: Work) -> dict[str, Any]:
+    """Return a task as a dataset row; NumPy would drop zeros at the end of plain bytes."""
+    return {"index": index, "prompt": b64encode(work.prompt.tobytes()).decode()}
 
 
 def _with_cleanup(report_interrupt: Callable[[str], None]) -> Callable[[str], None]:
@@ -183,6 +199,8 @@ class _ClusterWorkers:
                 "--cluster needs Ray: pip install 'tierforce[cluster]', on every machine."
             ) from error
         self._ray, self._cluster, self._common, self._job = ray, cluster, common, job
+        self._has_answered = False  # any machine
+        self._rounds_without_answer = 0  # consecutive ones
         self._guard = ClusterGuard(
             f"tierforce: the Ray node of --cluster {cluster.address} on this machine, or this job "
             f"itself, was killed (out of memory?). {_ADVICE}"
@@ -226,14 +244,15 @@ class _ClusterWorkers:
                 f"{self.count} are requested: lower --machines or --gpus."
             )
 
-    def summaries(
+    def answers(
         self, rows: Sequence[dict[str, Any]], batched: bool
-    ) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
-        """Yield each document's index, record and line for the terminal.
+    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """Yield the index of each row and its answer: its fields, or `error` and its `kind`.
 
-        The record is None if its machine could not start. Documents of a lost machine are not
-        yielded. With `batched`, machines get batches of `concurrency` documents, else one at a
-        time. Raises TierForceError if no machine can start, and if the cluster is lost.
+        The answer is None if its machine could not start. Rows of a lost machine are not yielded.
+        With `batched`, machines get batches of `concurrency` rows, else one at a time. Raises
+        TierForceError if no machine can start, or those that are chosen cannot several times in a
+        row, and if the cluster is lost.
         """
         from decoding.app.batch.cluster_worker import ClusterWorker
 
@@ -258,24 +277,31 @@ class _ClusterWorkers:
             max_restarts=-1,
             max_task_retries=0,
         )
-        failing, has_record = set[str](), False
+        failing, has_answer, reason = set[str](), False, ""
+        self._rounds_without_answer += 1
         try:
             for batch in dataset.iter_batches(batch_size=None, prefetch_batches=0):
-                for index, record, line, machine in zip(
+                for index, answer, error, machine in zip(
                     batch["index"].tolist(),
-                    batch["record"],
-                    batch["line"],
+                    batch["answer"],
+                    batch["error"],
                     batch["machine"],
                     strict=True,
                 ):
-                    if record:
-                        has_record = True
-                        yield index, json.loads(record), line
+                    if answer:
+                        has_answer, self._rounds_without_answer = True, 0
+                        self._has_answered = True
+                        yield index, json.loads(answer)
                         continue
-                    yield index, None, line
+                    reason = error
+                    yield index, None
                     failing.add(machine)
-                    if len(failing) == size and not has_record:
-                        raise TierForceError(f"no machine can process documents: {line}")
+                    is_last_try = self._rounds_without_answer >= _MAX_ATTEMPTS
+                    may_try_again = self._has_answered and not is_last_try
+                    if len(failing) == size and not has_answer and not may_try_again:
+                        raise TierForceError(f"no machine can process documents: {error}")
+            if failing and not has_answer and self._rounds_without_answer >= _MAX_ATTEMPTS:
+                raise TierForceError(f"no machine can process documents: {reason}")
         except self._ray.exceptions.RayError as error:
             raise TierForceError(
                 f"the machines of --cluster {self._cluster.address} are lost "

@@ -10,19 +10,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from array import array
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from decoding.app.batch.documents_in_progress import description
 from decoding.app.batch.job import BatchJob, model_digest
-from decoding.app.batch.summarize import Summaries
-from decoding.app.documents.document import DocumentText
+from decoding.app.batch.summarize import answer_of
 from decoding.app.options import Common
-from decoding.app.terminal.progress import Display
 from decoding.app.terminal.streams import silence_transformers, warn
 from decoding.engine.engine import Engine
-from decoding.text.prompt import Template
+from decoding.engine.request import Request
 from offload.errors import TierForceError, one_line
 from parallel.model.loading import resolve
 from parallel.ranks.environment import RankLost
@@ -44,7 +45,6 @@ class ClusterWorker:
     """A Ray Data actor: an engine, loaded once and called with batches."""
 
     engine: Engine
-    template: Template
 
     def __init__(self, common: Common, job: BatchJob, concurrency: int, threads: str | None = None):
         """Load the models on `common.gpus` ranks, of which this process is the first.
@@ -58,7 +58,6 @@ class ClusterWorker:
         try:
             _start_ranks(common, job, threads)
             self.engine = _load_engine(common, job)
-            self.template = Template.summary(self.engine.tokenizer, job.instruction)
         except RankLost:
             os._exit(1)
         except Exception as error:
@@ -66,51 +65,47 @@ class ClusterWorker:
             self.startup_error = f"{kind}{one_line(error)}"
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Summarise a batch; return the JSON record and the terminal line of each document.
+        """Process a batch of prompts; return the JSON answer to each, which may be an error.
 
-        If the models failed to load, records are empty and lines give the reason.
+        If the models failed to load, answers are empty.
         """
         indices = batch["index"].tolist()
-        records, lines = [""] * len(indices), [self.startup_error] * len(indices)
+        answers = dict.fromkeys(indices, "")
         if self.startup_error is None:
-            documents = [
-                DocumentText(text, json.loads(source), digest)
-                for text, source, digest in zip(
-                    batch["text"], batch["source"], batch["digest"], strict=True
+            requests = [
+                Request(
+                    array("i", b64decode(prompt)).tolist(),
+                    self.job.max_new_tokens,
+                    self.job.sampling,
+                    name=str(index),
                 )
+                for index, prompt in zip(indices, batch["prompt"], strict=True)
             ]
-            results = self._summaries(dict(zip(map(str, indices), documents, strict=True)))
-            records = [json.dumps(results[str(index)][0]) for index in indices]
-            lines = [results[str(index)][1] for index in indices]
+            answers |= self._answers(requests)
         else:
             time.sleep(_FAILURE_DELAY_S)
-        machines = [self.actor_id] * len(indices)
-        return {"index": indices, "record": records, "line": lines, "machine": machines}
+        return {
+            "index": indices,
+            "answer": list(answers.values()),
+            "error": [self.startup_error or ""] * len(indices),
+            "machine": [self.actor_id] * len(indices),
+        }
 
-    def _summaries(
-        self, documents: Mapping[str, DocumentText]
-    ) -> dict[str, tuple[dict[str, Any], str]]:
-        """Return the record and the terminal line of each document, by id."""
-        results: dict[str, tuple[dict[str, Any], str]] = {}
-
-        def on_record(record: dict[str, Any], line: str) -> None:
-            results[record["id"]] = record, line
-
-        concurrency = min(self.concurrency, len(documents))
-        with open(os.devnull, "w") as devnull:
-            display = Display(len(documents), devnull)
-            summaries = Summaries(
-                self.engine, self.template, self.job, concurrency, display, on_record
-            )
-            try:
-                summaries.generate({id: _reader(text) for id, text in documents.items()})
-            except BaseException:  # not an error of one document: the state is unknown
-                os._exit(1)
-        return results
-
-
-def _reader(document: DocumentText) -> Callable[[], DocumentText]:
-    return lambda: document
+    def _answers(self, requests: Sequence[Request]) -> dict[int, str]:
+        """Return the JSON answer to each request, by the index that is its name."""
+        answers = dict[int, str]()
+        try:
+            concurrency = min(self.concurrency, len(requests))
+            for state in self.engine.generate_batch(requests, concurrency):
+                if state.error is None:
+                    answer = answer_of(self.engine, state)
+                else:
+                    kind, reason = description(state.error)
+                    answer = {"kind": kind, "error": reason}
+                answers[int(state.request.name)] = json.dumps(answer)
+        except BaseException:  # not an error of one request: the state is unknown
+            os._exit(1)
+        return answers
 
 
 def _actor_id() -> str:

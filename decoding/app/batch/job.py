@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decoding.app.batch.records import Finished
 from decoding.speculation.sampling import Sampling
+from decoding.text.instructions import Instructions
 from offload.errors import TierForceError
 from offload.regular_files import read_regular
 from parallel.errors import CheckpointError
@@ -28,18 +30,20 @@ class BatchJob:
     """Everything but the document that determines the distribution of a summary, and the models.
 
     `model` and `draft` are names without their folders; `weights` is a digest of the model's files.
+    Documents longer than the context are split into parts if `splits`, else truncated.
     """
 
     model: str
     draft: str | None
     weights: str
-    instruction: str
+    instructions: Instructions
     max_new_tokens: int
     context: int | None
     dtype: str
     rope: str | None
     sampling: Sampling
     deterministic: bool = False  # the same tokens as plain decoding
+    splits: bool = True
 
     def digest(self, document: str) -> str:
         """Return 16 hexadecimal digits that identify the distribution of a summary.
@@ -47,12 +51,12 @@ class BatchJob:
         `document` is the document's own digest.
 
         The draft, the device and memory settings are left out: they change the speed, not the
-        distribution.
+        distribution. So is what only concerns documents longer than the context (`is_current`).
         """
         content = {
             "text": document,
             "weights": self.weights,
-            "instruction": self.instruction,
+            "instruction": self.instructions.text,
             "max_new_tokens": self.max_new_tokens,
             "context": self.context,
             "dtype": self.dtype,
@@ -69,12 +73,19 @@ class BatchJob:
             content["deterministic"] = True
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
+    def is_current(self, finished: Finished) -> bool:
+        """Return whether a finished record treats a document's length as this job would."""
+        if finished.part_instructions is not None:
+            own = self.instructions.part, self.instructions.merge
+            return self.splits and finished.part_instructions == own
+        return not (self.splits and finished.is_truncated)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of a record that describe its job."""
         return {
             "model": self.model,
             "draft": self.draft,
-            "instruction": self.instruction,
+            "instruction": self.instructions.text,
             "max_new_tokens": self.max_new_tokens,
             "rope": self.rope,
             **vars(self.sampling),

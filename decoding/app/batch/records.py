@@ -15,7 +15,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from decoding.app.batch.durable import PADDING, sync_folder, write_all
+from decoding.app.batch.part_answers import PartAnswers
 from decoding.app.documents.formats.encodings import MAX_BYTES
+from decoding.app.documents.listing import REPAIR_SUFFIX
 from offload.errors import TierForceError
 from offload.regular_files import bounded_lines, open_regular
 
@@ -25,7 +28,9 @@ class Finished:
     """The fields of a finished record that later runs need."""
 
     digest: str | None  # `BatchJob.digest`; None in old records
-    is_truncated: bool  # the document was longer than the context
+    is_truncated: bool  # the document's end was dropped
+    # those for parts and for merging, if the document was split
+    part_instructions: tuple[str, str] | None = None
 
 
 class Records:
@@ -49,9 +54,15 @@ class Records:
             self.finished: dict[str, Finished] = {}
             if self._needs_repair():
                 self._replace()
-            self._sync_folder()
+            sync_folder(self._real_path)
         except OSError as error:
             raise self._unwritable(error) from error
+        try:
+            mode = stat.S_IMODE(os.fstat(self._file.fileno()).st_mode)
+            self.parts = PartAnswers(self._real_path, mode)
+        except TierForceError:
+            self._close_file()
+            raise
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one record and wait until it is on disk.
@@ -62,15 +73,19 @@ class Records:
         # UTF-8 cannot encode surrogates in an id; as escapes they are valid JSON
         line = text.encode(errors="backslashreplace")
         try:
-            _write_all(self._file, line)
+            write_all(self._file, line)
         except OSError as error:
             raise self._unwritable(error, " Finished records are safe.") from error
         if "error" not in record:
             self._remember(record)
+            self.parts.finish(record["id"])
 
     def _remember(self, record: dict[str, Any]) -> None:
+        instructions = None
+        if record.get("parts"):
+            instructions = record.get("part_instruction", ""), record.get("merge_instruction", "")
         self.finished[record["id"]] = Finished(
-            record.get("digest"), bool(record.get("truncated_tokens"))
+            record.get("digest"), bool(record.get("truncated_tokens")), instructions
         )
 
     def _lock(self, file: FileIO) -> FileIO:
@@ -114,7 +129,7 @@ class Records:
                     self._check_version(record, number)
                     self._remember(record)  # the last record of an id wins
                     size += len(line) if line.endswith(b"\n") else 0
-            elif len(line) <= MAX_BYTES and not line.strip(_PADDING + b"\n"):
+            elif len(line) <= MAX_BYTES and not line.strip(PADDING):
                 first_blank = first_blank or number
             else:
                 # A power loss can leave blank lines only; before foreign content, report the first.
@@ -135,7 +150,7 @@ class Records:
 
     def _replace(self) -> None:
         """Replace the file with a repaired copy, atomically: a crash leaves one or the other."""
-        repaired = self._real_path.with_name(self._real_path.name + ".repair")
+        repaired = self._real_path.with_name(self._real_path.name + REPAIR_SUFFIX)
         file = repaired.open("wb", buffering=0)
         fcntl.flock(file, fcntl.LOCK_EX)
         os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
@@ -148,19 +163,15 @@ class Records:
         self._file.close()
         self._file = file
 
-    def _sync_folder(self) -> None:
-        """Wait until the directory entry of the file is on disk."""
-        folder = os.open(self._real_path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
     def _unwritable(self, error: OSError, hint: str = "") -> TierForceError:
         return TierForceError(f"--output {self.path} cannot be written: {error.strerror}.{hint}")
 
     def close(self) -> None:
         """Close the file; delete it if it is new and empty."""
+        self.parts.close()
+        self._close_file()
+
+    def _close_file(self) -> None:
         if self._is_new and not os.fstat(self._file.fileno()).st_size:
             with suppress(OSError):
                 self._real_path.unlink()
@@ -175,14 +186,6 @@ class Records:
 
 # fields of finished records that version 0.2 renamed (docs/formats.md)
 _OLD_FIELDS = {"budget", "dropped_tokens", "fixed_shapes", "identical", "passes", "texts_at_once"}
-_PADDING = b"\0 \t\r"  # left by file systems in place of a line lost to a power failure
-
-
-def _write_all(file: FileIO, content: bytes) -> None:
-    while content:
-        # after a partial write to a full disk, the next one raises
-        content = content[file.write(content) :]
-    os.fsync(file.fileno())
 
 
 def _is_torn(line: bytes) -> bool:

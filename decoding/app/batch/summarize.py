@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any
 
 import torch
 
+from decoding.app.batch.documents_in_progress import DocumentsInProgress, Work, description
 from decoding.app.batch.job import BatchJob, model_digest, model_name
 from decoding.app.batch.records import Records
 from decoding.app.documents.document import Document, DocumentText
 from decoding.app.documents.listing import find_documents
-from decoding.app.environment import installed_version
-from decoding.app.options import Common, as_flags
+from decoding.app.options import Common, LongDocuments
 from decoding.app.terminal.messages import (
     LongestDocument,
     fitting_concurrency,
@@ -33,9 +32,11 @@ from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request, RequestState
 from decoding.text.channels import answer_text
-from decoding.text.prompt import Template
+from decoding.text.instructions import Instructions
+from decoding.text.long_text import PromptBuilder
 from offload.dtypes import dtype_name
 from offload.errors import InvalidRequestError, TierForceError
+from offload.layout import ceil_div
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
 
@@ -51,11 +52,25 @@ class Source:
     include: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """What to do with documents. Those longer than the context are split, or else truncated."""
+
+    instructions: Instructions
+    splits: bool = True
+
+    @classmethod
+    def of(cls, instruction: str, long: LongDocuments) -> Assignment:
+        """Return the assignment that options describe."""
+        own = Instructions(instruction, long.part_instruction, long.merge_instruction)
+        return cls(own, long.long == "split")
+
+
 def run(
     common: Common,
     source: Source,
     output: Path,
-    instruction: str,
+    assignment: Assignment,
     concurrency: int | None,
     interrupts: Interrupts,
 ) -> None:
@@ -75,7 +90,7 @@ def run(
         records = None
         due: list[Document] = []
         with group.sync_errors():
-            job = make_job(common, folder, instruction)
+            job = make_job(common, folder, assignment)
             if group.rank == 0:
                 records = files.enter_context(Records(output))
                 due = due_documents(documents, records, job)
@@ -84,9 +99,14 @@ def run(
             return
         engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
         with group.sync_errors():
-            template = Template.summary(engine.tokenizer, instruction)
-        longest = longest_document(engine, due, template, common.max_new_tokens)
+            builder = PromptBuilder(
+                engine.tokenizer, job.instructions, engine.context, job.max_new_tokens
+            )
+        with group.sync_errors():
+            longest = longest_document(due, builder, job.splits)
         longest, count = group.broadcast((longest, len(due)))
+        if longest is not None:
+            count *= longest.parts  # at most so many prompts
         concurrency = min(
             count,
             concurrency
@@ -99,7 +119,8 @@ def run(
         with Display(len(documents), sys.stderr) as display:
             results = Results(documents, due, records, display)
             interrupts.on_exit = results.report_interrupt
-            summaries = Summaries(engine, template, job, concurrency, display, results.add)
+            progress = DocumentsInProgress(builder, job, records.parts, results.add)
+            summaries = Summaries(engine, progress, job, concurrency, display)
             summaries.generate({document.id: document.read for document in due})
         engine.close()
     results.conclude(engine.context)
@@ -121,19 +142,20 @@ def _joined(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def make_job(common: Common, folder: Path, instruction: str) -> BatchJob:
+def make_job(common: Common, folder: Path, assignment: Assignment) -> BatchJob:
     """Return the settings that all documents of a batch share."""
     return BatchJob(
         model=model_name(common.model),
         draft=model_name(common.draft) if common.draft is not None else None,
         weights=model_digest(folder),
-        instruction=instruction,
+        instructions=assignment.instructions,
         max_new_tokens=common.max_new_tokens,
         context=common.settings.context,
         dtype=common.settings.dtype,
         rope=common.settings.rope,
         sampling=common.sampling,
         deterministic=common.settings.deterministic,
+        splits=assignment.splits,
     )
 
 
@@ -155,24 +177,35 @@ class Results:
             if document.id not in is_due:
                 display.end(document.id, f"{document.id}: already finished, skipped")
 
-    def add(self, record: dict[str, Any], line: str) -> None:
+    def add(self, record: dict[str, Any]) -> None:
         """Write the record of a document, and print its line. Raises TierForceError."""
-        self.failed += "error" in record
         self.records.append(record)
+        if "error" in record:
+            self.failed += 1
+            line = f"failed: {record['error']}"
+        else:
+            line = summary_line(record)
         self.display.end(record["id"], f"{record['id']}: {line}")
 
     def report_interrupt(self, name: str) -> None:
         """Print how many documents were finished when a signal ended the batch."""
         self.display.stop()
         safe = f"{len(self.records.finished)} finished records are safe in {self.records.path}"
+        if parts := self.records.parts.count:
+            safe += f", and {parts} answers about parts of others in {self.records.parts.path}"
         say(f"interrupted ({signal_source(name)}); {safe}: run the same command to resume")
 
     def conclude(self, context: int) -> None:
         """Print the totals of the batch. Raises TierForceError if documents failed."""
         finished = [self.records.finished.get(document.id) for document in self.documents]
         truncated = sum(record.is_truncated for record in finished if record is not None)
+        split = sum(
+            record.part_instructions is not None for record in finished if record is not None
+        )
         count, path = len(self.documents), self.records.path
         line = f"{count - self.failed} of {count} documents summarised in {path}"
+        if split:
+            line += f", {split} of them in parts, longer than the context of {context:,} tokens"
         if truncated:
             line += f", {truncated} of them truncated to the context of {context:,} tokens"
         say(line)
@@ -183,136 +216,177 @@ class Results:
 
 
 def longest_document(
-    engine: Engine, documents: Sequence[Document], template: Template, max_new_tokens: int
+    documents: Sequence[Document], builder: PromptBuilder, splits: bool
 ) -> LongestDocument | None:
     """Return the longest of the largest text and the largest few of other formats, whose size says
     less; None if they cannot be read.
     """
-    max_prompt = engine.context - max_new_tokens
     by_size = sorted(documents, key=lambda document: document.size, reverse=True)
-    longest: LongestDocument | None = None
+    longest, longest_tokens = None, 0
     for is_text in (True, False):
         largest = (document for document in by_size if document.is_text == is_text)
         for document in islice(largest, None if is_text else _CANDIDATES):
             with suppress(InvalidRequestError):
-                prompt, _ = template.build(engine.tokenizer, document.read().text, max_prompt)
-                if longest is None or len(prompt) > longest.tokens:
-                    longest = LongestDocument(document.id, len(prompt))
+                text = document.read().text
+                tokens, (prompt,), _ = builder.cut_size(text)
+                if tokens > longest_tokens:
+                    longest_tokens = tokens
+                    # parts leave some room free
+                    parts = ceil_div(tokens, prompt) + 1 if splits and tokens > prompt else 1
+                    longest = LongestDocument(document.id, prompt, parts)
                 if is_text:
                     break
     return longest
 
 
 def due_documents(documents: Sequence[Document], records: Records, job: BatchJob) -> list[Document]:
-    """Return the documents without a finished record of this job: the same text, model, instruction
-    and sampling.
+    """Return the documents without a finished record of this job: the same text, model,
+    instruction, sampling, and treatment of documents longer than the context.
 
     Warns about finished records with other settings.
     """
 
     def is_unchanged(document: Document) -> bool:
-        digest = records.finished[document.id].digest
+        record = records.finished[document.id]
         with suppress(InvalidRequestError):  # no longer readable: its new record will say why
-            return digest is None or digest == job.digest(document.digest())
+            is_same = record.digest is None or record.digest == job.digest(document.digest())
+            return is_same and job.is_current(record)
         return False
 
     finished = [document for document in documents if document.id in records.finished]
     unchanged = {document: is_unchanged(document) for document in finished}
     due = [document for document in documents if not unchanged.get(document)]
+    for document in set(documents).difference(due):
+        records.parts.finish(document.id)
     outdated = len(finished) - sum(unchanged.values())
     if outdated:
         warn(
             f"{outdated} finished records in {records.path} are of another text, instruction, "
-            "model or sampling: their documents are summarised again, and the old records stay."
+            "model, sampling or --long: their documents are summarised again, and the old records "
+            "stay."
         )
     return due
 
 
-class Summaries:
-    """The summaries of a batch, each recorded as soon as it is finished; on rank 0.
+@dataclass(frozen=True)
+class _WorkRequest(Request):
+    """A request for a task of a document."""
 
-    The record of a failed document has `error` in place of `summary`, and the batch continues.
-    """
+    work: Work | None = None
+
+
+class Summaries:
+    """Gives the tasks of documents in progress to an engine, as soon as it has room; on rank 0."""
 
     def __init__(
         self,
         engine: Engine,
-        template: Template,
+        progress: DocumentsInProgress,
         job: BatchJob,
         concurrency: int,
         display: Display,
-        on_record: Callable[[dict[str, Any], str], None],
     ):
-        """`on_record` is called with each document's record and terminal line."""
-        self.engine, self.template, self.job = engine, template, job
-        self.concurrency, self.display, self.on_record = concurrency, display, on_record
-        self._fields: dict[str, dict[str, Any]] = {}  # fields of records, by id
+        self.engine, self.progress, self.job = engine, progress, job
+        self.concurrency, self.display = concurrency, display
 
     def generate(self, readers: Mapping[str, Callable[[], DocumentText]]) -> None:
         """Summarise documents; `readers` maps ids to functions that read them. Raises RankLost."""
         for state in self.engine.generate_batch(self._requests(readers), self.concurrency):
+            assert isinstance(state.request, _WorkRequest)
+            work = state.request.work
+            assert work is not None
             if state.error is not None:
-                self.on_record(*failure(state.request.name, state.error))
-            else:
-                record = self._record(state)
-                if not record["summary"] and state.tokens:
-                    warn(
-                        f"{record['id']}: none of its {len(state.tokens)} new tokens are for the "
-                        "reader, perhaps because they ended within the model's reasoning. Use more "
-                        "--max-new-tokens."
-                    )
-                self.on_record(record, summary_line(state.stats))
-
-    def _requests(self, readers: Mapping[str, Callable[[], DocumentText]]) -> Iterator[Request]:
-        """Yield a request per document, once the engine has room for it."""
-        max_new_tokens, context = self.job.max_new_tokens, self.engine.context
-        for id, read in _read_ahead(readers):
-            self.display.begin(id)
-            try:
-                document = read()
-                prompt, truncated_tokens = self.template.build(
-                    self.engine.tokenizer, document.text, context - max_new_tokens
-                )
-            except TierForceError as error:
-                self.on_record(*failure(id, error))
+                self.progress.fail(work, *description(state.error))
+                self.display.remove(work.name)
                 continue
-            if document.warning is not None:
-                self.display.warn(f"{id}: {document.warning}")
-            if truncated_tokens:
-                self.display.warn(
-                    f"{id}: longer than the context of {context} tokens: the last "
-                    f"{truncated_tokens} tokens were dropped"
-                )
-            self._fields[id] = {
-                "digest": self.job.digest(document.digest),
-                "source": document.source,
-            }
-            yield Request(
-                prompt,
+            answer = answer_of(self.engine, state)
+            report(work, answer, self.display)
+            self.progress.finish(work, answer)
+            self.display.parts(work.document, *self.progress.count_tasks(work.document))
+
+    def _requests(
+        self, readers: Mapping[str, Callable[[], DocumentText]]
+    ) -> Iterator[Request | None]:
+        """Yield the requests of each document, once the engine has room for them; None while tasks
+        depend on others that are being processed.
+        """
+        for id, read in _read_ahead(readers):
+            yield from self._ready()
+            self.display.begin(id)
+            self._begin(id, read)
+        while self.progress:
+            yield from self._ready()
+            yield None
+
+    def _begin(self, id: str, read: Callable[[], DocumentText]) -> None:
+        try:
+            document = read()
+        except TierForceError as error:
+            self.progress.record_error(id, *description(error))
+            return
+        begin(self.progress, id, document, self.engine.context, self.display)
+        self.display.parts(id, *self.progress.count_tasks(id))
+
+    def _ready(self) -> Iterator[Request]:
+        """Yield a request for each task that can be processed now."""
+        max_new_tokens, display = self.job.max_new_tokens, self.display
+        for work in self.progress.work():
+            name = work.name
+            if work.task.name:
+                display.begin(name)
+            yield _WorkRequest(
+                work.prompt.tolist(),
                 max_new_tokens,
                 self.job.sampling,
-                truncated_tokens,
-                partial(self.display.prefill, id),
-                id,
-                partial(self.display.decode, id, max_new_tokens),
+                work.task.truncated_tokens,
+                partial(display.prefill, name),
+                name,
+                partial(display.decode, name, max_new_tokens),
+                work=work,
             )
 
-    def _record(self, state: RequestState) -> dict[str, Any]:
-        engine, id = self.engine, state.request.name
-        device = engine.group.device
-        return {
-            "id": id,
-            "summary": answer_text(engine.tokenizer, state.tokens).strip(),
-            **state.stats.as_dict(),
-            "truncated_tokens": state.request.truncated_tokens,
-            **self.job.as_dict(),
-            "dtype": dtype_name(engine.runtime.dtype),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "ranks": engine.group.size,
-            "date": _timestamp(),
-            **self._fields.pop(id),
-            "versions": versions(),
-        }
+
+def begin(
+    progress: DocumentsInProgress, id: str, document: DocumentText, context: int, display: Display
+) -> None:
+    """Begin a document, and warn about what it lacks."""
+    if document.warning is not None:
+        display.warn(f"{id}: {document.warning}")
+    if truncated_tokens := progress.begin(id, document):
+        display.warn(
+            f"{id}: longer than the context of {context} tokens: the last {truncated_tokens} "
+            "tokens were dropped"
+        )
+
+
+def report(work: Work, answer: Mapping[str, Any], display: Display) -> None:
+    """Print the line of a finished part, and a warning if the answer is empty."""
+    if (warning := empty_answer(work.name, answer)) is not None:
+        display.warn(warning)
+    if work.task.name:
+        display.end_part(work.name, f"{work.name}: {summary_line(answer)}")
+
+
+def empty_answer(name: str, answer: Mapping[str, Any]) -> str | None:
+    """Return a warning if none of an answer's tokens are for the reader."""
+    if answer["summary"] or not answer["new_tokens"]:
+        return None
+    return (
+        f"{name}: none of its {answer['new_tokens']} new tokens are for the reader, perhaps "
+        "because they ended within the model's reasoning. Use more --max-new-tokens."
+    )
+
+
+def answer_of(engine: Engine, state: RequestState) -> dict[str, Any]:
+    """Return the answer of a finished request, its counts and the engine's, for a record."""
+    device = engine.group.device
+    return {
+        "summary": answer_text(engine.tokenizer, state.tokens).strip(),
+        **state.stats.as_dict(),
+        "dtype": dtype_name(engine.runtime.dtype),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "ranks": engine.group.size,
+    }
 
 
 def _read_ahead(
@@ -333,25 +407,3 @@ def _read_ahead(
             yield ahead[0], ahead[1].result
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def failure(id: str, error: TierForceError) -> tuple[dict[str, Any], str]:
-    """Return the record and the terminal line of a failed document."""
-    reason = as_flags(str(error))
-    record = {
-        "id": id,
-        "error": reason,
-        "kind": type(error).__name__,
-        "date": _timestamp(),
-        "versions": versions(),
-    }
-    return record, f"failed: {reason}"
-
-
-def _timestamp() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that determine times and output."""
-    return {name: installed_version(name) for name in ("tierforce", "torch", "transformers")}

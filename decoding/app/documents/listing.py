@@ -19,6 +19,8 @@ from offload.errors import InvalidRequestError, TierForceError
 from offload.regular_files import open_regular
 
 MAX_DOCUMENTS = 1_000_000
+# added to the name of a file of records: answers about parts of documents, and a repaired copy
+OUTPUT_SUFFIXES = PARTS_SUFFIX, REPAIR_SUFFIX = ".parts", ".repair"
 _HIDDEN = "hidden"
 _EXCLUDED = "left out by --include"
 
@@ -42,7 +44,7 @@ def find_documents(
 
     Args:
         source: the folder or file.
-        output: a file that may be in the folder, and is left out.
+        output: a file that may be in the folder, and is left out, as is what a job puts beside it.
         include: patterns such as `*.py` for names or paths below `source`. Files that match are
             documents, as text if their suffix is unknown; others are left out.
 
@@ -106,12 +108,15 @@ def _list_file(source: Path, include: Sequence[str], listing: Listing) -> None:
 def _list_folder(
     source: Path, output: Path | None, include: Sequence[str], listing: Listing
 ) -> None:
-    output_path = output.resolve() if output is not None else None
+    own = set[Path]()
+    if output is not None:
+        path = output.resolve()
+        own = {path, *(path.with_name(path.name + suffix) for suffix in OUTPUT_SUFFIXES)}
     files, unreadable = _walk(source, listing)
     listing.unreadable = sorted(unreadable)
     for path in sorted(files):
         name = str(path.relative_to(source))
-        if path.resolve() == output_path:
+        if path.resolve() in own:
             continue
         kind = _kind(name, include, listing)
         if kind == kinds.ARCHIVE:

@@ -5,15 +5,24 @@ It needs neither weights nor a GPU: everything follows from configs and hardware
 
 # No `from __future__ import annotations`: typer reads these annotations as objects.
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
 from decoding.app.hardware.plan_view import Plans, memory_table, plan_picture, times_table
-from decoding.app.options import Concurrency, JobOptions, check_concurrency, option_parameter
+from decoding.app.options import (
+    DOCUMENTS,
+    Concurrency,
+    IncludedFiles,
+    JobOptions,
+    LongDocuments,
+    check_concurrency,
+    option_parameter,
+)
 from decoding.app.terminal.files import check_writable
 from decoding.app.terminal.streams import printable
 from decoding.config.defaults import (
@@ -42,6 +51,9 @@ from offload.errors import InsufficientMemoryError, TierForceError
 from parallel.config.model_config import ModelConfig, predictor_config
 from parallel.config.text_model import wrapper_notes
 from parallel.formats.locate import find_local
+
+if TYPE_CHECKING:
+    from decoding.app.hardware.input_plan import InputPlan
 
 PREDICTED = "predicted best"
 MAX_PADDING = 1024  # maximum difference of vocabulary sizes with one tokenizer
@@ -103,6 +115,16 @@ def plan(
         ),
     ] = INNER_ACCEPTANCE,
     concurrency: Concurrency = None,
+    input: Annotated[
+        Path | None,
+        typer.Option(
+            help="Documents to count, as for summarize: their tokens and parts, and the predicted "
+            "time of all. The plan is that of the longest prompt.",
+            rich_help_panel=DOCUMENTS,
+        ),
+    ] = None,
+    include: IncludedFiles = None,
+    long: Annotated[str, option_parameter(LongDocuments, "long", "split")] = "split",
     plot: Annotated[
         Path | None,
         typer.Option(help="Image file to write: memory by tier, and one decoding round."),
@@ -120,9 +142,7 @@ def plan(
     if plot is not None:
         check_writable("--plot", plot)
     machine = _machine(hardware, host_memory)
-    for name, rate in (("acceptance", acceptance), ("inner-acceptance", inner_acceptance)):
-        if not 0 <= rate <= 1:
-            raise TierForceError(f"--{name} must be between 0 and 1, found {rate}.")
+    _check_rates({"acceptance": acceptance, "inner-acceptance": inner_acceptance})
     settings = Settings(
         mode=mode,
         retrieval_budget=retrieval_budget,
@@ -142,6 +162,9 @@ def plan(
     _check_draft_vocabulary(model, draft, requirements)
     target = requirements.target
     prompt = _prompt_tokens(target, context, max_new_tokens)
+    documents = _input_plan(input, include or [], model, long)
+    if documents is not None:
+        prompt = documents.read(prompt + max_new_tokens, max_new_tokens)
     requirements = fitting_requirements(requirements, prompt, max_new_tokens, machine.device_memory)
     notes = [*target.context_notes(), *wrapper_notes(target.wrapper)]
     notes += [*weight_notes(requirements), *predictor_notes(requirements)]
@@ -163,6 +186,9 @@ def plan(
     except InsufficientMemoryError as error:
         raise InsufficientMemoryError(f"it does not fit {machine.name}: {error}") from error
     plans = Plans(costs, best, planner.alternatives(best), shared, first)
+    if documents is not None:
+        documents.predict(planner, plans)
+        notes += documents.notes
     if plot is not None:
         plan_picture(plot, model, plans)
     if as_json:
@@ -173,14 +199,42 @@ def plan(
             "rope": rope,
             "deterministic": deterministic,
         }
-        document = _document(job, plans) | {"notes": notes}
+        counted = {"input": documents.as_dict()} if documents is not None else {}
+        document = _document(job, plans) | {"notes": notes} | counted
         typer.echo(json.dumps(document, indent=2))
         return
+    _show(plans, documents, notes)
+
+
+def _show(plans: Plans, documents: "InputPlan | None", notes: Sequence[str]) -> None:
+    """Print tables of the plans and of the documents of an input, and notes."""
     console = Console()
-    console.print(times_table(plans))
-    console.print(memory_table(plans))
+    tables = [documents.table()] if documents is not None else []
+    for table in (times_table(plans), memory_table(plans), *tables):
+        console.print(table)
     for note in notes:
         console.print(f"Note: {printable(note)}", markup=False, soft_wrap=True)
+
+
+def _check_rates(rates: Mapping[str, float]) -> None:
+    """Raise TierForceError for an acceptance rate, by its option, that is none."""
+    for name, rate in rates.items():
+        if not 0 <= rate <= 1:
+            raise TierForceError(f"--{name} must be between 0 and 1, found {rate}.")
+
+
+def _input_plan(
+    source: Path | None, include: Sequence[str], model: str, long: str
+) -> "InputPlan | None":
+    """Return the documents of an input, if there is one. Raises TierForceError."""
+    LongDocuments(long)  # validates it
+    if source is None:
+        if include or long != "split":
+            raise TierForceError("--include and --long need --input: name the documents to count.")
+        return None
+    from decoding.app.hardware.input_plan import InputPlan  # imports transformers
+
+    return InputPlan(source, include, model, long)
 
 
 def _machine(hardware: str, host_memory: float | None) -> HardwareProfile:

@@ -1,4 +1,4 @@
-"""`chat`, `ask` and `prefill`: a conversation, optionally about a document, or one question."""
+"""`chat` and `prefill`: a conversation, optionally about a document."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.app.documents.formats.encodings import MAX_BYTES
-from decoding.app.interactive.generate import generate, print_stream, read_file
+from decoding.app.interactive.generate import print_stream, read_file
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.files import check_writable, write_json
 from decoding.app.terminal.messages import say_what_fits, summary_line
@@ -116,7 +116,7 @@ class Terminal:
         cached = f"{stats.reused_tokens} cached tokens reused"
         if stats.discarded_tokens:
             cached += f", {stats.discarded_tokens} discarded since the prompt differs"
-        say(f"{summary_line(stats)}; {cached}")
+        say(f"{summary_line(stats.as_dict())}; {cached}")
 
 
 def run(common: Common, document: Path | None, interrupts: Interrupts) -> None:
@@ -128,15 +128,6 @@ def run(common: Common, document: Path | None, interrupts: Interrupts) -> None:
             _prefill_document(chat, document.name)
         say("/help lists the commands")
         Terminal(chat, interrupts).run()
-
-
-def ask(common: Common, document: Path | None, question: str, interrupts: Interrupts) -> None:
-    """Answer one question on standard output; all ranks call it."""
-    with _open_chat(common, document) as chat, Display(1, sys.stderr) as display:
-        if chat is None:
-            return
-        interrupts.stop_first(display.stop)
-        generate(chat.engine, partial(chat.ask, question), display)
 
 
 def prefill(common: Common, document: Path) -> None:
@@ -177,6 +168,13 @@ def read_conversation(path: Path) -> list[tuple[str, str]]:
 @contextmanager
 def _open_chat(common: Common, document: Path | None) -> Iterator[Chat | None]:
     """Load the models; yield the chat on rank 0, and None on other ranks once rank 0 is done."""
+    engine, chat, _ = load_chat(common, document)
+    with conversation(engine, chat, common) as opened:
+        yield opened
+
+
+def load_chat(common: Common, document: Path | None) -> tuple[Engine, Chat | None, str]:
+    """Load the models; return them, on rank 0 the chat, and the text of the document."""
     silence_transformers()
     group = TensorParallelGroup.from_environment(common.device, warn)
     text: str | None = None
@@ -189,6 +187,20 @@ def _open_chat(common: Common, document: Path | None) -> Iterator[Chat | None]:
         if group.rank == 0:
             name = document.name if document else ""
             chat = Chat(engine, common.max_new_tokens, common.sampling, text, name)
+    return engine, chat, text or ""
+
+
+@contextmanager
+def conversation(
+    engine: Engine,
+    chat: Chat | None,
+    common: Common,
+    hint: str = "`tierforce ask` and `tierforce summarize` read all of it, in parts",
+) -> Iterator[Chat | None]:
+    """Yield the chat on rank 0, and None on other ranks once rank 0 is done; close the engine.
+
+    `hint` is for those whose document is truncated.
+    """
     say_what_fits(engine, None, common)
     if chat is None:
         engine.run_worker()
@@ -197,7 +209,7 @@ def _open_chat(common: Common, document: Path | None) -> Iterator[Chat | None]:
     if chat.truncated_tokens:
         warn(
             f"the document is too long for the context of {engine.context:,} tokens: its last "
-            f"{chat.truncated_tokens:,} tokens were dropped"
+            f"{chat.truncated_tokens:,} tokens were dropped ({hint})"
         )
     with engine.conversation():
         yield chat

@@ -106,7 +106,7 @@ def generate(engine: Engine, pieces: Callable[[Progress], Iterator[str]], displa
 
     display.begin(PROMPT)
     print_stream(pieces(progress), display)
-    display.end(PROMPT, summary_line(engine.stats))
+    display.end(PROMPT, summary_line(engine.stats.as_dict()))
 
 
 def print_stream(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -12,7 +14,6 @@ from decoding.app.terminal.streams import say, warn
 from decoding.config.defaults import MAX_CONCURRENCY
 from decoding.config.settings import LEVELS
 from decoding.engine.engine import Engine
-from decoding.engine.stats import Stats
 from decoding.planning.plan import Plan
 from decoding.planning.requirements import predictor_notes, weight_notes, whole_weight_bytes
 from offload.dtypes import dtype_name
@@ -29,7 +30,8 @@ class LongestDocument:
     """The document that needs the most memory."""
 
     name: str
-    tokens: int  # in its prompt, after truncation to the context
+    tokens: int  # tokens of its longest prompt, which fits the context
+    parts: int = 1  # at most; more than one if it is longer than the context
 
 
 def fitting_concurrency(engine: Engine, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -163,17 +165,19 @@ def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
     return line
 
 
-def summary_line(stats: Stats) -> str:
-    """Return the times and counts of a request, in a line."""
-    loaded = f" ({stats.loaded_tokens} loaded from disk)" if stats.loaded_tokens else ""
-    parts = [
-        f"{stats.prompt_tokens} prompt tokens in {stats.first_token_s:.1f} s{loaded}, "
-        f"{stats.new_tokens} generated"
-    ]
-    if stats.ms_per_token is not None:
-        parts.append(f"{stats.ms_per_token:.1f} ms/token")
-    if stats.tokens_per_verification is not None and stats.mode != "plain":
-        parts.append(f"{stats.tokens_per_verification:.2f} tokens per verification")
-    if stats.link_bytes_per_token:
-        parts.append(f"{stats.link_bytes_per_token / 1e6:.1f} MB/token over the host link")
+def summary_line(record: Mapping[str, Any]) -> str:
+    """Return the times and counts of a request or a record (`Stats.as_dict`), in a line."""
+    loaded = f" ({record['loaded_tokens']} loaded from disk)" if record["loaded_tokens"] else ""
+    parts = [f"{len(record['parts'])} parts"] if "parts" in record else []
+    parts.append(
+        f"{record['prompt_tokens']} prompt tokens in {record['time_to_first_token_s']:.1f} s"
+        f"{loaded}, {record['new_tokens']} generated"
+    )
+    if (milliseconds := record["ms_per_token"]) is not None:
+        parts.append(f"{milliseconds:.1f} ms/token")
+    tokens = record.get("tokens_per_verification")
+    if tokens is not None and record["mode"] != "plain":
+        parts.append(f"{tokens:.2f} tokens per verification")
+    if link_bytes := record.get("link_bytes_per_token"):
+        parts.append(f"{link_bytes / 1e6:.1f} MB/token over the host link")
     return ", ".join(parts)

@@ -55,12 +55,25 @@ class Display:
         accepted = f", acceptance {rates}" if rates else ""
         self._update(name, stats.new_tokens, max_new_tokens, f"{stats.new_tokens} tokens{accepted}")
 
+    def parts(self, name: str, done: int, total: int) -> None:
+        """Show how many parts of a document are finished, if it has several."""
+        if total > 1:
+            self._update(name, done, total, f"{done} of {total} parts")
+
     def end(self, name: str, line: str) -> None:
         """Remove the bar of a finished document, and print its line."""
+        self.end_part(name, line)
+        self._progress.advance(self._batch)
+
+    def end_part(self, name: str, line: str) -> None:
+        """Remove the bar of a finished part of a document, and print its line."""
+        self.remove(name)
+        self._print(line)
+
+    def remove(self, name: str) -> None:
+        """Remove a bar, if it is still there."""
         if name in self._tasks:
             self._progress.remove_task(self._tasks.pop(name))
-        self._progress.advance(self._batch)
-        self._print(line)
 
     def warn(self, line: str) -> None:
         self._print(f"warning: {line}", "yellow")

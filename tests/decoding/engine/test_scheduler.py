@@ -226,6 +226,27 @@ def test_a_request_joins_when_another_is_finished(models: Pair) -> None:
     assert finished == [(4, [0, 1]), (4, [0, 1, 2]), (4, [0, 1, 2, 3]), (40, [0, 1, 2, 3])]
 
 
+def test_a_request_may_depend_on_others(models: Pair) -> None:
+    """None in its place is not the end of a batch, and does not let others wait."""
+    first, second, other = requests(GREEDY, [(50, 4), (60, 4), (70, 20)])
+    finished: list[Request] = []
+
+    def take() -> Iterable[Request | None]:
+        yield first
+        yield other
+        while first not in finished:
+            yield None
+        yield second
+        while second not in finished:
+            yield None
+
+    with models.engine("plain") as engine:
+        for completion in engine.generate_batch(take(), 2):
+            finished.append(completion.request)
+            assert completion.error is None
+    assert finished == [first, second, other]
+
+
 def test_a_failed_request_does_not_affect_others(folders: Folders) -> None:
     batch = requests(GREEDY, SIZES)
     models = Pair(*folders)

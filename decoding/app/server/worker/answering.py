@@ -196,7 +196,8 @@ class _Answer:
             return f"request failed: {as_flags(str(error))}"
         if not stats.plan:
             return "aborted during prefill, or before"
-        return summary_line(stats) if self.is_complete else f"aborted: {summary_line(stats)}"
+        line = summary_line(stats.as_dict())
+        return line if self.is_complete else f"aborted: {line}"
 
     def fail(self, error: Exception) -> None:
         """Fail after an error of the program."""

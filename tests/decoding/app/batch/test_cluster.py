@@ -8,31 +8,38 @@ import resource
 import signal
 import subprocess
 import sys
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
 from decoding import Settings
 from decoding.app.batch import cluster_worker
-from decoding.app.batch.cluster import Cluster, _ClusterWorkers, _readable, _write
+from decoding.app.batch.cluster import Cluster, _ClusterWorkers, _summarise
+from decoding.app.batch.documents_in_progress import DocumentsInProgress
 from decoding.app.batch.job import model_digest
 from decoding.app.batch.records import Records
-from decoding.app.batch.summarize import Results, make_job
+from decoding.app.batch.summarize import Assignment, Results, make_job
+from decoding.app.documents.document import DocumentText
 from decoding.app.documents.listing import find_documents
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.speculation.sampling import Sampling
+from decoding.text.instructions import Instructions
+from decoding.text.long_text import PromptBuilder
+from offload.errors import TierForceError
+from support.batches import answer
 from support.commands import (
     DRAFT,
     GREEDY_FP32,
@@ -199,23 +206,38 @@ def test_job_with_killed_ray_reports_it_and_leaves_no_processes(tmp_path: Path) 
     check_killed_job(job, 1, kill("raylet", job))
 
 
+def common() -> Common:
+    settings = Settings(dtype="float32", mode="plain")
+    return Common(
+        model=str(TARGET),
+        draft=str(DRAFT),
+        device="cpu",
+        max_new_tokens=12,
+        settings=settings,
+        sampling=Sampling(0.0),
+    )
+
+
 class ScriptedWorkers:
     """Machines that are lost or cannot start, by a script."""
 
-    def __init__(self, *rounds: dict[int, str | None]):
-        self.rounds = list(rounds)  # index -> summary, "busy" if not started, None if lost
+    def __init__(self, *rounds: dict[int, Any]):
+        # summaries by index; an error, "busy" if not started, None if lost
+        self.rounds = list(rounds)
         self.sent: list[tuple[list[int], bool]] = []
 
-    def summaries(
+    def answers(
         self, rows: Sequence[dict[str, Any]], batched: bool
-    ) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
+    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
         self.sent.append(([row["index"] for row in rows], batched))
         for index, summary in self.rounds.pop(0).items():
             if summary == "busy":
-                yield index, None, "no room"
+                yield index, None
+            elif isinstance(summary, dict):
+                yield index, summary
             elif summary is not None:
-                yield index, {"id": str(index), "summary": summary, "versions": {}}, "read"
-                yield index, {"id": str(index), "summary": "again", "versions": {}}, "read"
+                yield index, answer(summary)
+                yield index, answer("again")
 
 
 def test_lost_documents_are_sent_three_times_and_unstarted_ones_until_done(
@@ -223,29 +245,122 @@ def test_lost_documents_are_sent_three_times_and_unstarted_ones_until_done(
 ) -> None:
     source = documents(tmp_path / "in", 4)
     due = find_documents(source).documents  # 0 to 3, and the broken one
+    job = make_job(common(), TARGET, Assignment(Instructions()))
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), job.instructions, 4096, 12)
     with Records(tmp_path / "out.jsonl") as output, Display(5, sys.stderr) as display:
         results = Results(due, due, output, display)
-        rows = list(_readable(due, results))
+        progress = DocumentsInProgress(builder, job, output.parts, results.add)
+        for document in due[:4]:
+            progress.begin(document.id, document.read())
         workers = ScriptedWorkers(
             {0: "a", 1: None, 2: None, 3: "busy"},
             {1: "b", 2: None, 3: "busy"},
             {2: None, 3: "busy"},
             {3: "d"},
         )
-        _write(rows, workers, due, results)  # type: ignore[arg-type]
+        _summarise(progress, workers, display)  # type: ignore[arg-type]
     assert workers.sent == [
         ([0, 1, 2, 3], True),
         ([1, 2, 3], False),
         ([2, 3], False),
-        ([3], False),
+        ([3], True),
     ]
     written = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
-    assert len(records(tmp_path / "out.jsonl")) == len(written) == 5
+    assert len(records(tmp_path / "out.jsonl")) == len(written) == 4
     summaries = {id: record["summary"] for id, record in written.items() if "summary" in record}
     assert summaries == {"0.txt": "a", "1.txt": "b", "3.txt": "d"}
     assert "was lost 3 times" in written["2.txt"]["error"]
-    assert "document is empty" in written["broken.txt"]["error"]
-    assert results.failed == 2
+    assert results.failed == 1
+
+
+def test_parts_are_rows_of_their_own_and_one_that_fails_ends_its_document(tmp_path: Path) -> None:
+    """Their answers are merged in the next round; those of the other document are dropped."""
+    job = make_job(common(), TARGET, Assignment(Instructions()))
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), job.instructions, 512, 12)
+    with Records(tmp_path / "out.jsonl") as output, Display(2, sys.stderr) as display:
+        progress = DocumentsInProgress(builder, job, output.parts, output.append)
+        for id in ("a", "b"):
+            progress.begin(id, DocumentText(WORDS * 40, {}, id))
+        (first, second), count = (progress.count_tasks(id)[1] for id in "ab"), 2
+        assert first == second > 1
+        error = {"kind": "InsufficientMemoryError", "error": "no room"}
+        workers = ScriptedWorkers(
+            {index: str(index) for index in range(first + 1)} | {first + 1: error},
+            {count * first: "all of a"},
+        )
+        _summarise(progress, workers, display)  # type: ignore[arg-type]
+    assert [len(indices) for indices, _ in workers.sent] == [2 * first, 1]
+    written = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
+    assert written["a"]["summary"] == "all of a"
+    assert [part["summary"] for part in written["a"]["parts"]] == [str(i) for i in range(first)]
+    assert written["b"]["error"] == f"part 2 of {first}: no room"
+    assert written["b"]["kind"] == "InsufficientMemoryError"
+
+
+def test_answers_on_disk_that_end_a_document_leave_nothing_to_send(tmp_path: Path) -> None:
+    """Those too long to be merged end it with an error, on a cluster and when it is resumed."""
+    job = make_job(common(), TARGET, Assignment(Instructions()))
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), job.instructions, 512, 12)
+    for sent in (1, 0):
+        with Records(tmp_path / "out.jsonl") as output, Display(1, sys.stderr) as display:
+            progress = DocumentsInProgress(builder, job, output.parts, output.append)
+            progress.begin("a", DocumentText(WORDS * 40, {}, "a"))
+            count = progress.count_tasks("a")[1]
+            workers = ScriptedWorkers(dict.fromkeys(range(count), "\u2603" * 300))
+            _summarise(progress, workers, display)  # type: ignore[arg-type]
+            assert len(workers.sent) == sent
+        (record,) = records(tmp_path / "out.jsonl")
+        assert "too long to merge two of them" in record["error"]
+
+
+class RayOfFailures:
+    """Ray Data, of which one of two machines answers, and cannot start."""
+
+    def __init__(self, answers: int = 0):
+        self.answers = answers  # rounds that have answers, which are the first ones
+        self.exceptions = SimpleNamespace(RayError=KeyError)
+        self.data = self
+        self.DataContext = SimpleNamespace(get_current=SimpleNamespace)
+        self.ActorPoolStrategy = dict
+
+    def from_items(self, rows: list[dict[str, Any]], **_: Any) -> RayOfFailures:
+        self.rows = rows
+        return self
+
+    def map_batches(self, *_: Any, **__: Any) -> RayOfFailures:
+        return self
+
+    def iter_batches(self, **_: Any) -> Iterator[dict[str, Any]]:
+        self.answers -= 1
+        indices = np.array([row["index"] for row in self.rows])
+        answer = (
+            json.dumps({"kind": "TierForceError", "error": "read"}) if self.answers >= 0 else ""
+        )
+        several = len(indices)
+        yield {
+            "index": indices,
+            "answer": [answer] * several,
+            "error": ["no GPU"] * several,
+            "machine": ["first"] * several,
+        }
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+def test_machines_that_cannot_start_end_the_job_after_some_rounds(answered: int) -> None:
+    workers = object.__new__(_ClusterWorkers)
+    workers._ray, workers._cluster, workers._common = (
+        RayOfFailures(answered),
+        Cluster("auto"),
+        common(),
+    )
+    workers._job = make_job(common(), TARGET, Assignment(Instructions()))
+    workers._threads, workers._on_gpus, workers.count = None, False, 2
+    workers._has_answered, workers._rounds_without_answer = False, 0
+    rows = [{"index": index, "prompt": ""} for index in range(2)]
+    for _ in range(answered + 2):
+        assert len(list(workers.answers(rows, batched=False))) == 2
+    with pytest.raises(TierForceError, match="no machine can process documents: no GPU"):
+        list(workers.answers(rows, batched=False))
 
 
 def test_worker_and_command_write_the_same_summaries(
@@ -256,58 +371,39 @@ def test_worker_and_command_write_the_same_summaries(
     source, output = documents(tmp_path / "in", 3), tmp_path / "out.jsonl"
     (source / "broken.txt").unlink()
     assert forked(tmp_path / "a", *summarize(source, output), "--instruction", "Sum up.").code == 0
-    common = Common(
-        model=str(TARGET),
-        draft=str(DRAFT),
-        device="cpu",
-        max_new_tokens=12,
-        settings=Settings(dtype="float32", mode="plain"),
-        sampling=Sampling(0.0),
-    )
     contents = [(source / f"{number}.txt").read_text() for number in range(3)]
-    worker = cluster_worker.ClusterWorker(common, make_job(common, TARGET, "Sum up."), 2)
-    sources = ['{"format": "text"}'] * 3
-    batch = worker(
-        {
-            "index": np.array([4, 7, 5]),
-            "text": np.array(contents, dtype=object),
-            "source": np.array(sources, dtype=object),
-            "digest": np.array([sha256(text.encode()).hexdigest() for text in contents]),
-        }
-    )
+    job = make_job(common(), TARGET, Assignment(Instructions("Sum up.")))
+    worker = cluster_worker.ClusterWorker(common(), job, 2)
+    builder = PromptBuilder(worker.engine.tokenizer, job.instructions, 4096, 12)
+    prompts = [builder.cut(text).prompt for text in contents]
+    rows = [b64encode(prompt.tobytes()).decode() for prompt in prompts if prompt is not None]
+    batch = worker({"index": np.array([4, 7, 5]), "prompt": np.array(rows, dtype=object)})
     assert batch["index"] == [4, 7, 5]
     assert batch["machine"] == ["first"] * 3
-    written = [json.loads(record) for record in batch["record"]]
-    assert [record["id"] for record in written] == ["4", "7", "5"]
-    assert {record["concurrency"] for record in written} >= {2}
-    assert all(record["source"] == {"format": "text"} for record in written)
+    written = [json.loads(answer) for answer in batch["answer"]]
+    assert {answer["concurrency"] for answer in written} >= {2}
     expected = {record["id"]: record for record in records(output)}
     for number, record in enumerate(written):
-        for name in ("summary", "kind", "digest", "prompt_tokens"):
-            assert record.get(name) == expected[f"{number}.txt"].get(name)
+        for name in ("summary", "prompt_tokens", "dtype", "device", "ranks"):
+            assert record[name] == expected[f"{number}.txt"][name]
 
 
 def test_worker_that_cannot_start_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_worker, "_FAILURE_DELAY_S", 0.0)
     monkeypatch.setattr(cluster_worker, "_start_ranks", lambda *_: None)
     monkeypatch.setattr(cluster_worker, "_actor_id", lambda: "first")
-    common = Common(
-        model=str(TARGET),
-        device="cpu",
-        settings=Settings(context=999_999),
-        sampling=Sampling(),
-    )
-    batch = {"index": np.array([4, 7]), "text": np.array(["one", "two"], dtype=object)}
+    too_long = replace(common(), settings=Settings(context=999_999))
+    batch = {"index": np.array([4, 7]), "prompt": np.array(["", ""], dtype=object)}
     for weights, reason in (
         (model_digest(TARGET), "`context` 999999 is more"),
         ("0" * 8, "different weights"),
     ):
-        job = make_job(common, TARGET, "Summarise.")
-        result = cluster_worker.ClusterWorker(common, replace(job, weights=weights), 1)(batch)
+        job = make_job(too_long, TARGET, Assignment(Instructions()))
+        result = cluster_worker.ClusterWorker(too_long, replace(job, weights=weights), 1)(batch)
         assert result["index"] == [4, 7]
-        assert result["record"] == ["", ""]
+        assert result["answer"] == ["", ""]
         assert result["machine"] == ["first", "first"]
-        assert all(reason in line for line in result["line"])
+        assert all(reason in error for error in result["error"])
 
 
 @needs_ray
@@ -352,11 +448,10 @@ def test_guard_is_dismissed_if_ray_raises(
     monkeypatch.setitem(sys.modules, "ray.data", ray.data)  # type: ignore[attr-defined]
     monkeypatch.setattr("decoding.app.batch.cluster.ClusterGuard", CountingGuard)
     monkeypatch.setattr("psutil.wait_procs", lambda *_, **__: ([], []))
-    common = Common(model=str(TARGET), device="cpu", settings=Settings(), sampling=Sampling())
-    job = make_job(common, TARGET, "Summarise.")
+    job = make_job(common(), TARGET, Assignment(Instructions()))
     # _ClusterWorkers sets variables for Ray
     with patch.dict(os.environ), pytest.raises(KeyError, match="anything"):
-        _ClusterWorkers(Cluster("auto"), common, job).close()
+        _ClusterWorkers(Cluster("auto"), common(), job).close()
     assert CountingGuard.dismissed == 1
 
 

@@ -117,7 +117,9 @@ def test_lost_standard_error_does_not_end_the_batch(before: Any, tmp_path: Path)
 
 def test_startup_line_and_count_of_truncated_documents(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD * 20, b=GOOD, c=GOOD * 30)
-    result, _ = summarize(tmp_path, source, "--context", "150", "--gpu-kv-layers", "2")
+    result, _ = summarize(
+        tmp_path, source, "--context", "150", "--gpu-kv-layers", "2", "--long", "cut"
+    )
     lines = result.err.splitlines()
     assert (
         lines[0]

@@ -279,7 +279,7 @@ def test_record_fields(tmp_path: Path) -> None:
 
 def test_document_longer_than_the_context_is_truncated_with_a_warning(tmp_path: Path) -> None:
     source = write(tmp_path / "in", long=GOOD * 20, short=GOOD)
-    result, found = summarize(tmp_path, source, "--context", "150")
+    result, found = summarize(tmp_path, source, "--context", "150", "--long", "cut")
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     count = partial(lambda text: len(tokenizer(text).input_ids))
     dropped = count(GOOD * 20) + count("\n\nSummarize the text above.\n\n") - (150 - 8)

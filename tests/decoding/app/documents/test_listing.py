@@ -143,7 +143,17 @@ def test_source_without_documents_is_an_error(tmp_path: Path) -> None:
 
 
 def test_other_files_are_named_and_output_is_left_out(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.mobi", "c.doc", "d.DOC", "Makefile", ".git", "x.jsonl", "out.txt"):
+    for name in (
+        "a.txt",
+        "b.mobi",
+        "c.doc",
+        "d.DOC",
+        "Makefile",
+        ".git",
+        "x.jsonl",
+        "out.txt",
+        "out.txt.parts",
+    ):
         (tmp_path / name).write_text("It was")
     found = find_documents(tmp_path, tmp_path / "../" / tmp_path.name / "out.txt")
     assert [document.id for document in found.documents] == ["a.txt"]

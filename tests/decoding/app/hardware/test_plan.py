@@ -541,3 +541,52 @@ def test_a_machine_name_is_escaped_in_the_terminal(tmp_path: Path) -> None:
     done = forked(tmp_path, "plan", *options)
     assert done.code == 0, done.err
     assert "Fits [b]mine\\x1b[2J[x]." in done.out
+
+
+def test_documents_of_an_input_are_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    words = "It was the best of times, it was the worst of times. "
+    for name, count in (("a", 1), ("b", 40), ("c", 400)):
+        (folder / f"{name}.txt").write_text(words * count)
+    (folder / "empty.txt").write_text(" ")
+    (folder / "x.jpg").write_text("")
+    options = ["--input", str(folder), "--context", "2000", "--max-new-tokens", "100"]
+    done = plan(tmp_path, *options, "--json", "--hardware", "1x4090")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    a, b, c, empty = document["input"]["documents"]
+    assert empty["error"] == "the document is empty."
+    assert [len(each["parts"]) for each in (a, b)] == [1, 1]
+    assert [a["parts"], b["parts"]] == [[a["tokens"]], [b["tokens"]]]
+    assert c["tokens"] > 1900 * (len(c["parts"]) - 1)
+    assert len(c["parts"]) > 1 == len(c["merges"])
+    assert document["job"]["prompt"] == max(*c["parts"], *b["parts"]) <= 1900
+    total = a["seconds"] + b["seconds"] + c["seconds"]
+    assert document["input"]["seconds"] == pytest.approx(total)
+    assert c["seconds"] > b["seconds"] > 0
+    assert document["notes"] == ["files that summarize would leave out: 1"]
+    longest_answers = [*options[:4], "--max-new-tokens", "600", "--json"]
+    document = json.loads(plan(tmp_path, *longest_answers, "--hardware", "1x4090").out)
+    merges = [size for each in document["input"]["documents"] for size in each["merges"]]
+    assert document["job"]["prompt"] == max(merges) > 1216
+    table = plan(tmp_path, *options).out
+    assert "empty.txt: the document is empty." in table
+    assert "3 documents" in table
+    cut = plan(tmp_path, *options, "--long", "cut").out
+    assert "its beginning" in cut
+
+
+def test_an_input_needs_documents_and_a_tokenizer(tmp_path: Path) -> None:
+    empty = tmp_path / "in"
+    empty.mkdir()
+    assert "has no document" in refused(plan(tmp_path, "--input", str(empty)))
+    (empty / "a.txt").write_text("It was")
+    config = tmp_path / "config.json"
+    config.write_text((DEMO / "target" / "config.json").read_text())
+    result = forked(tmp_path, "plan", "--model", str(config), "--input", str(empty))
+    assert "the tokenizer cannot be loaded" in refused(result)
+    for more in (["--include", "*.py"], ["--long", "cut"]):
+        assert "need --input" in refused(plan(tmp_path, *more))
+    wrong = plan(tmp_path, "--input", str(empty), "--long", "drop")
+    assert "--long drop is not known" in refused(wrong)

@@ -1,0 +1,246 @@
+"""Documents of a batch from their text to their record, part by part; it knows no engine."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any, cast
+
+from decoding.app.batch.job import BatchJob
+from decoding.app.batch.part_answers import DEVICE_FIELDS, FIELDS, SUMS, PartAnswers
+from decoding.app.documents.document import DocumentText
+from decoding.app.environment import installed_version
+from decoding.app.options import as_flags
+from decoding.text.long_text import PromptBuilder, Rounds, Task
+from offload.errors import TierForceError
+
+
+@dataclass(frozen=True)
+class Work:
+    """A task of a document, to be given to an engine."""
+
+    document: str  # id
+    task: Task
+    index: int  # in its round
+    prompt: array[int]  # (T,) tokens
+    digest: str  # `BatchJob.digest` of the prompt
+
+    @property
+    def name(self) -> str:
+        """The name for people."""
+        return f"{self.document}, {self.task.name}" if self.task.name else self.document
+
+
+@dataclass
+class _Document:
+    """A document in progress."""
+
+    fields: dict[str, Any]  # fields of its record
+    rounds: Rounds
+    tasks: Sequence[Task] = ()  # those of the current round
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)  # keys are indices of tasks
+    parts: list[dict[str, Any]] = field(default_factory=list)  # parts in its record
+    merges: list[dict[str, Any]] = field(default_factory=list)
+
+
+class DocumentsInProgress:
+    """The documents that are being summarised.
+
+    A document gets one record, with `error` in place of `summary` if it fails. The answers about
+    parts of documents are on disk before that (`PartAnswers`).
+    """
+
+    def __init__(
+        self,
+        builder: PromptBuilder,
+        job: BatchJob,
+        answers: PartAnswers,
+        on_record: Callable[[dict[str, Any]], None],
+    ):
+        """`on_record` is called with the record of each document."""
+        self._builder, self._job, self._answers = builder, job, answers
+        self._on_record = on_record
+        self._documents: dict[str, _Document] = {}
+        self._tasks = deque[tuple[str, int]]()  # ids, and indices in rounds
+
+    def __bool__(self) -> bool:
+        """Return whether a document is in progress."""
+        return bool(self._documents)
+
+    def __contains__(self, id: str) -> bool:
+        """Return whether this document is in progress."""
+        return id in self._documents
+
+    def begin(self, id: str, document: DocumentText) -> int:
+        """Begin a document; return how many of its tokens are dropped.
+
+        Raises TierForceError if answers about its parts cannot be written.
+        """
+        fields = {"digest": self._job.digest(document.digest), "source": document.source}
+        rounds = self._builder.rounds if self._job.splits else self._cut
+        self._documents[id] = begun = _Document(fields, rounds(document.text))
+        self._advance(id)
+        return sum(task.truncated_tokens for task in begun.tasks)
+
+    def _cut(self, text: str) -> Rounds:
+        tasks = [self._builder.cut(text)]
+        del text  # its tokens are enough
+        yield tasks
+
+    def count_tasks(self, id: str) -> tuple[int, int]:
+        """Return how many tasks of a document's current round are finished, and how many it has."""
+        document = self._documents.get(id)
+        return (len(document.answers), len(document.tasks)) if document else (0, 0)
+
+    def work(self) -> Iterator[Work]:
+        """Yield the tasks that can be given to an engine now, those of earlier documents first.
+
+        Tasks whose answers are on disk are skipped.
+        """
+        while self._tasks:
+            id, index = self._tasks.popleft()
+            if (document := self._documents.get(id)) is None:  # failed
+                continue
+            task = document.tasks[index]
+            try:
+                prompt = self._builder.prompt(task)
+            except TierForceError as error:
+                self.record_error(id, *description(error))
+                continue
+            digest = self._job.digest(hashlib.sha256(prompt.tobytes()).hexdigest())
+            work = Work(id, task, index, prompt, digest)
+            # a whole document's record has more than these answers
+            answer = self._answers.get(digest, id) if task.name else None
+            if answer is not None:
+                self._take(work, answer)
+            else:
+                yield work
+
+    def finish(self, work: Work, answer: dict[str, Any]) -> None:
+        """Take the answer to a task: `summary` and the counts of its request.
+
+        Raises TierForceError if it cannot be written.
+        """
+        if not work.task.is_last:
+            self._answers.add(work.digest, work.document, answer)
+        self._take(work, answer)
+
+    def fail(self, work: Work, kind: str, reason: str) -> None:
+        """End a document with the error of a task; its other tasks are dropped.
+
+        `kind` is the name of the exception's class.
+        """
+        if work.document in self._documents:
+            reason = f"{work.task.name}: {reason}" if work.task.name else reason
+            self.record_error(work.document, kind, reason)
+
+    def record_error(self, id: str, kind: str, reason: str) -> None:
+        """End a document, which need not have begun, with an error."""
+        self._documents.pop(id, None)
+        self._on_record(
+            {
+                "id": id,
+                "error": as_flags(reason),
+                "kind": kind,
+                "date": _timestamp(),
+                "versions": versions(),
+            }
+        )
+
+    def _take(self, work: Work, answer: dict[str, Any]) -> None:
+        id, document = work.document, self._documents.get(work.document)
+        if document is None:  # another part failed
+            return
+        if document.tasks[work.index].is_last:
+            del self._documents[id]
+            self._on_record(self._record(id, document, work.task, answer))
+            return
+        document.answers[work.index] = answer
+        if len(document.answers) == len(document.tasks):
+            answers = [document.answers[index] for index in range(len(document.tasks))]
+            for task, each in zip(document.tasks, answers, strict=True):
+                _add_part(document, task, each)
+            self._advance(id, [each["summary"] for each in answers])
+
+    def _advance(self, id: str, answers: Sequence[str] | None = None) -> None:
+        """Begin a round of a document, the next one after these answers; end it if that fails."""
+        document = self._documents[id]
+        document.answers = {}
+        try:
+            # sending None begins the first round
+            document.tasks = document.rounds.send(cast(Sequence[str], answers))
+        except TierForceError as error:
+            self.record_error(id, *description(error))
+            return
+        tasks = [(id, index) for index in range(len(document.tasks))]
+        if answers is None:
+            if not document.tasks[0].is_last:
+                self._answers.prepare()  # before the work
+            self._tasks.extend(tasks)
+        else:  # merges come first: a finished document is worth more than two begun ones
+            self._tasks.extendleft(reversed(tasks))
+
+    def _record(
+        self, id: str, document: _Document, task: Task, answer: dict[str, Any]
+    ) -> dict[str, Any]:
+        own = {**answer, "truncated_tokens": task.truncated_tokens}
+        if document.parts:
+            _add_part(document, task, answer)
+            own = {
+                "summary": answer["summary"],
+                **_totals([*document.parts, *document.merges]),
+                "finish_reason": answer["finish_reason"],
+                "truncated_tokens": 0,
+                **{name: answer[name] for name in DEVICE_FIELDS},
+                "parts": document.parts,
+                "merges": document.merges,
+                "part_instruction": self._job.instructions.part,
+                "merge_instruction": self._job.instructions.merge,
+            }
+        return {
+            "id": id,
+            **own,
+            **self._job.as_dict(),
+            "date": _timestamp(),
+            **document.fields,
+            "versions": versions(),
+        }
+
+
+def _add_part(document: _Document, task: Task, answer: dict[str, Any]) -> None:
+    """Describe a part, or a merge, for the record."""
+    own = {name: answer[name] for name in FIELDS}
+    summary = {} if task.is_last else {"summary": answer["summary"]}
+    if task.characters is not None:
+        document.parts.append({"characters": task.characters, **summary, **own})
+    else:
+        document.merges.append({"parts": task.parts, **summary, **own})
+
+
+def _totals(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sums of the counts of requests, and what follows from them."""
+    sums = {name: round(sum(each[name] for each in answers), 4) for name in SUMS}
+    after_first = sums["new_tokens"] - len(answers)
+    return {
+        **sums,
+        "concurrency": max(each["concurrency"] for each in answers),
+        "ms_per_token": 1e3 * sums["decode_s"] / after_first if after_first > 0 else None,
+    }
+
+
+def description(error: TierForceError) -> tuple[str, str]:
+    """Return the name of an exception's class, and its message."""
+    return type(error).__name__, str(error)
+
+
+def _timestamp() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that determine times and output."""
+    return {name: installed_version(name) for name in ("tierforce", "torch", "transformers")}

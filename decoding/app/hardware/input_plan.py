@@ -1,0 +1,130 @@
+"""The documents of a batch beforehand: their tokens and parts, and the predicted time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from decoding.app.documents.listing import find_documents
+from decoding.app.hardware.plan_view import Plans, duration
+from decoding.app.options import LongDocuments, as_flags
+from decoding.app.terminal.streams import printable
+from decoding.models.loading import load_tokenizer
+from decoding.planning.planner import Planner
+from decoding.text.instructions import Instructions
+from decoding.text.long_text import PromptBuilder
+from offload.errors import InsufficientMemoryError, InvalidRequestError
+from offload.layout import ceil_div
+from parallel.formats.locate import find_local
+
+_STEPS = 64  # prompt lengths that are planned; others are rounded up
+
+
+@dataclass(frozen=True)
+class InputDocument:
+    """A document, and the tokens of its prompts; or why it cannot be read or processed."""
+
+    id: str
+    tokens: int = 0  # tokens of the document as one prompt
+    parts: tuple[int, ...] = ()  # tokens of each part's prompt
+    merges: tuple[int, ...] = ()  # tokens of each prompt that merges answers, at most
+    seconds: float = 0.0  # predicted
+    error: str | None = None
+
+
+class InputPlan:
+    """The documents of an input, for a model."""
+
+    def __init__(self, source: Path, include: Sequence[str], model: str, long: str):
+        """List the documents, and load the model's tokenizer. Raises TierForceError."""
+        listing = find_documents(source, include=include)
+        self._sources, self._splits = listing.documents, LongDocuments(long).long == "split"
+        skipped = sum(map(len, listing.skipped.values())) + len(listing.unreadable)
+        self.notes = [f"files that summarize would leave out: {skipped:,}"] if skipped else []
+        path = find_local(model) or Path(model)
+        self._tokenizer = load_tokenizer(path.parent if path.suffix == ".json" else path)
+        self.documents: list[InputDocument] = []
+        self.concurrency = 1
+
+    def read(self, context: int, max_new_tokens: int) -> int:
+        """Read the documents; return the tokens of the longest prompt, at least 1.
+
+        Raises TierForceError if the tokenizer is unusable.
+        """
+        builder = PromptBuilder(self._tokenizer, Instructions(), context, max_new_tokens)
+        for source in self._sources:
+            try:
+                text = source.read().text
+                sizes = builder.sizes(text) if self._splits else builder.cut_size(text)
+                self.documents.append(InputDocument(source.id, *sizes))
+            except InvalidRequestError as error:
+                reason = as_flags(str(error))
+                self.documents.append(InputDocument(source.id, error=reason))
+        return max(max((*each.parts, *each.merges), default=1) for each in self.documents)
+
+    def predict(self, planner: Planner, plans: Plans) -> None:
+        """Predict the seconds of each document, if it shares forwards as in `plans.shared`."""
+        new = plans.best.spec.max_new_tokens
+        prompts = sum(len(each.parts) for each in self.documents)
+        self.concurrency = min(plans.shared.concurrency, max(1, prompts))
+        step = ceil_div(plans.best.spec.prompt, _STEPS)
+        seconds = dict[int, float]()
+
+        def predicted(tokens: int) -> float:
+            rounded = min(step * ceil_div(tokens, step), plans.best.spec.prompt)
+            if rounded not in seconds:
+                try:
+                    plan = planner.plan(rounded, new, self.concurrency)
+                except InsufficientMemoryError:  # a few tokens may be rounded up too far
+                    plan = planner.plan(rounded, new)
+                forecast = plans.costs.forecast(plan)
+                seconds[rounded] = forecast.prefill_s + forecast.decode_s / plan.concurrency
+            return seconds[rounded]
+
+        self.documents = [
+            replace(each, seconds=sum(map(predicted, (*each.parts, *each.merges))))
+            for each in self.documents
+        ]
+
+    @property
+    def seconds(self) -> float:
+        """Return the predicted seconds of all documents."""
+        return sum(each.seconds for each in self.documents)
+
+    def table(self) -> Table:
+        """Return a row per document, and their sums."""
+        title = "The documents, each answer as long as it may be. Times are predicted:"
+        table = Table(title=title, title_justify="left", box=None)
+        table.add_column("")
+        for name in ("tokens", "parts", "time"):
+            table.add_column(name, justify="right")
+        for each in self.documents:
+            name = escape(printable(each.id))
+            if each.error is not None:
+                table.add_row(f"{name}: {escape(printable(each.error))}", "", "", "fails")
+            else:
+                is_cut = len(each.parts) == 1 and each.parts[0] < each.tokens
+                parts = "its beginning" if is_cut else f"{len(each.parts)}"
+                table.add_row(name, f"{each.tokens:,}", parts, duration(each.seconds))
+        table.add_section()
+        readable = sum(each.error is None for each in self.documents)
+        label = f"{readable} document{'s' if readable != 1 else ''}"
+        if self.concurrency > 1:
+            label += f", {self.concurrency} at a time"
+        tokens = sum(each.tokens for each in self.documents)
+        count = sum(len(each.parts) for each in self.documents)
+        table.add_row(label, f"{tokens:,}", f"{count:,}", duration(self.seconds))
+        return table
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the documents and their sums, for JSON."""
+        return {
+            "documents": [asdict(each) for each in self.documents],
+            "concurrency": self.concurrency,
+            "seconds": self.seconds,
+        }

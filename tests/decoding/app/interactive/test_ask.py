@@ -1,0 +1,69 @@
+"""`ask` about a document longer than the context asks its parts, and merges the answers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from support.commands import TARGET, Finished, forked, refused
+from support.prompts import passages
+
+SHORT = ("--context", "500")
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("in") / "long.txt"
+    path.write_text(passages(None, AutoTokenizer.from_pretrained(TARGET), [1000])[0])
+    return path
+
+
+def ask(folder: Path, model: tuple[str, ...], document: Path, *more: str) -> Finished:
+    return forked(folder, "ask", *model, *SHORT, "--document", str(document), *more)
+
+
+def test_parts_are_asked_and_answers_merged(
+    model: tuple[str, ...], document: Path, tmp_path: Path
+) -> None:
+    result = ask(tmp_path, model, document, "Who?")
+    assert result.code == 0, result.err
+    assert result.out.strip()
+    (count,) = set(re.findall(r"long.txt, part \d+ of (\d+): ", result.err))
+    assert result.err.count(f"of {count}: ") == int(count) > 1
+    assert "dropped" not in result.err
+    two_ranks = ask(tmp_path, model, document, "Who?", "--gpus", "2")
+    assert (two_ranks.code, two_ranks.out) == (0, result.out)
+
+
+def test_document_is_cut_if_asked_for(
+    model: tuple[str, ...], document: Path, tmp_path: Path
+) -> None:
+    result = ask(tmp_path, model, document, "Who?", "--long", "cut")
+    assert result.code == 0
+    assert "tokens were dropped (without --long cut it is read in parts)" in result.err
+    assert "part 1" not in result.err
+    other = ask(tmp_path, model, document, "Who?", "--long", "drop")
+    assert "--long drop is not known: use split, cut" in refused(other)
+
+
+def test_second_question_loads_the_parts_from_the_prompt_cache(
+    model: tuple[str, ...], document: Path, tmp_path: Path
+) -> None:
+    cache = ("--prompt-cache", str(tmp_path / "cache"))
+    document.write_text(document.read_text())
+    for question, is_loaded in (("Who?", False), ("Why is that so, and since when?", True)):
+        result = ask(tmp_path, model, document, question, *cache)
+        assert result.code == 0, result.err
+        assert (
+            ") loaded from disk" in result.err or "loaded from disk)" in result.err
+        ) == is_loaded
+
+
+def test_question_that_is_too_long_is_an_error(
+    model: tuple[str, ...], document: Path, tmp_path: Path
+) -> None:
+    result = ask(tmp_path, model, document, "Who? " * 40)
+    assert "the question has" in refused(result)
