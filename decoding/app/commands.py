@@ -147,22 +147,21 @@ def summarize(
         if is_launched():
             raise TierForceError("--cluster starts its own processes: do not use torchrun.")
         interrupts = _listen(message)
-        from decoding.app.batch.cluster import Cluster
-        from decoding.app.batch.cluster import run as run_on_cluster
-        from decoding.app.batch.summarize import Assignment, Source
-
-        options = Cluster(cluster, machines, concurrency or 1)
-        source = Source(input, include or [])
-        assignment = Assignment.of(instruction, long_documents)
-        run_on_cluster(common, source, output, assignment, options, interrupts)
-        return
-    if machines is not None:
+    elif machines is not None:
         raise TierForceError("--machines needs --cluster: name the Ray cluster to use.")
-    interrupts = _start(common, message)
+    else:
+        interrupts = _start(common, message)
     from decoding.app.batch.summarize import Assignment, Source, run
 
-    assignment = Assignment.of(instruction, long_documents)
-    run(common, Source(input, include or []), output, assignment, concurrency, interrupts)
+    source, assignment = Source(input, include or []), Assignment.of(instruction, long_documents)
+    if cluster is None:
+        run(common, source, output, assignment, concurrency, interrupts)
+        return
+    from decoding.app.batch.cluster import Cluster
+    from decoding.app.batch.cluster import run as run_on_cluster
+
+    options = Cluster(cluster, machines, concurrency or 1)
+    run_on_cluster(common, source, output, assignment, options, interrupts)
 
 
 @_command("generate --model TARGET --draft DRAFT --prompt-file book.txt")
@@ -238,7 +237,7 @@ def ask(
     """
     if not question.strip():
         raise TierForceError("the question is empty: ask something, in quotes.")
-    splits = LongDocuments(long).long == "split"
+    splits = LongDocuments(long).splits
     interrupts = _start(common, "interrupted ({name})")
     from decoding.app.interactive.ask import run
 

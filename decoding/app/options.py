@@ -134,11 +134,16 @@ class LongDocuments:
         unit="text",
     )
 
+    @property
+    def splits(self) -> bool:
+        """Whether they are split into parts."""
+        return self.long == "split"
+
     def __post_init__(self) -> None:
         """Raise TierForceError for an invalid value, or one without effect."""
         check_options(self)
         own = self.part_instruction, self.merge_instruction
-        if self.long == "cut" and own != (PART_INSTRUCTION, MERGE_INSTRUCTION):
+        if not self.splits and own != (PART_INSTRUCTION, MERGE_INSTRUCTION):
             raise TierForceError(
                 "--part-instruction and --merge-instruction are for documents that are split: "
                 "leave them out with --long cut."

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +32,10 @@ class Task:
     is_last: bool = False  # its answer is the text's
     prompt: array[int] | None = None  # (T,) tokens, if they are known
     truncated_tokens: int = 0
+
+    def name_in(self, document: str) -> str:
+        """Return its name beside those of other documents' tasks."""
+        return f"{document}, {self.name}" if self.name else document
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,13 @@ class PromptBuilder:
                 "(`part_instruction`), or use a longer `context`."
             )
         # two, even if one would fit because the instruction for parts is shorter
-        fits = partial(self._fits, instruction=last)
-        return split_text(self.tokenizer, text, room, fits, min_count=2)
+        return split_text(
+            self.tokenizer,
+            text,
+            room,
+            fits=lambda part: not self._whole(part, last).truncated_tokens,
+            min_count=2,
+        )
 
     def prompt(self, task: Task) -> array[int]:
         """Return the tokens (T,) of a task. Raises InvalidRequestError if they do not fit."""
@@ -195,9 +203,6 @@ class PromptBuilder:
         prompt, truncated = template.build(self.tokenizer, text, self.max_prompt)
         tokens = array("i", prompt)
         return Task("", instruction, is_last=True, prompt=tokens, truncated_tokens=truncated)
-
-    def _fits(self, part: str, instruction: str) -> bool:
-        return not self._whole(part, instruction).truncated_tokens
 
     def _template_tokens(self, instruction: str) -> int:
         around = Template.summary(self.tokenizer, instruction).around(self.tokenizer)

@@ -85,11 +85,11 @@ def split_text(
         max_count = 2 * count + 1
         while count <= max_count:
             spans = list(_spans(text, starts, count, limit))
-            has_room = max(span.tokens for span in spans) <= max_tokens
-            if len(spans) >= min_count and has_room:
-                parts = (text[span.start : span.end] for span in spans)
-                if all(map(fits, parts)):
-                    return spans
+            has_room = len(spans) >= min_count and all(
+                span.tokens <= max_tokens and fits(text[span.start : span.end]) for span in spans
+            )
+            if has_room:
+                return spans
             count += ceil_div(count, 16)
     raise InvalidRequestError(
         f"the text cannot be split into parts of at most {max(0, max_tokens)} tokens: use a longer "

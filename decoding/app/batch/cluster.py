@@ -144,7 +144,7 @@ def _finish(
     if "error" in answer:
         progress.fail(work, answer["kind"], answer["error"])
         return
-    report(work, answer, display)
+    report(work.name, answer, display, is_part=bool(work.task.name))
     progress.finish(work, answer)
 
 
@@ -277,8 +277,8 @@ class _ClusterWorkers:
             max_restarts=-1,
             max_task_retries=0,
         )
-        failing, has_answer, reason = set[str](), False, ""
-        self._rounds_without_answer += 1
+        failing, reason = set[str](), ""
+        self._rounds_without_answer += 1  # until the first answer
         try:
             for batch in dataset.iter_batches(batch_size=None, prefetch_batches=0):
                 for index, answer, error, machine in zip(
@@ -289,18 +289,16 @@ class _ClusterWorkers:
                     strict=True,
                 ):
                     if answer:
-                        has_answer, self._rounds_without_answer = True, 0
-                        self._has_answered = True
+                        self._has_answered, self._rounds_without_answer = True, 0
                         yield index, json.loads(answer)
                         continue
                     reason = error
                     yield index, None
                     failing.add(machine)
                     is_last_try = self._rounds_without_answer >= _MAX_ATTEMPTS
-                    may_try_again = self._has_answered and not is_last_try
-                    if len(failing) == size and not has_answer and not may_try_again:
+                    if len(failing) == size and (is_last_try or not self._has_answered):
                         raise TierForceError(f"no machine can process documents: {error}")
-            if failing and not has_answer and self._rounds_without_answer >= _MAX_ATTEMPTS:
+            if failing and self._rounds_without_answer >= _MAX_ATTEMPTS:
                 raise TierForceError(f"no machine can process documents: {reason}")
         except self._ray.exceptions.RayError as error:
             raise TierForceError(

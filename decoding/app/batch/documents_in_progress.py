@@ -32,7 +32,7 @@ class Work:
     @property
     def name(self) -> str:
         """The name for people."""
-        return f"{self.document}, {self.task.name}" if self.task.name else self.document
+        return self.task.name_in(self.document)
 
 
 @dataclass
@@ -155,7 +155,7 @@ class DocumentsInProgress:
         id, document = work.document, self._documents.get(work.document)
         if document is None:  # another part failed
             return
-        if document.tasks[work.index].is_last:
+        if work.task.is_last:
             del self._documents[id]
             self._on_record(self._record(id, document, work.task, answer))
             return
@@ -179,7 +179,7 @@ class DocumentsInProgress:
         tasks = [(id, index) for index in range(len(document.tasks))]
         if answers is None:
             if not document.tasks[0].is_last:
-                self._answers.prepare()  # before the work
+                self._answers.open()  # fails before the work, if it fails
             self._tasks.extend(tasks)
         else:  # merges come first: a finished document is worth more than two begun ones
             self._tasks.extendleft(reversed(tasks))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from io import FileIO
-from pathlib import Path
 
 PADDING = b"\0 \t\r\n"  # left by file systems in place of a line lost to a power failure
 
@@ -15,12 +14,3 @@ def write_all(file: FileIO, content: bytes) -> None:
         # after a partial write to a full disk, the next one raises
         content = content[file.write(content) :]
     os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the directory entry of a file is on disk. Raises OSError."""
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -10,9 +10,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from decoding.app.batch.durable import PADDING, sync_folder, write_all
+from decoding.app.batch.durable import PADDING, write_all
 from decoding.app.documents.formats.encodings import MAX_BYTES
 from decoding.app.documents.listing import PARTS_SUFFIX
+from decoding.prefix_cache.files import sync_folder
 from offload.errors import TierForceError
 from offload.regular_files import bounded_lines, open_regular
 
@@ -82,19 +83,30 @@ class PartAnswers:
         """Write an answer, and wait until it is on disk. Raises TierForceError if that fails."""
         answer = {name: answer[name] for name in ("summary", *FIELDS, *DEVICE_FIELDS)}
         line = json.dumps({"digest": digest, "id": document, "answer": answer}, allow_nan=False)
+        file = self.open()
         try:
-            write_all(self._opened(), line.encode() + b"\n")
+            write_all(file, line.encode() + b"\n")
         except OSError as error:
             raise self._unusable("cannot be written", error) from error
         self._answers[digest] = answer
         self._digests.setdefault(document, set()).add(digest)
 
-    def prepare(self) -> None:
-        """Raise TierForceError if the file cannot be written."""
-        try:
-            self._opened()
-        except OSError as error:
-            raise self._unusable("cannot be written", error) from error
+    def open(self) -> FileIO:
+        """Return the file, open at the end of its last whole line. Raises TierForceError."""
+        if self._file is None:
+            try:
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+                with open_regular(self.path, flags) as file:
+                    self._file = FileIO(os.dup(file.fileno()), "r+")
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+                if not self._exists:  # summaries in it are as private as in the records
+                    os.fchmod(self._file.fileno(), self._mode)
+                self._exists = self._is_own = True
+                sync_folder(self.path.parent)
+            except OSError as error:
+                raise self._unusable("cannot be written", error) from error
+        return self._file
 
     def finish(self, document: str) -> None:
         """Note that the record of a document is on disk."""
@@ -114,20 +126,6 @@ class PartAnswers:
             if self._is_own and self._exists and not self._digests:
                 self._exists, self._size = False, 0
                 self.path.unlink(missing_ok=True)
-
-    def _opened(self) -> FileIO:
-        """Return the file, open at the end of its last whole line. Raises OSError."""
-        if self._file is None:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            with open_regular(self.path, flags) as file:
-                self._file = FileIO(os.dup(file.fileno()), "r+")
-            self._file.truncate(self._size)
-            self._file.seek(self._size)
-            if not self._exists:  # summaries in it are as private as in the records
-                os.fchmod(self._file.fileno(), self._mode)
-            self._exists = self._is_own = True
-            sync_folder(self.path)
-        return self._file
 
     def _load(self) -> None:
         with open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW) as file:

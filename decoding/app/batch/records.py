@@ -15,10 +15,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from decoding.app.batch.durable import PADDING, sync_folder, write_all
+from decoding.app.batch.durable import PADDING, write_all
 from decoding.app.batch.part_answers import PartAnswers
 from decoding.app.documents.formats.encodings import MAX_BYTES
 from decoding.app.documents.listing import REPAIR_SUFFIX
+from decoding.prefix_cache.files import sync_folder
 from offload.errors import TierForceError
 from offload.regular_files import bounded_lines, open_regular
 
@@ -54,7 +55,7 @@ class Records:
             self.finished: dict[str, Finished] = {}
             if self._needs_repair():
                 self._replace()
-            sync_folder(self._real_path)
+            sync_folder(self._real_path.parent)
         except OSError as error:
             raise self._unwritable(error) from error
         try:

@@ -63,7 +63,7 @@ class Assignment:
     def of(cls, instruction: str, long: LongDocuments) -> Assignment:
         """Return the assignment that options describe."""
         own = Instructions(instruction, long.part_instruction, long.merge_instruction)
-        return cls(own, long.long == "split")
+        return cls(own, long.splits)
 
 
 def run(
@@ -300,7 +300,7 @@ class Summaries:
                 self.display.remove(work.name)
                 continue
             answer = answer_of(self.engine, state)
-            report(work, answer, self.display)
+            report(work.name, answer, self.display, is_part=bool(work.task.name))
             self.progress.finish(work, answer)
             self.display.parts(work.document, *self.progress.count_tasks(work.document))
 
@@ -359,22 +359,15 @@ def begin(
         )
 
 
-def report(work: Work, answer: Mapping[str, Any], display: Display) -> None:
-    """Print the line of a finished part, and a warning if the answer is empty."""
-    if (warning := empty_answer(work.name, answer)) is not None:
-        display.warn(warning)
-    if work.task.name:
-        display.end_part(work.name, f"{work.name}: {summary_line(answer)}")
-
-
-def empty_answer(name: str, answer: Mapping[str, Any]) -> str | None:
-    """Return a warning if none of an answer's tokens are for the reader."""
-    if answer["summary"] or not answer["new_tokens"]:
-        return None
-    return (
-        f"{name}: none of its {answer['new_tokens']} new tokens are for the reader, perhaps "
-        "because they ended within the model's reasoning. Use more --max-new-tokens."
-    )
+def report(name: str, answer: Mapping[str, Any], display: Display, is_part: bool) -> None:
+    """Warn if none of an answer's tokens are for the reader; print the line of a part."""
+    if answer["new_tokens"] and not answer["summary"]:
+        display.warn(
+            f"{name}: none of its {answer['new_tokens']} new tokens are for the reader, perhaps "
+            "because they ended within the model's reasoning. Use more --max-new-tokens."
+        )
+    if is_part:
+        display.end_part(name, f"{name}: {summary_line(answer)}")
 
 
 def answer_of(engine: Engine, state: RequestState) -> dict[str, Any]:

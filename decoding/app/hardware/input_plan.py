@@ -12,7 +12,7 @@ from rich.table import Table
 
 from decoding.app.documents.listing import find_documents
 from decoding.app.hardware.plan_view import Plans, duration
-from decoding.app.options import LongDocuments, as_flags
+from decoding.app.options import as_flags
 from decoding.app.terminal.streams import printable
 from decoding.models.loading import load_tokenizer
 from decoding.planning.planner import Planner
@@ -40,10 +40,10 @@ class InputDocument:
 class InputPlan:
     """The documents of an input, for a model."""
 
-    def __init__(self, source: Path, include: Sequence[str], model: str, long: str):
+    def __init__(self, source: Path, include: Sequence[str], model: str, splits: bool):
         """List the documents, and load the model's tokenizer. Raises TierForceError."""
         listing = find_documents(source, include=include)
-        self._sources, self._splits = listing.documents, LongDocuments(long).long == "split"
+        self._sources, self._splits = listing.documents, splits
         skipped = sum(map(len, listing.skipped.values())) + len(listing.unreadable)
         self.notes = [f"files that summarize would leave out: {skipped:,}"] if skipped else []
         path = find_local(model) or Path(model)

@@ -227,14 +227,14 @@ def _input_plan(
     source: Path | None, include: Sequence[str], model: str, long: str
 ) -> "InputPlan | None":
     """Return the documents of an input, if there is one. Raises TierForceError."""
-    LongDocuments(long)  # validates it
+    splits = LongDocuments(long).splits
     if source is None:
-        if include or long != "split":
+        if include or not splits:
             raise TierForceError("--include and --long need --input: name the documents to count.")
         return None
     from decoding.app.hardware.input_plan import InputPlan  # imports transformers
 
-    return InputPlan(source, include, model, long)
+    return InputPlan(source, include, model, splits)
 
 
 def _machine(hardware: str, host_memory: float | None) -> HardwareProfile:

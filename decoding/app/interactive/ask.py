@@ -8,7 +8,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from decoding.app.batch.summarize import answer_of, empty_answer
+from decoding.app.batch.summarize import answer_of, report
 from decoding.app.interactive.chat import conversation, load_chat
 from decoding.app.interactive.generate import generate
 from decoding.app.options import Common
@@ -16,7 +16,6 @@ from decoding.app.terminal.messages import (
     LongestDocument,
     fitting_concurrency,
     say_what_fits,
-    summary_line,
 )
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
@@ -107,11 +106,9 @@ class _Parts:
                 if state.error is not None:
                     raise TierForceError(f"{name}: {state.error}") from state.error
                 answer = answer_of(self.engine, state)
-                if (warning := empty_answer(name, answer)) is not None:
-                    self.display.warn(warning)
-                self.display.end_part(name, f"{name}: {summary_line(answer)}")
+                report(name, answer, self.display, is_part=True)
                 answers[name] = answer["summary"]
-            tasks = rounds.send([answers[self._name(task)] for task in tasks])
+            tasks = rounds.send([answers[task.name_in(self.name)] for task in tasks])
         return tasks[0]
 
     def stream(self, task: Task, progress: Progress) -> Iterator[str]:
@@ -120,11 +117,8 @@ class _Parts:
         with closing(self.engine.submit(request)) as tokens:
             yield from detokenize_stream(self.engine.tokenizer, tokens)
 
-    def _name(self, task: Task) -> str:
-        return f"{self.name}, {task.name}" if task.name else self.name
-
     def _request(self, task: Task, progress: Progress | None = None) -> Request:
-        name, new = self._name(task), self.common.max_new_tokens
+        name, new = task.name_in(self.name), self.common.max_new_tokens
         if progress is None:
             self.display.begin(name)
             progress = partial(self.display.prefill, name)
