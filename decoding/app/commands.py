@@ -15,6 +15,7 @@ import typer
 from decoding.app.environment import installed_version
 from decoding.app.hardware.plan import plan
 from decoding.app.options import (
+    DOCUMENTS,
     EXIT_CODES,
     Common,
     Concurrency,
@@ -22,6 +23,8 @@ from decoding.app.options import (
     IncludedFiles,
     JobOptions,
     LongDocuments,
+    QuestionsFile,
+    SystemMessage,
     check_concurrency,
     option_parameter,
     with_common,
@@ -29,7 +32,7 @@ from decoding.app.options import (
 from decoding.app.server.options import ServeOptions
 from decoding.app.terminal.signals import Interrupts, signal_source
 from decoding.app.terminal.streams import advice_after_loss, say, warn
-from decoding.text.instructions import INSTRUCTION, MERGE_INSTRUCTION, PART_INSTRUCTION
+from decoding.text.instructions import INSTRUCTION, PART_INSTRUCTION
 from offload.errors import TierForceError
 from parallel.ranks.environment import ignored_variables, is_launched, rank_from_env
 
@@ -88,7 +91,7 @@ def summarize(
         Path,
         typer.Option(
             help="A folder or .zip of documents (text, PDF, EPUB, DOCX, HTML and others), one "
-            "file, or a .jsonl with id and text."
+            "file, or a .jsonl with id, text, and perhaps instruction or questions."
         ),
     ],
     output: Annotated[
@@ -100,13 +103,24 @@ def summarize(
     ],
     include: IncludedFiles = None,
     instruction: Annotated[str, typer.Option(help="Instruction for each document.")] = INSTRUCTION,
+    questions: QuestionsFile = None,
+    system: SystemMessage = None,
+    template: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text file with {document} and {instruction}: the user's message, or the prompt "
+            "of a model without a chat template.",
+            metavar="FILE",
+            rich_help_panel=DOCUMENTS,
+        ),
+    ] = None,
     long: Annotated[str, option_parameter(LongDocuments, "long", "split")] = "split",
     part_instruction: Annotated[
         str, option_parameter(LongDocuments, "part_instruction", PART_INSTRUCTION)
     ] = PART_INSTRUCTION,
     merge_instruction: Annotated[
-        str, option_parameter(LongDocuments, "merge_instruction", MERGE_INSTRUCTION)
-    ] = MERGE_INSTRUCTION,
+        str | None, option_parameter(LongDocuments, "merge_instruction")
+    ] = None,
     concurrency: Concurrency = None,
     cluster: Annotated[
         str | None,
@@ -128,17 +142,20 @@ def summarize(
         ),
     ] = None,
 ) -> None:
-    """Summarise documents.
+    """Summarise documents, or answer questions about them.
 
     A document longer than the context is summarised in parts, and their summaries are merged. Every
     token is sampled from exactly the target model's distribution. The record of a document is on
-    disk as soon as it is finished, and the summary of a part, too; after an interruption the same
-    command resumes.
+    disk as soon as it is finished, and the answer to a question or about a part, too; after an
+    interruption the same command resumes.
     """
     message = "interrupted ({name}) before the first document: run the same command to resume"
     if common.settings.deterministic:
         check_concurrency(concurrency)
+    from decoding.app.batch.assignment import Assignment
+
     long_documents = LongDocuments(long, part_instruction, merge_instruction)
+    assignment = Assignment.of(instruction, questions, system, template, long_documents)
     if cluster is not None:
         if common.settings.prompt_cache is not None:
             raise TierForceError(
@@ -151,9 +168,9 @@ def summarize(
         raise TierForceError("--machines needs --cluster: name the Ray cluster to use.")
     else:
         interrupts = _start(common, message)
-    from decoding.app.batch.summarize import Assignment, Source, run
+    from decoding.app.batch.summarize import Source, run
 
-    source, assignment = Source(input, include or []), Assignment.of(instruction, long_documents)
+    source = Source(input, include or [])
     if cluster is None:
         run(common, source, output, assignment, concurrency, interrupts)
         return
@@ -204,7 +221,7 @@ def generate(
 
 @_command("chat --model TARGET --document book.txt")
 @with_common
-def chat(common: Common, document: DocumentFile = None) -> None:
+def chat(common: Common, document: DocumentFile = None, system: SystemMessage = None) -> None:
     """Chat with a model, optionally about a document.
 
     The document is prefilled once, then only new messages are. /help lists the commands; Ctrl-C
@@ -213,35 +230,44 @@ def chat(common: Common, document: DocumentFile = None) -> None:
     interrupts = _start(common, "interrupted ({name})")
     from decoding.app.interactive.chat import run
 
-    run(common, document, interrupts)
+    run(common, document, system, interrupts)
 
 
 @_command('ask --model TARGET --document book.txt "Who is the narrator?"')
 @with_common
 def ask(
     common: Common,
-    question: Annotated[str, typer.Argument(help="The question.")],
+    question: Annotated[
+        str | None, typer.Argument(help="The question.", metavar="[QUESTION]")
+    ] = None,
     document: Annotated[
         Path | None,
         typer.Option(
             help="Document to ask about, of any length: text, PDF, EPUB, DOCX and others."
         ),
     ] = None,
+    questions: QuestionsFile = None,
+    system: SystemMessage = None,
     long: Annotated[str, option_parameter(LongDocuments, "long", "split")] = "split",
 ) -> None:
-    """Answer one question, optionally about a document.
+    """Answer a question, or a file of questions, optionally about a document.
 
     The parts of a document longer than the context are asked one by one, and their answers are
     merged. Every token is sampled from exactly the target model's distribution, and printed as soon
     as it is verified.
     """
-    if not question.strip():
+    from decoding.app.documents.option_files import read_questions
+
+    if (question is None) == (questions is None):
+        raise TierForceError("give either a question, in quotes, or --questions.")
+    if question is not None and not question.strip():
         raise TierForceError("the question is empty: ask something, in quotes.")
+    asked = (question or "",) if questions is None else read_questions(questions)
     splits = LongDocuments(long).splits
     interrupts = _start(common, "interrupted ({name})")
     from decoding.app.interactive.ask import run
 
-    run(common, document, question, splits, interrupts)
+    run(common, document, asked, system, splits, interrupts)
 
 
 @_command("prefill --model TARGET --document book.txt --prompt-cache prompts")
@@ -255,18 +281,19 @@ def prefill(
             "the context is truncated at its end."
         ),
     ],
+    system: SystemMessage = None,
 ) -> None:
     """Prefill a document and store its KV cache on disk.
 
-    chat, ask and serve with the same --prompt-cache then answer questions about it without
-    prefilling it again.
+    chat, ask and serve with the same --prompt-cache, and the same system message, then answer
+    questions about it without prefilling it again.
     """
     if common.settings.prompt_cache is None:
         raise TierForceError("prefill needs a folder to save to: name one with --prompt-cache.")
     _start(common, "interrupted ({name})")
     from decoding.app.interactive.chat import prefill as run
 
-    run(common, document)
+    run(common, document, system)
 
 
 @_command("serve --model TARGET --prompt-cache prompts")

@@ -25,7 +25,7 @@ from decoding.config.option import (
 )
 from decoding.config.settings import Settings
 from decoding.speculation.sampling import Sampling
-from decoding.text.instructions import MERGE_INSTRUCTION, PART_INSTRUCTION
+from decoding.text.instructions import PART_INSTRUCTION
 from offload.errors import TierForceError
 
 DOCUMENTS = "Documents"  # a help panel
@@ -54,6 +54,25 @@ IncludedFiles = Annotated[
         "like documents; may be repeated.",
         metavar="PATTERN",
         show_default=False,
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+
+QuestionsFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Text file of questions, one in a line. Each is answered by itself, and a document is "
+        "prefilled once for all of them.",
+        metavar="FILE",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+
+SystemMessage = Annotated[
+    str | None,
+    typer.Option(
+        help="System message, for chat templates that have one.",
+        metavar="TEXT",
         rich_help_panel=DOCUMENTS,
     ),
 ]
@@ -127,9 +146,10 @@ class LongDocuments:
         group=DOCUMENTS,
         unit="text",
     )
-    merge_instruction: str = option(
+    merge_instruction: str | None = option(
         "Instruction for answers about the parts of a document; {instruction} is replaced.",
-        value=MERGE_INSTRUCTION,
+        value=None,
+        default="to merge them into one that does the same for the whole document",
         group=DOCUMENTS,
         unit="text",
     )
@@ -143,7 +163,7 @@ class LongDocuments:
         """Raise TierForceError for an invalid value, or one without effect."""
         check_options(self)
         own = self.part_instruction, self.merge_instruction
-        if not self.splits and own != (PART_INSTRUCTION, MERGE_INSTRUCTION):
+        if not self.splits and own != (PART_INSTRUCTION, None):
             raise TierForceError(
                 "--part-instruction and --merge-instruction are for documents that are split: "
                 "leave them out with --long cut."

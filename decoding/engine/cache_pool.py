@@ -19,7 +19,8 @@ from offload.layout import OBSERVED_ROWS
 
 
 class CachePool:
-    """Gives requests their caches, and in a conversation keeps those of the last ones.
+    """Gives requests their caches, and in a conversation keeps those of the last ones, as of
+    requests that say that others like them follow.
 
     A prompt that shares a prefix with the last sequence continues in its caches from where the two
     differ; any other prompt gets new ones. So only a new turn is prefilled, or a question that
@@ -146,9 +147,9 @@ class CachePool:
         return logits
 
     def release(self, sequence: CachedSequence, keep: bool) -> None:
-        """Take a request's caches back: keep them in a conversation, if wanted, or free them."""
+        """Take a request's caches back: keep them for a later one, or free them."""
         self._in_use.remove(sequence)
-        if keep and self.room is not None:
+        if keep:
             self.kept.append(sequence)
         else:
             self.sessions.close(sequence.caches)
@@ -257,7 +258,8 @@ class CachePool:
     def _room(self, request: Request) -> int:
         """Return the tokens to reserve for turns after a request."""
         tokens, new = len(request.prompt), request.max_new_tokens
-        room = min(self.room or 0, self.context - tokens - new)
+        room = self.room if request.room is None else request.room
+        room = min(room or 0, self.context - tokens - new)
         return room_for_turns(self.sessions.runtime, tokens, new, room)
 
 

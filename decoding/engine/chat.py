@@ -11,8 +11,14 @@ from decoding.engine.engine import Engine
 from decoding.speculation.sampling import Sampling
 from decoding.text.channels import answer_text
 from decoding.text.detokenizer import detokenize_stream
-from decoding.text.encoding import truncate_to
-from decoding.text.prompt import MARK, chat_tokens, tokens_around
+from decoding.text.encoding import plain_tokens, truncate_to
+from decoding.text.prompt import (
+    MARK,
+    chat_tokens,
+    check_system,
+    system_messages,
+    tokens_around,
+)
 from offload.errors import InvalidRequestError, TierForceError
 from parallel.model.pipeline import Progress
 
@@ -34,6 +40,7 @@ class Chat:
         sampling: Sampling | None = None,
         document: str | None = None,
         name: str = "",
+        system: str | None = None,
     ):
         """Start a chat. Raises TierForceError if the model's chat template is unusable.
 
@@ -43,6 +50,7 @@ class Chat:
             sampling: how answers are sampled; by default `Sampling()`, as on the command line.
             document: a document to talk about. The end of one too long for the context is dropped.
             name: display name in the prompt cache (`Settings.prompt_cache`).
+            system: the system message.
         """
         self.name = name
         self.engine = engine
@@ -50,6 +58,8 @@ class Chat:
         self.sampling = sampling or Sampling()
         if not engine.tokenizer.chat_template:
             raise TierForceError("the tokenizer has no chat template: use an instruct model.")
+        check_system(engine.tokenizer, system)
+        self._system = system_messages(system)
         self.messages: list[dict[str, str]] = []
         self.truncated_tokens = 0  # tokens dropped from the document
         self._document_prefix = ""  # the document and what separates it from the first message
@@ -76,6 +86,7 @@ class Chat:
         context, messages = self.engine.context, [*self.messages, *_turn(question)]
         content = self._document_prefix + messages[0]["content"]
         messages[0] = {**messages[0], "content": content}
+        messages = [*self._system, *messages]
         prompt = chat_tokens(self.engine.tokenizer, messages, context, _WHAT)
         room = context - len(prompt)
         if room < 1:
@@ -114,12 +125,14 @@ class Chat:
 
     def _prefix(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the tokens that the template renders before `MARK`."""
-        return tokens_around(self.engine.tokenizer, messages, _WHAT)[0]
+        return tokens_around(self.engine.tokenizer, [*self._system, *messages], _WHAT)[0]
 
     def _truncate(self, document: str) -> str:
         """Return the beginning of the document that leaves room for a conversation."""
         context = self.engine.context
         room = context - self.max_new_tokens - talk_room(context, self.max_new_tokens)
+        for message in self._system:
+            room -= len(plain_tokens(self.engine.tokenizer, message["content"]))
         if room < 1:
             raise InvalidRequestError(
                 f"no room left for the document: the context is {context:,} tokens, and answers "

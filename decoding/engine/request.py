@@ -42,6 +42,9 @@ class Request:
     on_logits: Callable[[Tensor], None] | None = None
     # polled before each step of prefill
     is_cancelled: Callable[[], bool] = lambda: False
+    # tokens by which later requests that begin alike are longer, at most: they continue in its
+    # caches, as in a conversation. None: its caches are freed, unless it is in one
+    room: int | None = None
 
     @cached_property
     def tokens(self) -> np.ndarray:

@@ -1,8 +1,10 @@
-"""What a model is asked to do with a text, and with a text in parts."""
+"""What a model is asked to do with a text, and how its prompt is made of the two."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from offload.errors import TierForceError
 
 INSTRUCTION = "Summarize the text above."
 PART_INSTRUCTION = "{instruction}"
@@ -10,25 +12,86 @@ MERGE_INSTRUCTION = (
     "Above are answers about the consecutive parts of one text, in order. Merge them into one "
     "answer that does this for the whole text: {instruction}"
 )
+MERGE_QUESTION = (
+    "Above are answers to one question, each from another part of a text, in order. Parts that do "
+    "not answer it do not matter. Answer it for the whole text: {instruction}"
+)
+DOCUMENT, INSTRUCTION_MARK = "{document}", "{instruction}"
+_TEMPLATE = f"{DOCUMENT}\n\n{INSTRUCTION_MARK}"
 
 
 @dataclass(frozen=True)
 class Instructions:
-    """Instructions for a text, for a part of it, and for answers about its parts.
+    """One instruction, or questions that are answered independently of each other."""
 
-    In `part` and `merge`, {instruction} is that for the text; in `part`, {part} and {parts} are the
-    part's number and the number of parts.
+    strings: tuple[str, ...] = (INSTRUCTION,)
+    are_questions: bool = False
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How the prompts for a text, for a part of it, and for answers about its parts are made.
+
+    Args:
+        template: the prompt, or the message if there is a chat template, with {document} once and
+            {instruction}; by default the text, an empty line, and the instruction.
+        system: the system message.
+        part: the instruction for a part, in which {instruction} is that for the text, {part} the
+            part's number, and {parts} the number of parts.
+        merge: the instruction for answers, in which {instruction} is that for the text; by default
+            `MERGE_INSTRUCTION`, or `MERGE_QUESTION`.
+
+    Raises TierForceError for a template without the two.
     """
 
-    text: str = INSTRUCTION
+    template: str | None = None
+    system: str | None = None
     part: str = PART_INSTRUCTION
-    merge: str = MERGE_INSTRUCTION
+    merge: str | None = None
 
-    def for_part(self, number: int, count: int) -> str:
+    def __post_init__(self) -> None:
+        if self.template is None:
+            return
+        counts = self.template.count(DOCUMENT), self.template.count(INSTRUCTION_MARK)
+        if counts[0] != 1 or not counts[1]:
+            raise TierForceError(
+                f"a template must have {DOCUMENT} once, found {counts[0]}, and {INSTRUCTION_MARK} "
+                f"at least once, found {counts[1]}."
+            )
+
+    @property
+    def shares_document(self) -> bool:
+        """Whether prompts with different instructions are the same up to the end of the text."""
+        return INSTRUCTION_MARK not in self._template().partition(DOCUMENT)[0]
+
+    def around(self, instruction: str, is_plain: bool) -> tuple[str, str]:
+        """Return what precedes and what follows a text.
+
+        `is_plain`: without a chat template the answer begins after the default's empty line.
+        """
+        before, _, after = self._template(is_plain).partition(DOCUMENT)
+        return (
+            before.replace(INSTRUCTION_MARK, instruction),
+            after.replace(INSTRUCTION_MARK, instruction),
+        )
+
+    def for_part(self, instruction: str, number: int, count: int) -> str:
         """Return the instruction for a part; the first one has number 1."""
         filled = self.part.replace("{part}", str(number)).replace("{parts}", str(count))
-        return filled.replace("{instruction}", self.text)
+        return filled.replace(INSTRUCTION_MARK, instruction)
 
-    def for_merge(self) -> str:
-        """Return the instruction for answers about parts."""
-        return self.merge.replace("{instruction}", self.text)
+    def merge_instruction(self, instructions: Instructions) -> str:
+        """Return the instruction for answers, before {instruction} is replaced."""
+        if self.merge is not None:
+            return self.merge
+        return MERGE_QUESTION if instructions.are_questions else MERGE_INSTRUCTION
+
+    def for_merge(self, instructions: Instructions, index: int) -> str:
+        """Return the instruction that merges answers to the one with this index."""
+        merge = self.merge_instruction(instructions)
+        return merge.replace(INSTRUCTION_MARK, instructions.strings[index])
+
+    def _template(self, is_plain: bool = False) -> str:
+        if self.template is not None:
+            return self.template
+        return f"{_TEMPLATE}\n\n" if is_plain else _TEMPLATE

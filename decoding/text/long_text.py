@@ -5,12 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 from decoding.text.encoding import plain_tokens
-from decoding.text.instructions import Instructions
-from decoding.text.prompt import Template
+from decoding.text.instructions import Instructions, PromptFormat
+from decoding.text.prompt import Template, check_system
 from decoding.text.splitting import Span, split_text
 from offload.errors import InvalidRequestError
 from offload.layout import ceil_div, shares
@@ -18,6 +19,7 @@ from offload.layout import ceil_div, shares
 _LABEL_TOKENS = 16  # at most, for a heading such as "Parts 10 to 19:" and the blank lines
 _MIN_SHARE = 8  # at least that fraction of a prompt is for the part itself
 _MARGIN = 8  # tokens that may be added where strings are joined
+_CACHED = 4096  # instructions whose tokens are remembered
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,16 @@ class Task:
 
     content: str  # empty if its tokens are known
     instruction: str
-    name: str = ""  # such as "part 3 of 9"; empty for a whole text
+    name: str = ""  # such as "part 3 of 9"; empty for a whole text and its only instruction
+    index: int = 0  # index of its instruction
     characters: tuple[int, int] | None = None  # [start, end) of a part
     parts: tuple[int, int] | None = None  # numbers of the first and last part of a merge
-    is_last: bool = False  # its answer is the text's
+    is_last: bool = False  # its answer is that to the instruction
+    # tokens by which later prompts that begin alike are longer, at most; None if there are none
+    room: int | None = None
+    is_cut: bool = False  # the end of the content may be dropped
     prompt: array[int] | None = None  # (T,) tokens, if they are known
-    truncated_tokens: int = 0
+    truncated_tokens: int = 0  # those of `prompt`, or else of the longest one that begins alike
 
     def name_in(self, document: str) -> str:
         """Return its name beside those of other documents' tasks."""
@@ -60,83 +66,90 @@ Sizes = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class PromptBuilder:
-    """Turns a text of any length into prompts.
+    """Turns a text of any length, and instructions, into prompts.
 
-    A text that fits the context is one prompt. Otherwise its parts are, and their answers are
-    merged, in as many rounds as it takes until one is left (Wu et al. 2021, "Recursively
-    Summarizing Books with Human Feedback", section 2.1).
+    A text that fits the context is one prompt for each instruction. Otherwise its parts are, and
+    the answers about them are merged, in as many rounds as it takes until one is left (Wu et al.
+    2021, "Recursively Summarizing Books with Human Feedback", section 2.1). Prompts that begin with
+    the same text follow each other.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        instructions: Instructions,
+        format: PromptFormat,
         context: int,
         max_new_tokens: int,
         question_tokens: int | None = None,
     ):
-        """Prepare prompts. Raises TierForceError if the tokenizer's chat template is broken.
+        """Prepare prompts.
+
+        Raises TierForceError if the tokenizer's chat template is broken, or knows no system
+        message.
 
         Args:
             tokenizer: the model's.
-            instructions: what to do with a text.
+            format: how prompts are made.
             context: the maximum number of tokens of a prompt and its answer together.
             max_new_tokens: the maximum number of tokens of an answer.
             question_tokens: room kept for the instructions, so that parts do not depend on them;
                 by default what they need.
         """
-        self.tokenizer, self.instructions = tokenizer, instructions
+        self.tokenizer, self.format = tokenizer, format
         self.max_prompt, self.max_new_tokens = context - max_new_tokens, max_new_tokens
         self._question_tokens = question_tokens
-        self._template_tokens(instructions.text)  # raises
+        check_system(tokenizer, format.system)
+        self._template_tokens = lru_cache(_CACHED)(self._count_template)
+        self._template_tokens("")  # raises
 
-    def cut(self, text: str) -> Task:
-        """Return the prompt of a text, whose end is dropped if it is too long.
+    def rounds(self, text: str, instructions: Instructions, splits: bool = True) -> Rounds:
+        """Yield the tasks for a text, round by round, until each instruction's last one.
 
-        Raises InvalidRequestError if the context has no room for it.
-        """
-        return self._whole(text, self.instructions.text)
-
-    def rounds(self, text: str) -> Rounds:
-        """Yield the tasks for a text, round by round; the answer to the last one is the text's.
-
-        Raises InvalidRequestError if the context has no room for parts, or for two answers to
+        With `splits` a text that is too long is split, else its end is dropped. Raises
+        InvalidRequestError if the context has no room for it, for parts, or for two answers to
         merge.
         """
-        whole = self.cut(text)
-        if not whole.truncated_tokens:
+        if whole := self._whole_tasks(text, instructions, splits):
             del text  # its tokens are enough
-            yield [whole]
+            yield whole
             return
-        spans = self.split(text)
-        count = len(spans)
-        tasks = [
-            Task(
-                text[span.start : span.end],
-                self.instructions.for_part(number, count),
-                f"part {number} of {count}",
-                (span.start, span.end),
-            )
-            for number, span in enumerate(spans, 1)
-        ]
-        del text, whole  # the tasks hold all of it
+        tasks = self._part_tasks(text, instructions)
+        del text  # the tasks hold all of it
         answers = yield tasks
         del tasks
-        blocks = [_Answer((number, number), each) for number, each in enumerate(answers, 1)]
-        while len(blocks) > 1:
-            groups = self._groups(blocks)
-            merges = [self._merge(group, len(groups) == 1) for group in groups if len(group) > 1]
+        count = len(instructions.strings)
+        blocks = [
+            [
+                _Answer((number, number), each)
+                for number, each in enumerate(answers[index::count], 1)
+            ]
+            for index in range(count)
+        ]
+        while any(len(own) > 1 for own in blocks):
+            groups = [
+                _groups(self.tokenizer, own, self._merge_room(instructions, index))
+                for index, own in enumerate(blocks)
+            ]
+            merges = [
+                self._merge(group, instructions, index, len(own) == 1)
+                for index, own in enumerate(groups)
+                for group in own
+                if len(group) > 1
+            ]
             merged = iter((yield merges))
             blocks = [
-                _Answer(_range(group), next(merged)) if len(group) > 1 else group[0]
-                for group in groups
+                [
+                    _Answer(_range(group), next(merged)) if len(group) > 1 else group[0]
+                    for group in own
+                ]
+                for own in groups
             ]
 
-    def split(self, text: str) -> list[Span]:
+    def split(self, text: str, instructions: Instructions) -> list[Span]:
         """Return the parts of a text that is too long. Raises InvalidRequestError as `rounds`."""
-        self._check_merges()
-        last = self.instructions.for_part(999, 999)
-        own = self._template_tokens(last)
+        self._check_merges(instructions)
+        last = [self.format.for_part(each, 999, 999) for each in instructions.strings]
+        longest, own = self._longest(last)
         if (kept := self._question_tokens) is not None:
             own, needed = self._template_tokens("") + kept, own - self._template_tokens("")
             if needed > kept:
@@ -156,65 +169,122 @@ class PromptBuilder:
             self.tokenizer,
             text,
             room,
-            fits=lambda part: not self._whole(part, last).truncated_tokens,
+            fits=lambda part: not self._is_too_long(*self._build(part, longest), instructions),
             min_count=2,
         )
 
-    def prompt(self, task: Task) -> array[int]:
-        """Return the tokens (T,) of a task. Raises InvalidRequestError if they do not fit."""
-        if task.prompt is not None:
-            return task.prompt
-        built = self._whole(task.content, task.instruction)
-        assert built.prompt is not None
-        if built.truncated_tokens:
-            raise InvalidRequestError(
-                f"{task.name} is {built.truncated_tokens} tokens too long for the context: use a "
-                "longer `context`."
-            )
-        return built.prompt
+    def prompt(self, task: Task) -> tuple[array[int], int]:
+        """Return the tokens (T,) of a task, and how many tokens of its text are dropped.
 
-    def sizes(self, text: str) -> Sizes:
+        Raises InvalidRequestError if they do not fit.
+        """
+        if task.prompt is not None:
+            return task.prompt, task.truncated_tokens
+        prompt, truncated = self._build(task.content, task.instruction)
+        if truncated and not task.is_cut:
+            raise InvalidRequestError(
+                f"{task.name} is {truncated} tokens too long for the context: use a longer "
+                "`context`."
+            )
+        return prompt, truncated
+
+    def sizes(self, text: str, instructions: Instructions, splits: bool = True) -> Sizes:
         """Return the tokens of a text as one prompt, of each part's prompt, and, if every answer is
-        as long as it may be, of each prompt that merges answers.
+        as long as it may be, of each prompt that merges answers; for the longest instruction.
 
         Raises InvalidRequestError as `rounds`.
         """
-        tokens, parts, _ = self.cut_size(text)
-        if tokens == parts[0]:
-            return tokens, parts, ()
-        own = self._template_tokens(self.instructions.for_part(1, 1))
-        parts = tuple(own + span.tokens for span in self.split(text))
-        answer, room = self.max_new_tokens + _LABEL_TOKENS, self._merge_room()
+        longest, _ = self._longest(instructions.strings)
+        prompt, truncated = self._build(text, longest)
+        if not (splits and self._is_too_long(prompt, truncated, instructions)):
+            return len(prompt) + truncated, (len(prompt),), ()
+        _, own = self._longest([self.format.for_part(each, 1, 1) for each in instructions.strings])
+        parts = tuple(own + span.tokens for span in self.split(text, instructions))
+        answer, room = self.max_new_tokens + _LABEL_TOKENS, self._merge_room(instructions)
         own, merges, count = self.max_prompt - room, list[int](), len(parts)
         while count > 1:
             groups = ceil_div(count * answer, room // answer * answer)
             merges += [own + size * answer for size in shares(count, groups) if size > 1]
             count = groups
-        return tokens, parts, tuple(merges)
+        return len(prompt) + truncated, parts, tuple(merges)
 
-    def cut_size(self, text: str) -> Sizes:
-        """Return the same for a text whose end is dropped. Raises InvalidRequestError as `cut`."""
-        whole = self.cut(text)
-        tokens = len(self.prompt(whole))
-        return tokens + whole.truncated_tokens, (tokens,), ()
+    def _whole_tasks(self, text: str, instructions: Instructions, splits: bool) -> list[Task]:
+        """Return the tasks for a whole text; none if it is to be split."""
+        own = instructions.strings
+        longest, _ = self._longest(own)
+        prompt, truncated = self._build(text, longest)
+        if splits and self._is_too_long(prompt, truncated, instructions):
+            return []
+        if len(own) == 1:
+            task = Task("", longest, is_last=True, prompt=prompt, truncated_tokens=truncated)
+            return [task]
+        rooms = rooms_for_later([self._template_tokens(each) for each in own])
+        return [
+            Task(
+                text,
+                each,
+                _name(instructions, index),
+                index,
+                is_last=True,
+                room=rooms[index],
+                is_cut=not splits,
+                truncated_tokens=truncated,
+            )
+            for index, each in enumerate(own)
+        ]
 
-    def _whole(self, text: str, instruction: str) -> Task:
-        template = Template.summary(self.tokenizer, instruction)
+    def _part_tasks(self, text: str, instructions: Instructions) -> list[Task]:
+        spans = self.split(text, instructions)
+        tasks, count = list[Task](), len(spans)
+        for number, span in enumerate(spans, 1):
+            part = text[span.start : span.end]
+            own = [self.format.for_part(each, number, count) for each in instructions.strings]
+            rooms = rooms_for_later([self._template_tokens(each) for each in own])
+            tasks += [
+                Task(
+                    part,
+                    instruction,
+                    _name(instructions, index, f"part {number} of {count}"),
+                    index,
+                    (span.start, span.end),
+                    room=rooms[index],
+                )
+                for index, instruction in enumerate(own)
+            ]
+        return tasks
+
+    def _is_too_long(self, prompt: array[int], truncated: int, instructions: Instructions) -> bool:
+        """Return whether a text does not fit, by its prompt with the longest instruction."""
+        # others change a few tokens where they meet the text
+        margin = _MARGIN if len(instructions.strings) > 1 else 0
+        return truncated > 0 or len(prompt) + margin > self.max_prompt
+
+    def _build(self, text: str, instruction: str) -> tuple[array[int], int]:
+        """Return the tokens of a prompt, and how many of the text's tokens were dropped."""
+        template = Template.summary(self.tokenizer, instruction, self.format)
         prompt, truncated = template.build(self.tokenizer, text, self.max_prompt)
-        tokens = array("i", prompt)
-        return Task("", instruction, is_last=True, prompt=tokens, truncated_tokens=truncated)
+        return array("i", prompt), truncated
 
-    def _template_tokens(self, instruction: str) -> int:
-        around = Template.summary(self.tokenizer, instruction).around(self.tokenizer)
+    def _count_template(self, instruction: str) -> int:
+        """Return the tokens of a prompt around a text."""
+        around = Template.summary(self.tokenizer, instruction, self.format).around(self.tokenizer)
         return sum(map(len, around))
 
-    def _merge_room(self) -> int:
-        """Return how many tokens of answers one prompt has room for."""
-        return self.max_prompt - self._template_tokens(self.instructions.for_merge()) - _MARGIN
+    def _longest(self, instructions: Sequence[str]) -> tuple[str, int]:
+        """Return the instruction of most tokens, and those of a prompt around a text with it."""
+        sizes = [self._template_tokens(each) for each in instructions]
+        tokens = max(sizes)
+        return instructions[sizes.index(tokens)], tokens
 
-    def _check_merges(self) -> None:
+    def _merge_room(self, instructions: Instructions, index: int | None = None) -> int:
+        """Return how many tokens of answers the prompt for an instruction has room for, or any."""
+        indices = range(len(instructions.strings)) if index is None else [index]
+        merges = [self.format.for_merge(instructions, each) for each in indices]
+        return self.max_prompt - self._longest(merges)[1] - _MARGIN
+
+    def _check_merges(self, instructions: Instructions) -> None:
         """Raise InvalidRequestError if there is no room for two answers."""
-        missing = 2 * (self.max_new_tokens + _LABEL_TOKENS) - self._merge_room()
+        missing = 2 * (self.max_new_tokens + _LABEL_TOKENS) - self._merge_room(instructions)
         if missing > 0:
             context = self.max_prompt + self.max_new_tokens
             raise InvalidRequestError(
@@ -224,39 +294,61 @@ class PromptBuilder:
                 "`long` cut, which drops its end."
             )
 
-    def _merge(self, group: Sequence[_Answer], is_last: bool) -> Task:
-        """Return a task that merges consecutive answers."""
+    def _merge(
+        self, group: Sequence[_Answer], instructions: Instructions, index: int, is_last: bool
+    ) -> Task:
+        """Return a task that merges consecutive answers to an instruction."""
         first, last = _range(group)
         return Task(
             "\n\n".join(each.labelled for each in group),
-            self.instructions.for_merge(),
-            f"merge of parts {first} to {last}",
+            self.format.for_merge(instructions, index),
+            _name(instructions, index, f"merge of parts {first} to {last}"),
+            index,
             parts=(first, last),
             is_last=is_last,
         )
 
-    def _groups(self, answers: Sequence[_Answer]) -> list[Sequence[_Answer]]:
-        """Return groups of consecutive answers that fit a prompt each: as few as possible, and of
-        nearly equally many answers where that fits.
 
-        Raises InvalidRequestError if no two answers fit, or one does not.
-        """
-        room = self._merge_room()
-        sizes = [len(plain_tokens(self.tokenizer, f"{each.labelled}\n\n")) for each in answers]
-        for count in range(max(1, ceil_div(sum(sizes), max(1, room))), len(answers)):
-            bounds = [index * len(answers) // count for index in range(count + 1)]
-            if all(sum(sizes[first:end]) <= room for first, end in pairwise(bounds)):
-                return [answers[first:end] for first, end in pairwise(bounds)]
-        bounds = [0]
-        for index, size in enumerate(sizes):
-            if index > bounds[-1] and sum(sizes[bounds[-1] : index]) + size > room:
-                bounds.append(index)
-        if len(bounds) < len(answers) and max(sizes) <= room:
-            return [answers[first:end] for first, end in pairwise([*bounds, len(answers)])]
-        raise InvalidRequestError(
-            "the answers about the parts of the document are too long to merge two of them in this "
-            "context: use a longer `context`, or fewer `max_new_tokens`."
-        )
+def _groups(tokenizer: Any, answers: Sequence[_Answer], room: int) -> list[Sequence[_Answer]]:
+    """Return groups of consecutive answers of at most `room` tokens each: as few as possible, and
+    of nearly equally many answers where that fits.
+
+    Raises InvalidRequestError if no two answers fit, or one does not.
+    """
+    if len(answers) == 1:
+        return [answers]
+    sizes = [len(plain_tokens(tokenizer, f"{each.labelled}\n\n")) for each in answers]
+    for count in range(max(1, ceil_div(sum(sizes), max(1, room))), len(answers)):
+        bounds = [index * len(answers) // count for index in range(count + 1)]
+        if all(sum(sizes[first:end]) <= room for first, end in pairwise(bounds)):
+            return [answers[first:end] for first, end in pairwise(bounds)]
+    bounds = [0]
+    for index, size in enumerate(sizes):
+        if index > bounds[-1] and sum(sizes[bounds[-1] : index]) + size > room:
+            bounds.append(index)
+    if len(bounds) < len(answers) and max(sizes) <= room:
+        return [answers[first:end] for first, end in pairwise([*bounds, len(answers)])]
+    raise InvalidRequestError(
+        "the answers about the parts of the document are too long to merge two of them in this "
+        "context: use a longer `context`, or fewer `max_new_tokens`."
+    )
+
+
+def rooms_for_later(sizes: Sequence[int]) -> list[int | None]:
+    """Return `Task.room` for prompts that begin alike and have these sizes, in order."""
+    rooms, longest = list[int | None]([None]), sizes[-1]
+    for size in reversed(sizes[:-1]):
+        rooms.append(max(0, longest - size) + _MARGIN)
+        longest = max(longest, size)
+    return rooms[::-1]
+
+
+def _name(instructions: Instructions, index: int, what: str = "") -> str:
+    """Return the name of a task about a part, or a merge, or the whole text."""
+    if (count := len(instructions.strings)) == 1:
+        return what
+    question = f"question {index + 1} of {count}"
+    return f"{what}, {question}" if what else question
 
 
 def _range(answers: Sequence[_Answer]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from decoding.text.encoding import (
     prefix_tokens,
     truncate_to,
 )
-from decoding.text.instructions import INSTRUCTION
+from decoding.text.instructions import INSTRUCTION, PromptFormat
 from offload.errors import InvalidRequestError, TierForceError, one_line
 
 _DOCUMENT = "a document"
@@ -71,6 +71,23 @@ def tokens_around(
     return guard.encode(before), guard.encode(after)
 
 
+def system_messages(system: str | None) -> list[dict[str, str]]:
+    """Return the messages that precede a conversation: the system message, if there is one."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def check_system(tokenizer: Any, system: str | None) -> None:
+    """Raise TierForceError if a tokenizer's chat template does not render a system message."""
+    if system is None:
+        return
+    if not tokenizer.chat_template:
+        raise TierForceError(
+            "the tokenizer has no chat template: use an instruct model, or leave out `system`."
+        )
+    messages = [*system_messages(MARK), {"role": "user", "content": "a"}]
+    tokens_around(tokenizer, messages, "a system message")
+
+
 def _rendered(
     tokenizer: Any, messages: Sequence[dict[str, str]], what: str
 ) -> tuple[str, SpecialTokenGuard]:
@@ -101,8 +118,8 @@ class Template(ABC):
         return PlainTemplate(prefix_tokens(tokenizer), [])
 
     @classmethod
-    def chat(cls, tokenizer: Any, content: str = MARK) -> Template:
-        """Return the tokenizer's chat template around a user message.
+    def chat(cls, tokenizer: Any, content: str = MARK, system: str | None = None) -> Template:
+        """Return the tokenizer's chat template around a user message, after a system message.
 
         In `content`, `MARK` is the placeholder of the text. Raises TierForceError if there is no
         chat template, or a broken one.
@@ -111,20 +128,24 @@ class Template(ABC):
             raise TierForceError(
                 "the tokenizer has no chat template: use an instruct model, or leave out `chat`."
             )
-        template = _ChatTemplate(content)
+        template = _ChatTemplate(content, system)
         template.around(tokenizer)
         return template
 
     @classmethod
-    def summary(cls, tokenizer: Any, instruction: str = INSTRUCTION) -> Template:
+    def summary(
+        cls, tokenizer: Any, instruction: str = INSTRUCTION, format: PromptFormat | None = None
+    ) -> Template:
         """Return a prompt for a summary; it uses the tokenizer's chat template if there is one.
 
         Raises TierForceError if the chat template is broken.
         """
-        if tokenizer.chat_template:
-            return cls.chat(tokenizer, f"{MARK}\n\n{instruction}")
-        after = plain_tokens(tokenizer, f"\n\n{instruction}\n\n")
-        return PlainTemplate(prefix_tokens(tokenizer), after)
+        format, is_plain = format or PromptFormat(), not tokenizer.chat_template
+        before, after = format.around(instruction, is_plain)
+        if not is_plain:
+            return cls.chat(tokenizer, f"{before}{MARK}{after}", format.system)
+        prefix = [*prefix_tokens(tokenizer), *plain_tokens(tokenizer, before)]
+        return PlainTemplate(prefix, plain_tokens(tokenizer, after))
 
     @abstractmethod
     def around(self, tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -181,9 +202,10 @@ class _ChatTemplate(Template):
     """A user message in a chat template, rendered and tokenized together with the text."""
 
     content: str  # the message, with `MARK` in place of the text
+    system: str | None
 
     def around(self, tokenizer: Any) -> tuple[list[int], list[int]]:
-        return tokens_around(tokenizer, [_user(self.content)], _DOCUMENT)
+        return tokens_around(tokenizer, self._messages(self.content), _DOCUMENT)
 
     def build(
         self, tokenizer: Any, text: str, max_tokens: int, keep_end: bool = False
@@ -201,11 +223,11 @@ class _ChatTemplate(Template):
         return prompt, dropped
 
     def _prompt(self, tokenizer: Any, text: str) -> list[int]:
-        return chat_tokens(tokenizer, [_user(self.content.replace(MARK, text))], what=_DOCUMENT)
+        messages = self._messages(self.content.replace(MARK, text))
+        return chat_tokens(tokenizer, messages, what=_DOCUMENT)
 
-
-def _user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
+    def _messages(self, content: str) -> list[dict[str, str]]:
+        return [*system_messages(self.system), {"role": "user", "content": content}]
 
 
 def _no_room_error(max_tokens: int, template: int) -> InvalidRequestError:

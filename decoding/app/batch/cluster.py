@@ -8,23 +8,24 @@ import os
 import socket
 import sys
 import warnings
-from base64 import b64encode
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from decoding.app.batch.assignment import Assignment
 from decoding.app.batch.cluster_guard import ClusterGuard
+from decoding.app.batch.cluster_prompts import encode_prompts
 from decoding.app.batch.documents_in_progress import DocumentsInProgress, Work, description
 from decoding.app.batch.job import BatchJob
 from decoding.app.batch.records import Records
 from decoding.app.batch.summarize import (
-    Assignment,
     Results,
     Source,
     begin,
@@ -32,6 +33,7 @@ from decoding.app.batch.summarize import (
     list_documents,
     make_job,
     report,
+    say_assignment,
 )
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
@@ -75,12 +77,13 @@ def run(
     """
     silence_transformers()
     documents = list_documents(source, output)
+    say_assignment(assignment, common)
     folder = resolve(common.model, TensorParallelGroup())
     job = make_job(common, folder, assignment)
     limit = ModelConfig.from_name(str(folder)).with_rope_scaling(common.settings.rope).context_limit
     context = common.settings.context or limit
     tokenizer = load_tokenizer(folder)
-    builder = PromptBuilder(tokenizer, job.instructions, context, job.max_new_tokens)
+    builder = PromptBuilder(tokenizer, job.format, context, job.max_new_tokens)
     with Records(output) as records:
         due = due_documents(documents, records, job)
         if not due:
@@ -108,33 +111,48 @@ def run(
 
 def _summarise(progress: DocumentsInProgress, workers: _ClusterWorkers, display: Display) -> None:
     """Process all tasks of the documents in progress, in rounds. Raises TierForceError."""
-    remaining = dict[int, Work]()  # keys are numbers
+    remaining = dict[int, _Group]()  # keys are numbers
     losses: Counter[int] = Counter()  # machines lost, by that number
     numbers = count()
     while progress:
-        rows = [_row(index, work) for index, work in remaining.items()]
-        for work in progress.work():
-            index = next(numbers)
-            remaining[index] = work
-            rows.append(_row(index, work))
-        if not rows:  # answers on disk have ended the last document
+        for group in _groups(progress.work()):
+            remaining[next(numbers)] = group
+        if not remaining:  # answers on disk have ended the last document
             continue
+        rows = [{"index": index, "prompts": group.prompts} for index, group in remaining.items()]
         reported = set[int]()
         # Lost tasks go alone: one that crashes machines fails no others.
-        for index, answer in workers.answers(rows, batched=not losses.keys() & remaining.keys()):
+        for index, answers in workers.answers(rows, batched=not losses.keys() & remaining.keys()):
             reported.add(index)
-            if answer is not None and index in remaining:
-                _finish(progress, remaining.pop(index), answer, display)
+            if answers is not None and index in remaining:
+                for work, answer in zip(remaining.pop(index).works, answers, strict=True):
+                    _finish(progress, work, answer, display)
         losses.update(remaining.keys() - reported)
-        for index, work in list(remaining.items()):
+        for index, group in list(remaining.items()):
             if losses[index] == _MAX_ATTEMPTS:
                 reason = (
                     f"the machine processing this document was lost {_MAX_ATTEMPTS} times: it may "
                     "have run out of memory."
                 )
-                progress.fail(work, TierForceError.__name__, reason)
-            if work.document not in progress:
+                progress.fail(group.works[0], TierForceError.__name__, reason)
+            if group.works[0].document not in progress:
                 del remaining[index]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tasks about one text, which one machine processes, and their prompts."""
+
+    works: Sequence[Work]  # without their prompts, which take memory
+    prompts: str  # encoded
+
+
+def _groups(works: Iterable[Work]) -> Iterator[_Group]:
+    """Yield consecutive tasks about one text as a group."""
+    for _, group in groupby(works, lambda work: (work.document, work.task.content)):
+        own = list(group)
+        prompts = encode_prompts([work.prompt for work in own])
+        yield _Group([replace(work, prompt=array("i")) for work in own], prompts)
 
 
 def _finish(
@@ -146,11 +164,6 @@ def _finish(
         return
     report(work.name, answer, display, is_part=bool(work.task.name))
     progress.finish(work, answer)
-
-
-def _row(index: int, work: Work) -> dict[str, Any]:
-    """Return a task as a dataset row; NumPy would drop zeros at the end of plain bytes."""
-    return {"index": index, "prompt": b64encode(work.prompt.tobytes()).decode()}
 
 
 def _with_cleanup(report_interrupt: Callable[[str], None]) -> Callable[[str], None]:
@@ -246,10 +259,11 @@ class _ClusterWorkers:
 
     def answers(
         self, rows: Sequence[dict[str, Any]], batched: bool
-    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Yield the index of each row and its answer: its fields, or `error` and its `kind`.
+    ) -> Iterator[tuple[int, list[dict[str, Any]] | None]]:
+        """Yield the index of each row and its answers: their fields, or `error` and its `kind`.
 
-        The answer is None if its machine could not start. Rows of a lost machine are not yielded.
+        The answers are None if their machine could not start. Rows of a lost machine are not
+        yielded.
         With `batched`, machines get batches of `concurrency` rows, else one at a time. Raises
         TierForceError if no machine can start, or those that are chosen cannot several times in a
         row, and if the cluster is lost.
@@ -281,16 +295,16 @@ class _ClusterWorkers:
         self._rounds_without_answer += 1  # until the first answer
         try:
             for batch in dataset.iter_batches(batch_size=None, prefetch_batches=0):
-                for index, answer, error, machine in zip(
+                for index, answers, error, machine in zip(
                     batch["index"].tolist(),
-                    batch["answer"],
+                    batch["answers"],
                     batch["error"],
                     batch["machine"],
                     strict=True,
                 ):
-                    if answer:
+                    if answers:
                         self._has_answered, self._rounds_without_answer = True, 0
-                        yield index, json.loads(answer)
+                        yield index, json.loads(answers)
                         continue
                     reason = error
                     yield index, None

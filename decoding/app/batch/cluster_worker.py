@@ -10,13 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from array import array
-from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from decoding.app.batch.cluster_prompts import decode_prompts
 from decoding.app.batch.documents_in_progress import description
 from decoding.app.batch.job import BatchJob, model_digest
 from decoding.app.batch.summarize import answer_of
@@ -24,6 +23,7 @@ from decoding.app.options import Common
 from decoding.app.terminal.streams import silence_transformers, warn
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request
+from decoding.text.long_text import rooms_for_later
 from offload.errors import TierForceError, one_line
 from parallel.model.loading import resolve
 from parallel.ranks.environment import RankLost
@@ -65,35 +65,28 @@ class ClusterWorker:
             self.startup_error = f"{kind}{one_line(error)}"
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Process a batch of prompts; return the JSON answer to each, which may be an error.
+        """Process a batch of rows; return the JSON list of answers to each row's prompts.
 
-        If the models failed to load, answers are empty.
+        An answer may be an error. If the models failed to load, lists are empty strings.
         """
         indices = batch["index"].tolist()
-        answers = dict.fromkeys(indices, "")
+        answers = [""] * len(indices)
         if self.startup_error is None:
-            requests = [
-                Request(
-                    array("i", b64decode(prompt)).tolist(),
-                    self.job.max_new_tokens,
-                    self.job.sampling,
-                    name=str(index),
-                )
-                for index, prompt in zip(indices, batch["prompt"], strict=True)
-            ]
-            answers |= self._answers(requests)
+            groups = [_requests(self.job, encoded) for encoded in batch["prompts"]]
+            answers = [json.dumps(each) for each in self._answers(groups)]
         else:
             time.sleep(_FAILURE_DELAY_S)
         return {
             "index": indices,
-            "answer": list(answers.values()),
+            "answers": answers,
             "error": [self.startup_error or ""] * len(indices),
             "machine": [self.actor_id] * len(indices),
         }
 
-    def _answers(self, requests: Sequence[Request]) -> dict[int, str]:
-        """Return the JSON answer to each request, by the index that is its name."""
-        answers = dict[int, str]()
+    def _answers(self, groups: Sequence[Sequence[Request]]) -> list[list[dict[str, Any]]]:
+        """Return the answers to the requests of each group."""
+        requests = [each for group in groups for each in group]
+        answers = dict[int, dict[str, Any]]()
         try:
             concurrency = min(self.concurrency, len(requests))
             for state in self.engine.generate_batch(requests, concurrency):
@@ -102,10 +95,20 @@ class ClusterWorker:
                 else:
                     kind, reason = description(state.error)
                     answer = {"kind": kind, "error": reason}
-                answers[int(state.request.name)] = json.dumps(answer)
+                answers[id(state.request)] = answer
         except BaseException:  # not an error of one request: the state is unknown
             os._exit(1)
-        return answers
+        return [[answers[id(each)] for each in group] for group in groups]
+
+
+def _requests(job: BatchJob, encoded: str) -> list[Request]:
+    """Return requests for prompts that begin alike."""
+    prompts = decode_prompts(encoded)
+    rooms = rooms_for_later([len(each) for each in prompts])
+    return [
+        Request(prompt, job.max_new_tokens, job.sampling, room=room)
+        for prompt, room in zip(prompts, rooms, strict=True)
+    ]
 
 
 def _actor_id() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from decoding.app.batch.part_answers import DEVICE_FIELDS, FIELDS, SUMS, PartAns
 from decoding.app.documents.document import DocumentText
 from decoding.app.environment import installed_version
 from decoding.app.options import as_flags
+from decoding.text.instructions import Instructions
 from decoding.text.long_text import PromptBuilder, Rounds, Task
 from offload.errors import TierForceError
 
@@ -27,7 +27,8 @@ class Work:
     task: Task
     index: int  # in its round
     prompt: array[int]  # (T,) tokens
-    digest: str  # `BatchJob.digest` of the prompt
+    truncated_tokens: int  # tokens dropped from the document
+    digest: str  # `BatchJob.prompt_digest`
 
     @property
     def name(self) -> str:
@@ -36,15 +37,34 @@ class Work:
 
 
 @dataclass
+class _Outcome:
+    """What there is so far of the answer to an instruction."""
+
+    answer: dict[str, Any] = field(default_factory=dict)  # the last one
+    parts: list[dict[str, Any]] = field(default_factory=list)  # parts in the record
+    merges: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        """The counts of all its requests."""
+        return [*self.parts, *self.merges] or [self.answer]
+
+
+@dataclass
 class _Document:
     """A document in progress."""
 
     fields: dict[str, Any]  # fields of its record
+    instructions: Instructions
     rounds: Rounds
+    outcomes: list[_Outcome]  # one for each instruction
     tasks: Sequence[Task] = ()  # those of the current round
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)  # keys are indices of tasks
-    parts: list[dict[str, Any]] = field(default_factory=list)  # parts in its record
-    merges: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def ends(self) -> bool:
+        """Whether it ends with the round, which is a single task."""
+        return len(self.tasks) == 1 and self.tasks[0].is_last
 
 
 class DocumentsInProgress:
@@ -80,16 +100,14 @@ class DocumentsInProgress:
 
         Raises TierForceError if answers about its parts cannot be written.
         """
-        fields = {"digest": self._job.digest(document.digest), "source": document.source}
-        rounds = self._builder.rounds if self._job.splits else self._cut
-        self._documents[id] = begun = _Document(fields, rounds(document.text))
+        instructions = document.identity.instructions or self._job.instructions
+        digest = self._job.digest(document.identity.digest, instructions)
+        fields = {"digest": digest, "source": document.source}
+        rounds = self._builder.rounds(document.text, instructions, self._job.splits)
+        outcomes = [_Outcome() for _ in instructions.strings]
+        begun = self._documents[id] = _Document(fields, instructions, rounds, outcomes)
         self._advance(id)
-        return sum(task.truncated_tokens for task in begun.tasks)
-
-    def _cut(self, text: str) -> Rounds:
-        tasks = [self._builder.cut(text)]
-        del text  # its tokens are enough
-        yield tasks
+        return max((task.truncated_tokens for task in begun.tasks), default=0)
 
     def count_tasks(self, id: str) -> tuple[int, int]:
         """Return how many tasks of a document's current round are finished, and how many it has."""
@@ -107,14 +125,14 @@ class DocumentsInProgress:
                 continue
             task = document.tasks[index]
             try:
-                prompt = self._builder.prompt(task)
+                prompt, truncated = self._builder.prompt(task)
             except TierForceError as error:
                 self.record_error(id, *description(error))
                 continue
-            digest = self._job.digest(hashlib.sha256(prompt.tobytes()).hexdigest())
-            work = Work(id, task, index, prompt, digest)
-            # a whole document's record has more than these answers
-            answer = self._answers.get(digest, id) if task.name else None
+            digest = self._job.prompt_digest(prompt.tobytes(), document.instructions)
+            work = Work(id, task, index, prompt, truncated, digest)
+            # the record has more than the answers on disk, if it has one answer
+            answer = None if document.ends else self._answers.get(digest, id)
             if answer is not None:
                 self._take(work, answer)
             else:
@@ -125,7 +143,8 @@ class DocumentsInProgress:
 
         Raises TierForceError if it cannot be written.
         """
-        if not work.task.is_last:
+        document = self._documents.get(work.document)
+        if document is None or not document.ends:
             self._answers.add(work.digest, work.document, answer)
         self._take(work, answer)
 
@@ -153,54 +172,64 @@ class DocumentsInProgress:
 
     def _take(self, work: Work, answer: dict[str, Any]) -> None:
         id, document = work.document, self._documents.get(work.document)
-        if document is None:  # another part failed
+        if document is None:  # another task failed
             return
-        if work.task.is_last:
-            del self._documents[id]
-            self._on_record(self._record(id, document, work.task, answer))
-            return
-        document.answers[work.index] = answer
+        document.answers[work.index] = {**answer, "truncated_tokens": work.truncated_tokens}
         if len(document.answers) == len(document.tasks):
             answers = [document.answers[index] for index in range(len(document.tasks))]
             for task, each in zip(document.tasks, answers, strict=True):
-                _add_part(document, task, each)
+                _add(document, task, each)
             self._advance(id, [each["summary"] for each in answers])
 
     def _advance(self, id: str, answers: Sequence[str] | None = None) -> None:
-        """Begin a round of a document, the next one after these answers; end it if that fails."""
+        """Begin a round of a document, the next one after these answers; end it after the last one,
+        or if that fails.
+        """
         document = self._documents[id]
         document.answers = {}
         try:
             # sending None begins the first round
             document.tasks = document.rounds.send(cast(Sequence[str], answers))
+        except StopIteration:
+            del self._documents[id]
+            self._on_record(self._record(id, document))
+            return
         except TierForceError as error:
             self.record_error(id, *description(error))
             return
         tasks = [(id, index) for index in range(len(document.tasks))]
         if answers is None:
-            if not document.tasks[0].is_last:
+            if not document.ends:
                 self._answers.open()  # fails before the work, if it fails
             self._tasks.extend(tasks)
         else:  # merges come first: a finished document is worth more than two begun ones
             self._tasks.extendleft(reversed(tasks))
 
-    def _record(
-        self, id: str, document: _Document, task: Task, answer: dict[str, Any]
-    ) -> dict[str, Any]:
-        own = {**answer, "truncated_tokens": task.truncated_tokens}
-        if document.parts:
-            _add_part(document, task, answer)
+    def _record(self, id: str, document: _Document) -> dict[str, Any]:
+        instructions, outcomes = document.instructions, document.outcomes
+        if instructions.are_questions:
+            pairs = zip(instructions.strings, outcomes, strict=True)
+            requests = [each for outcome in outcomes for each in outcome.requests]
+            answers = [outcome.answer for outcome in outcomes]
             own = {
-                "summary": answer["summary"],
-                **_totals([*document.parts, *document.merges]),
-                "finish_reason": answer["finish_reason"],
-                "truncated_tokens": 0,
-                **{name: answer[name] for name in DEVICE_FIELDS},
-                "parts": document.parts,
-                "merges": document.merges,
-                "part_instruction": self._job.instructions.part,
-                "merge_instruction": self._job.instructions.merge,
+                "answers": [
+                    {"question": question, "answer": outcome.answer["summary"], **_counts(outcome)}
+                    for question, outcome in pairs
+                ],
+                **_totals(requests),
+                "truncated_tokens": max(each["truncated_tokens"] for each in answers),
+                **{name: answers[-1][name] for name in DEVICE_FIELDS},
             }
+        else:
+            (outcome,) = outcomes
+            own = dict(outcome.answer)
+            if outcome.parts:
+                own = {"summary": own["summary"], **_counts(outcome)}
+                own |= {name: outcome.answer[name] for name in DEVICE_FIELDS}
+            own["instruction"] = instructions.strings[0]
+        if outcomes[0].parts:
+            own["part_instruction"] = self._job.format.part
+            own["merge_instruction"] = self._job.format.merge_instruction(instructions)
         return {
             "id": id,
             **own,
@@ -211,14 +240,33 @@ class DocumentsInProgress:
         }
 
 
-def _add_part(document: _Document, task: Task, answer: dict[str, Any]) -> None:
-    """Describe a part, or a merge, for the record."""
+def _add(document: _Document, task: Task, answer: dict[str, Any]) -> None:
+    """Add an answer to what there is for its instruction."""
+    outcome = document.outcomes[task.index]
+    if task.is_last:
+        outcome.answer = answer
     own = {name: answer[name] for name in FIELDS}
-    summary = {} if task.is_last else {"summary": answer["summary"]}
+    if not task.is_last:
+        key = "answer" if document.instructions.are_questions else "summary"
+        own = {key: answer["summary"], **own}
     if task.characters is not None:
-        document.parts.append({"characters": task.characters, **summary, **own})
-    else:
-        document.merges.append({"parts": task.parts, **summary, **own})
+        outcome.parts.append({"characters": task.characters, **own})
+    elif task.parts is not None:
+        outcome.merges.append({"parts": task.parts, **own})
+
+
+def _counts(outcome: _Outcome) -> dict[str, Any]:
+    """Return the counts of a question's requests, or of those for a document in parts."""
+    answer = outcome.answer
+    if not outcome.parts:
+        return {name: answer[name] for name in (*FIELDS, "truncated_tokens")}
+    return {
+        **_totals(outcome.requests),
+        "finish_reason": answer["finish_reason"],
+        "truncated_tokens": 0,
+        "parts": outcome.parts,
+        "merges": outcome.merges,
+    }
 
 
 def _totals(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from decoding.app.batch.records import Finished
 from decoding.speculation.sampling import Sampling
-from decoding.text.instructions import Instructions
+from decoding.text.instructions import Instructions, PromptFormat
 from offload.errors import TierForceError
 from offload.regular_files import read_regular
 from parallel.errors import CheckpointError
@@ -30,13 +30,15 @@ class BatchJob:
     """Everything but the document that determines the distribution of a summary, and the models.
 
     `model` and `draft` are names without their folders; `weights` is a digest of the model's files.
-    Documents longer than the context are split into parts if `splits`, else truncated.
+    `instructions` are for documents without any of their own. Documents longer than the context are
+    split into parts if `splits`, else truncated.
     """
 
     model: str
     draft: str | None
     weights: str
     instructions: Instructions
+    format: PromptFormat
     max_new_tokens: int
     context: int | None
     dtype: str
@@ -45,18 +47,28 @@ class BatchJob:
     deterministic: bool = False  # the same tokens as plain decoding
     splits: bool = True
 
-    def digest(self, document: str) -> str:
-        """Return 16 hexadecimal digits that identify the distribution of a summary.
+    def digest(self, document: str, instructions: Instructions) -> str:
+        """Return 16 hexadecimal digits that identify the distribution of a summary, or of answers.
 
         `document` is the document's own digest.
 
         The draft, the device and memory settings are left out: they change the speed, not the
         distribution. So is what only concerns documents longer than the context (`is_current`).
         """
-        content = {
-            "text": document,
+        if instructions.are_questions:
+            return self._digest({"text": document, "questions": instructions.strings})
+        return self._digest({"text": document, "instruction": instructions.strings[0]})
+
+    def prompt_digest(self, prompt: bytes, instructions: Instructions) -> str:
+        """Return the same for the answer to a prompt of token ids (T,), as bytes."""
+        content: dict[str, Any] = {"text": hashlib.sha256(prompt).hexdigest()}
+        if not instructions.are_questions:  # the prompt has one of them, and others may change
+            content["instruction"] = instructions.strings[0]
+        return self._digest(content)
+
+    def _digest(self, content: dict[str, Any]) -> str:
+        content |= {
             "weights": self.weights,
-            "instruction": self.instructions.text,
             "max_new_tokens": self.max_new_tokens,
             "context": self.context,
             "dtype": self.dtype,
@@ -67,16 +79,19 @@ class BatchJob:
                 self.sampling.seed,
             ],
         }
-        if self.rope is not None:
-            content["rope"] = self.rope
-        if self.deterministic:
-            content["deterministic"] = True
+        own = {
+            "rope": self.rope,
+            "deterministic": self.deterministic or None,
+            "system": self.format.system,
+            "template": self.format.template,
+        }
+        content |= {name: value for name, value in own.items() if value is not None}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
-    def is_current(self, finished: Finished) -> bool:
+    def is_current(self, finished: Finished, instructions: Instructions) -> bool:
         """Return whether a finished record treats a document's length as this job would."""
         if finished.part_instructions is not None:
-            own = self.instructions.part, self.instructions.merge
+            own = self.format.part, self.format.merge_instruction(instructions)
             return self.splits and finished.part_instructions == own
         return not (self.splits and finished.is_truncated)
 
@@ -85,7 +100,8 @@ class BatchJob:
         return {
             "model": self.model,
             "draft": self.draft,
-            "instruction": self.instructions.text,
+            "system": self.format.system,
+            "template": self.format.template,
             "max_new_tokens": self.max_new_tokens,
             "rope": self.rope,
             **vars(self.sampling),

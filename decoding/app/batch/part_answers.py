@@ -1,4 +1,4 @@
-"""Answers about parts of documents, on disk until the documents' records are."""
+"""Answers to some of the tasks of documents, on disk until the documents' records are."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from offload.regular_files import bounded_lines, open_regular
 # the counts of a request that are kept
 FIELDS = (
     "prompt_tokens",
+    "reused_tokens",
     "loaded_tokens",
     "new_tokens",
     "concurrency",
@@ -31,7 +32,14 @@ FIELDS = (
     "link_bytes_per_token",
     "mode",
 )
-SUMS = ("prompt_tokens", "loaded_tokens", "new_tokens", "time_to_first_token_s", "decode_s")
+SUMS = (
+    "prompt_tokens",
+    "reused_tokens",
+    "loaded_tokens",
+    "new_tokens",
+    "time_to_first_token_s",
+    "decode_s",
+)
 DEVICE_FIELDS = ("dtype", "device", "ranks")
 _MAX_COUNT = 1e15
 _BEGINNING = b'{"digest": "'  # the first characters of a line
@@ -153,6 +161,7 @@ class PartAnswers:
             )
         self._is_own = True
         self._digests.setdefault(str(document), set())
+        answer = {"reused_tokens": 0, **answer}  # an older version's have none
         if _is_complete(answer):  # those of another version may not be
             self._answers[str(digest)] = answer
             self._digests[str(document)].add(str(digest))

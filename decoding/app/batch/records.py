@@ -83,8 +83,8 @@ class Records:
 
     def _remember(self, record: dict[str, Any]) -> None:
         instructions = None
-        if record.get("parts"):
-            instructions = record.get("part_instruction", ""), record.get("merge_instruction", "")
+        if "part_instruction" in record:
+            instructions = record["part_instruction"], record.get("merge_instruction", "")
         self.finished[record["id"]] = Finished(
             record.get("digest"), bool(record.get("truncated_tokens")), instructions
         )
@@ -126,7 +126,7 @@ class Records:
         for number, (line, record) in enumerate(self._whole_lines(), 1):
             if record is not None:
                 has_records = True
-                if "summary" in record:
+                if is_finished(record):
                     self._check_version(record, number)
                     self._remember(record)  # the last record of an id wins
                     size += len(line) if line.endswith(b"\n") else 0
@@ -157,7 +157,7 @@ class Records:
         os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
         with open(file.fileno(), "wb", closefd=False) as buffered:
             for line, record in self._whole_lines():
-                if record is not None and "summary" in record:
+                if record is not None and is_finished(record):
                     buffered.write(line.removesuffix(b"\n") + b"\n")
         os.fsync(file.fileno())
         repaired.replace(self._real_path)
@@ -206,5 +206,10 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("id"), str):
         return None
-    is_record = "versions" in record and ("summary" in record) != ("error" in record)
+    is_record = "versions" in record and is_finished(record) != ("error" in record)
     return record if is_record else None
+
+
+def is_finished(record: dict[str, Any]) -> bool:
+    """Return whether a record is that of a finished document."""
+    return "summary" in record or "answers" in record

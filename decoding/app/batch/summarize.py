@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from decoding.app.batch.assignment import Assignment
 from decoding.app.batch.documents_in_progress import DocumentsInProgress, Work, description
 from decoding.app.batch.job import BatchJob, model_digest, model_name
 from decoding.app.batch.records import Records
 from decoding.app.documents.document import Document, DocumentText
 from decoding.app.documents.listing import find_documents
-from decoding.app.options import Common, LongDocuments
+from decoding.app.options import Common
 from decoding.app.terminal.messages import (
     LongestDocument,
     fitting_concurrency,
@@ -32,7 +33,6 @@ from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request, RequestState
 from decoding.text.channels import answer_text
-from decoding.text.instructions import Instructions
 from decoding.text.long_text import PromptBuilder
 from offload.dtypes import dtype_name
 from offload.errors import InvalidRequestError, TierForceError
@@ -52,20 +52,6 @@ class Source:
     include: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """What to do with documents. Those longer than the context are split, or else truncated."""
-
-    instructions: Instructions
-    splits: bool = True
-
-    @classmethod
-    def of(cls, instruction: str, long: LongDocuments) -> Assignment:
-        """Return the assignment that options describe."""
-        own = Instructions(instruction, long.part_instruction, long.merge_instruction)
-        return cls(own, long.splits)
-
-
 def run(
     common: Common,
     source: Source,
@@ -76,7 +62,7 @@ def run(
 ) -> None:
     """Summarise the documents of `source` into `output`; every rank calls it.
 
-    `concurrency` documents are decoded together; None for as many as fit at no cost to each. Raises
+    `concurrency` requests are decoded together; None for as many as fit at no cost to each. Raises
     TierForceError if the job cannot start, and at the end if documents failed.
     """
     silence_transformers()
@@ -85,6 +71,7 @@ def run(
     with group.sync_errors():
         if group.rank == 0:
             documents = list_documents(source, output)
+            say_assignment(assignment, common)
     folder = resolve(common.model, group)
     with ExitStack() as files:
         records = None
@@ -100,13 +87,13 @@ def run(
         engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
         with group.sync_errors():
             builder = PromptBuilder(
-                engine.tokenizer, job.instructions, engine.context, job.max_new_tokens
+                engine.tokenizer, job.format, engine.context, job.max_new_tokens
             )
         with group.sync_errors():
-            longest = longest_document(due, builder, job.splits)
+            longest = longest_document(due, builder, job)
         longest, count = group.broadcast((longest, len(due)))
         if longest is not None:
-            count *= longest.parts  # at most so many prompts
+            count *= longest.prompts  # more than there are, mostly
         concurrency = min(
             count,
             concurrency
@@ -127,8 +114,20 @@ def run(
 
 
 def list_documents(source: Source, output: Path) -> list[Document]:
-    """Return the documents, and print which files are skipped. Raises as `find_documents`."""
+    """Return the documents, and print which files are skipped and which fields are not read.
+
+    Raises as `find_documents`.
+    """
     listing = find_documents(source.path, output, source.include)
+    if listing.unknown_fields:
+        fields = [
+            f"{name} ({count} line{'s' if count > 1 else ''})"
+            for name, count in listing.unknown_fields.items()
+        ]
+        warn(
+            f"{source.path} has fields that are not read: {_joined(fields)}. A line has id and "
+            "text, and may have instruction or questions."
+        )
     for reason, names in listing.skipped.items():
         say(f"skipped, {reason}: {_joined(names)}")
     if listing.unreadable:
@@ -142,6 +141,16 @@ def _joined(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
+def say_assignment(assignment: Assignment, common: Common) -> None:
+    """Print how many questions are asked, and what makes them slow."""
+    instructions = assignment.instructions
+    if instructions.are_questions:
+        count = len(instructions.strings)
+        say(f"{count} question{'s' if count > 1 else ''} about each document")
+    for line in assignment.warnings(common.settings.deterministic):
+        warn(line)
+
+
 def make_job(common: Common, folder: Path, assignment: Assignment) -> BatchJob:
     """Return the settings that all documents of a batch share."""
     return BatchJob(
@@ -149,6 +158,7 @@ def make_job(common: Common, folder: Path, assignment: Assignment) -> BatchJob:
         draft=model_name(common.draft) if common.draft is not None else None,
         weights=model_digest(folder),
         instructions=assignment.instructions,
+        format=assignment.format,
         max_new_tokens=common.max_new_tokens,
         context=common.settings.context,
         dtype=common.settings.dtype,
@@ -192,7 +202,7 @@ class Results:
         self.display.stop()
         safe = f"{len(self.records.finished)} finished records are safe in {self.records.path}"
         if parts := self.records.parts.count:
-            safe += f", and {parts} answers about parts of others in {self.records.parts.path}"
+            safe += f", and {parts} answers about others in {self.records.parts.path}"
         say(f"interrupted ({signal_source(name)}); {safe}: run the same command to resume")
 
     def conclude(self, context: int) -> None:
@@ -203,7 +213,7 @@ class Results:
             record.part_instructions is not None for record in finished if record is not None
         )
         count, path = len(self.documents), self.records.path
-        line = f"{count - self.failed} of {count} documents summarised in {path}"
+        line = f"{count - self.failed} of {count} documents finished in {path}"
         if split:
             line += f", {split} of them in parts, longer than the context of {context:,} tokens"
         if truncated:
@@ -216,7 +226,7 @@ class Results:
 
 
 def longest_document(
-    documents: Sequence[Document], builder: PromptBuilder, splits: bool
+    documents: Sequence[Document], builder: PromptBuilder, job: BatchJob
 ) -> LongestDocument | None:
     """Return the longest of the largest text and the largest few of other formats, whose size says
     less; None if they cannot be read.
@@ -227,13 +237,14 @@ def longest_document(
         largest = (document for document in by_size if document.is_text == is_text)
         for document in islice(largest, None if is_text else _CANDIDATES):
             with suppress(InvalidRequestError):
-                text = document.read().text
-                tokens, (prompt,), _ = builder.cut_size(text)
+                found = document.read()
+                own = found.identity.instructions or job.instructions
+                tokens, (prompt,), _ = builder.sizes(found.text, own, splits=False)
                 if tokens > longest_tokens:
                     longest_tokens = tokens
                     # parts leave some room free
-                    parts = ceil_div(tokens, prompt) + 1 if splits and tokens > prompt else 1
-                    longest = LongestDocument(document.id, prompt, parts)
+                    parts = ceil_div(tokens, prompt) + 1 if job.splits and tokens > prompt else 1
+                    longest = LongestDocument(document.id, prompt, parts * len(own.strings))
                 if is_text:
                     break
     return longest
@@ -241,7 +252,7 @@ def longest_document(
 
 def due_documents(documents: Sequence[Document], records: Records, job: BatchJob) -> list[Document]:
     """Return the documents without a finished record of this job: the same text, model,
-    instruction, sampling, and treatment of documents longer than the context.
+    instructions, sampling, and treatment of documents longer than the context.
 
     Warns about finished records with other settings.
     """
@@ -249,8 +260,10 @@ def due_documents(documents: Sequence[Document], records: Records, job: BatchJob
     def is_unchanged(document: Document) -> bool:
         record = records.finished[document.id]
         with suppress(InvalidRequestError):  # no longer readable: its new record will say why
-            is_same = record.digest is None or record.digest == job.digest(document.digest())
-            return is_same and job.is_current(record)
+            identity = document.identify()
+            own = identity.instructions or job.instructions
+            is_same = record.digest in (None, job.digest(identity.digest, own))
+            return is_same and job.is_current(record, own)
         return False
 
     finished = [document for document in documents if document.id in records.finished]
@@ -262,7 +275,7 @@ def due_documents(documents: Sequence[Document], records: Records, job: BatchJob
     if outdated:
         warn(
             f"{outdated} finished records in {records.path} are of another text, instruction, "
-            "model, sampling or --long: their documents are summarised again, and the old records "
+            "model, sampling or --long: their documents are processed again, and the old records "
             "stay."
         )
     return due
@@ -338,10 +351,11 @@ class Summaries:
                 work.prompt.tolist(),
                 max_new_tokens,
                 self.job.sampling,
-                work.task.truncated_tokens,
+                work.truncated_tokens,
                 partial(display.prefill, name),
                 name,
                 partial(display.decode, name, max_new_tokens),
+                room=work.task.room,
                 work=work,
             )
 

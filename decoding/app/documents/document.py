@@ -14,8 +14,9 @@ from decoding.app.documents.conversion import convert
 from decoding.app.documents.formats import kinds
 from decoding.app.documents.formats.encodings import MAX_BYTES, decode_unicode, unknown_encoding
 from decoding.app.documents.formats.readers import read_unicode
-from decoding.app.documents.json_lines import line_text
+from decoding.app.documents.json_lines import read_line
 from decoding.text.encoding import check_whole_characters
+from decoding.text.instructions import Instructions
 from offload.errors import InvalidRequestError
 from offload.regular_files import MIB, UnsuitableFileError, open_regular
 
@@ -23,8 +24,19 @@ _MAX_FILE_BYTES = 2 << 30  # with pictures
 
 
 @dataclass(frozen=True)
+class Identity:
+    """A digest of a document, and the instructions of its own that it may have.
+
+    The digest is the SHA-256 of the file, of a line's text, or of a member's checksum.
+    """
+
+    digest: str
+    instructions: Instructions | None = None
+
+
+@dataclass(frozen=True)
 class DocumentText:
-    """The text of a document, what its record says of where it is from, and `Document.digest`.
+    """The text of a document, what its record says of where it is from, and its `Identity`.
 
     `source` has its format; where they apply, its encoding, its number of pages or chapters, and a
     note on what is missing.
@@ -32,7 +44,7 @@ class DocumentText:
 
     text: str
     source: dict[str, Any]
-    digest: str
+    identity: Identity
 
     @property
     def warning(self) -> str | None:
@@ -67,25 +79,28 @@ class Document:
         """
         with self._opened() as file:
             if self.offset is not None:
-                text, source = self._line(file), {"format": "jsonl"}
-                digest = _sha256(text)
+                text, identity = self._line(file)
+                source: dict[str, Any] = {"format": "jsonl"}
             else:
-                digest = self._digest(file)  # before the text, which may change in between
+                # before the text, which may change in between
+                identity = Identity(self._digest(file))
                 file.seek(0)
                 text, source = self._read(file)
                 check_whole_characters(text)
         if not text.strip():
             note = f" ({source['note']})" if "note" in source else ""
             raise InvalidRequestError(f"the document is empty{note}.")
-        return DocumentText(text, source, digest)
+        return DocumentText(text, source, identity)
 
-    def digest(self) -> str:
-        """Return the SHA-256 of the file, of a line's text, or of a member's checksum.
+    def identify(self) -> Identity:
+        """Return the identity alone, in far less time than a conversion takes.
 
-        It takes far less time than a conversion. Raises InvalidRequestError as `read` does.
+        Raises InvalidRequestError as `read` does.
         """
         with self._opened() as file:
-            return _sha256(self._line(file)) if self.offset is not None else self._digest(file)
+            if self.offset is not None:
+                return self._line(file)[1]
+            return Identity(self._digest(file))
 
     def _digest(self, file: BinaryIO) -> str:
         if self.member is not None:
@@ -119,11 +134,11 @@ class Document:
     def _named_kind(self) -> str:
         return self.kind or kinds.kind_by_name(self.path.name) or kinds.TEXT
 
-    def _line(self, file: BinaryIO) -> str:
+    def _line(self, file: BinaryIO) -> tuple[str, Identity]:
         file.seek(self.offset or 0)
-        text = line_text(file.readline(MAX_BYTES + 1), self.id)
+        text, instructions = read_line(file.readline(MAX_BYTES + 1), self.id)
         check_whole_characters(text)
-        return text
+        return text, Identity(_sha256(text), instructions)
 
     def _read(self, file: BinaryIO) -> tuple[str, dict[str, Any]]:
         kind = self._named_kind

@@ -32,6 +32,8 @@ class Listing:
     documents: list[Document] = field(default_factory=list)
     skipped: dict[str, list[str]] = field(default_factory=dict)  # names of files, by the reason
     unreadable: list[Path] = field(default_factory=list)  # folders not listed, and broken links
+    # fields of JSON lines that are not read, and the number of lines
+    unknown_fields: Counter[str] = field(default_factory=Counter)
 
     def skip(self, name: str, reason: str) -> None:
         self.skipped.setdefault(reason, []).append(name)
@@ -95,7 +97,7 @@ def _list_file(source: Path, include: Sequence[str], listing: Listing) -> None:
     if include and not is_archive:
         raise TierForceError("--include selects files of a folder or a .zip: leave it out.")
     if suffix == ".jsonl":
-        listing.documents = _line_documents(source)
+        listing.documents = _line_documents(source, listing.unknown_fields)
     elif is_archive:
         try:
             _list_archive(source, "", include, listing)
@@ -256,9 +258,9 @@ def _check_unique_ids(source: Path, documents: Sequence[Document]) -> None:
         seen.add(document.id)
 
 
-def _line_documents(source: Path) -> list[Document]:
+def _line_documents(source: Path, unknown: Counter[str]) -> list[Document]:
     lines = list[tuple[int, str | None, int, int]]()
-    for line in json_lines.lines(source):
+    for line in json_lines.lines(source, unknown):
         lines.append(line)
         _check_count(source, len(lines))
     ids = {name for _, name, _, _ in lines if name is not None}

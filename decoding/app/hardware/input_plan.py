@@ -16,7 +16,7 @@ from decoding.app.options import as_flags
 from decoding.app.terminal.streams import printable
 from decoding.models.loading import load_tokenizer
 from decoding.planning.planner import Planner
-from decoding.text.instructions import Instructions
+from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder
 from offload.errors import InsufficientMemoryError, InvalidRequestError
 from offload.layout import ceil_div
@@ -33,6 +33,7 @@ class InputDocument:
     tokens: int = 0  # tokens of the document as one prompt
     parts: tuple[int, ...] = ()  # tokens of each part's prompt
     merges: tuple[int, ...] = ()  # tokens of each prompt that merges answers, at most
+    answers: int = 1  # questions, or one summary
     seconds: float = 0.0  # predicted
     error: str | None = None
 
@@ -40,12 +41,23 @@ class InputDocument:
 class InputPlan:
     """The documents of an input, for a model."""
 
-    def __init__(self, source: Path, include: Sequence[str], model: str, splits: bool):
+    def __init__(
+        self,
+        source: Path,
+        include: Sequence[str],
+        model: str,
+        instructions: Instructions,
+        splits: bool,
+    ):
         """List the documents, and load the model's tokenizer. Raises TierForceError."""
         listing = find_documents(source, include=include)
         self._sources, self._splits = listing.documents, splits
+        self._instructions = instructions
         skipped = sum(map(len, listing.skipped.values())) + len(listing.unreadable)
         self.notes = [f"files that summarize would leave out: {skipped:,}"] if skipped else []
+        if listing.unknown_fields:
+            names = ", ".join(map(printable, listing.unknown_fields))
+            self.notes.append(f"fields that are not read: {names}")
         path = find_local(model) or Path(model)
         self._tokenizer = load_tokenizer(path.parent if path.suffix == ".json" else path)
         self.documents: list[InputDocument] = []
@@ -56,12 +68,13 @@ class InputPlan:
 
         Raises TierForceError if the tokenizer is unusable.
         """
-        builder = PromptBuilder(self._tokenizer, Instructions(), context, max_new_tokens)
+        builder = PromptBuilder(self._tokenizer, PromptFormat(), context, max_new_tokens)
         for source in self._sources:
             try:
-                text = source.read().text
-                sizes = builder.sizes(text) if self._splits else builder.cut_size(text)
-                self.documents.append(InputDocument(source.id, *sizes))
+                found = source.read()
+                own = found.identity.instructions or self._instructions
+                sizes = builder.sizes(found.text, own, self._splits)
+                self.documents.append(InputDocument(source.id, *sizes, len(own.strings)))
             except InvalidRequestError as error:
                 reason = as_flags(str(error))
                 self.documents.append(InputDocument(source.id, error=reason))
@@ -70,12 +83,14 @@ class InputPlan:
     def predict(self, planner: Planner, plans: Plans) -> None:
         """Predict the seconds of each document, if it shares forwards as in `plans.shared`."""
         new = plans.best.spec.max_new_tokens
-        prompts = sum(len(each.parts) for each in self.documents)
+        prompts = sum(len(each.parts) * each.answers for each in self.documents)
         self.concurrency = min(plans.shared.concurrency, max(1, prompts))
         step = ceil_div(plans.best.spec.prompt, _STEPS)
-        seconds = dict[int, float]()
+        seconds = dict[int, tuple[float, float]]()
+        prefills_again = planner.requirements.settings.deterministic
 
-        def predicted(tokens: int) -> float:
+        def predicted(tokens: int, answers: int) -> float:
+            """Return the seconds of answers about one text, which is prefilled once."""
             rounded = min(step * ceil_div(tokens, step), plans.best.spec.prompt)
             if rounded not in seconds:
                 try:
@@ -83,11 +98,16 @@ class InputPlan:
                 except InsufficientMemoryError:  # a few tokens may be rounded up too far
                     plan = planner.plan(rounded, new)
                 forecast = plans.costs.forecast(plan)
-                seconds[rounded] = forecast.prefill_s + forecast.decode_s / plan.concurrency
-            return seconds[rounded]
+                seconds[rounded] = forecast.prefill_s, forecast.decode_s / plan.concurrency
+            prefill_s, decode_s = seconds[rounded]
+            return prefill_s * (answers if prefills_again else 1) + decode_s * answers
 
         self.documents = [
-            replace(each, seconds=sum(map(predicted, (*each.parts, *each.merges))))
+            replace(
+                each,
+                seconds=sum(predicted(tokens, each.answers) for tokens in each.parts)
+                + each.answers * sum(predicted(tokens, 1) for tokens in each.merges),
+            )
             for each in self.documents
         ]
 
@@ -101,16 +121,19 @@ class InputPlan:
         title = "The documents, each answer as long as it may be. Times are predicted:"
         table = Table(title=title, title_justify="left", box=None)
         table.add_column("")
-        for name in ("tokens", "parts", "time"):
+        has_questions = any(each.answers > 1 for each in self.documents)
+        for name in ("tokens", "parts", *(["answers"] if has_questions else []), "time"):
             table.add_column(name, justify="right")
         for each in self.documents:
             name = escape(printable(each.id))
             if each.error is not None:
-                table.add_row(f"{name}: {escape(printable(each.error))}", "", "", "fails")
+                blank = [""] * (len(table.columns) - 2)
+                table.add_row(f"{name}: {escape(printable(each.error))}", *blank, "fails")
             else:
                 is_cut = len(each.parts) == 1 and each.parts[0] < each.tokens
                 parts = "its beginning" if is_cut else f"{len(each.parts)}"
-                table.add_row(name, f"{each.tokens:,}", parts, duration(each.seconds))
+                answers = [f"{each.answers}"] if has_questions else []
+                table.add_row(name, f"{each.tokens:,}", parts, *answers, duration(each.seconds))
         table.add_section()
         readable = sum(each.error is None for each in self.documents)
         label = f"{readable} document{'s' if readable != 1 else ''}"
@@ -118,7 +141,9 @@ class InputPlan:
             label += f", {self.concurrency} at a time"
         tokens = sum(each.tokens for each in self.documents)
         count = sum(len(each.parts) for each in self.documents)
-        table.add_row(label, f"{tokens:,}", f"{count:,}", duration(self.seconds))
+        asked = sum(each.answers for each in self.documents if each.error is None)
+        total = [f"{asked:,}"] if has_questions else []
+        table.add_row(label, f"{tokens:,}", f"{count:,}", *total, duration(self.seconds))
         return table
 
     def as_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 
+from decoding.app.documents.option_files import read_questions
 from decoding.app.hardware.plan_view import Plans, memory_table, plan_picture, times_table
 from decoding.app.options import (
     DOCUMENTS,
@@ -20,6 +21,7 @@ from decoding.app.options import (
     IncludedFiles,
     JobOptions,
     LongDocuments,
+    QuestionsFile,
     check_concurrency,
     option_parameter,
 )
@@ -45,6 +47,7 @@ from decoding.planning.requirements import (
     weight_notes,
 )
 from decoding.planning.round_cost import Acceptance
+from decoding.text.instructions import Instructions
 from decoding.text.vocabulary import check_same_vocabulary, names_in
 from offload.dtypes import DTYPES, dtype_spec
 from offload.errors import InsufficientMemoryError, TierForceError
@@ -124,6 +127,7 @@ def plan(
         ),
     ] = None,
     include: IncludedFiles = None,
+    questions: QuestionsFile = None,
     long: Annotated[str, option_parameter(LongDocuments, "long", "split")] = "split",
     plot: Annotated[
         Path | None,
@@ -162,7 +166,7 @@ def plan(
     _check_draft_vocabulary(model, draft, requirements)
     target = requirements.target
     prompt = _prompt_tokens(target, context, max_new_tokens)
-    documents = _input_plan(input, include or [], model, long)
+    documents = _input_plan(input, include or [], model, questions, long)
     if documents is not None:
         prompt = documents.read(prompt + max_new_tokens, max_new_tokens)
     requirements = fitting_requirements(requirements, prompt, max_new_tokens, machine.device_memory)
@@ -224,17 +228,22 @@ def _check_rates(rates: Mapping[str, float]) -> None:
 
 
 def _input_plan(
-    source: Path | None, include: Sequence[str], model: str, long: str
+    source: Path | None, include: Sequence[str], model: str, questions: Path | None, long: str
 ) -> "InputPlan | None":
     """Return the documents of an input, if there is one. Raises TierForceError."""
     splits = LongDocuments(long).splits
     if source is None:
-        if include or not splits:
-            raise TierForceError("--include and --long need --input: name the documents to count.")
+        if include or questions is not None or not splits:
+            raise TierForceError(
+                "--include, --questions and --long need --input: name the documents to count."
+            )
         return None
     from decoding.app.hardware.input_plan import InputPlan  # imports transformers
 
-    return InputPlan(source, include, model, splits)
+    instructions = Instructions()
+    if questions is not None:
+        instructions = Instructions(read_questions(questions), are_questions=True)
+    return InputPlan(source, include, model, instructions, splits)
 
 
 def _machine(hardware: str, host_memory: float | None) -> HardwareProfile:

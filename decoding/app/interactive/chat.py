@@ -113,15 +113,15 @@ class Terminal:
 
     def _stats(self, _: str) -> None:
         stats = self.chat.engine.stats
-        cached = f"{stats.reused_tokens} cached tokens reused"
+        line = summary_line(stats.as_dict())
         if stats.discarded_tokens:
-            cached += f", {stats.discarded_tokens} discarded since the prompt differs"
-        say(f"{summary_line(stats.as_dict())}; {cached}")
+            line += f"; {stats.discarded_tokens} cached tokens discarded since the prompt differs"
+        say(line)
 
 
-def run(common: Common, document: Path | None, interrupts: Interrupts) -> None:
+def run(common: Common, document: Path | None, system: str | None, interrupts: Interrupts) -> None:
     """Chat on the terminal; all ranks call it. Raises TierForceError on failure."""
-    with _open_chat(common, document) as chat:
+    with _open_chat(common, document, system) as chat:
         if chat is None:
             return
         if document is not None:
@@ -130,9 +130,9 @@ def run(common: Common, document: Path | None, interrupts: Interrupts) -> None:
         Terminal(chat, interrupts).run()
 
 
-def prefill(common: Common, document: Path) -> None:
+def prefill(common: Common, document: Path, system: str | None) -> None:
     """Prefill a document and store it; all ranks call it. Raises TierForceError on failure."""
-    with _open_chat(common, document) as chat:
+    with _open_chat(common, document, system) as chat:
         if chat is None:
             return
         _prefill_document(chat, document.name)
@@ -166,14 +166,16 @@ def read_conversation(path: Path) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def _open_chat(common: Common, document: Path | None) -> Iterator[Chat | None]:
+def _open_chat(common: Common, document: Path | None, system: str | None) -> Iterator[Chat | None]:
     """Load the models; yield the chat on rank 0, and None on other ranks once rank 0 is done."""
-    engine, chat, _ = load_chat(common, document)
+    engine, chat, _ = load_chat(common, document, system)
     with conversation(engine, chat, common) as opened:
         yield opened
 
 
-def load_chat(common: Common, document: Path | None) -> tuple[Engine, Chat | None, str]:
+def load_chat(
+    common: Common, document: Path | None, system: str | None
+) -> tuple[Engine, Chat | None, str]:
     """Load the models; return them, on rank 0 the chat, and the text of the document."""
     silence_transformers()
     group = TensorParallelGroup.from_environment(common.device, warn)
@@ -186,7 +188,7 @@ def load_chat(common: Common, document: Path | None) -> tuple[Engine, Chat | Non
     with group.sync_errors():
         if group.rank == 0:
             name = document.name if document else ""
-            chat = Chat(engine, common.max_new_tokens, common.sampling, text, name)
+            chat = Chat(engine, common.max_new_tokens, common.sampling, text, name, system)
     return engine, chat, text or ""
 
 

@@ -115,13 +115,13 @@ def print_stream(
     """Write pieces to standard output as they arrive, until `is_stopped`, and a newline."""
     for piece in pieces:
         display.stop()  # leaves the terminal to the text
-        _write(piece)
+        write(piece)
         if is_stopped():
             break
-    _write("\n")
+    write("\n")
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
     """Write to standard output, and flush. Raises TierForceError if that fails.
 
     For a terminal, control characters are escaped; files and pipes get the text unchanged.

@@ -31,7 +31,7 @@ class LongestDocument:
 
     name: str
     tokens: int  # tokens of its longest prompt, which fits the context
-    parts: int = 1  # at most; more than one if it is longer than the context
+    prompts: int = 1  # at most; more than one for several questions, or parts
 
 
 def fitting_concurrency(engine: Engine, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -167,11 +167,16 @@ def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
 
 def summary_line(record: Mapping[str, Any]) -> str:
     """Return the times and counts of a request or a record (`Stats.as_dict`), in a line."""
-    loaded = f" ({record['loaded_tokens']} loaded from disk)" if record["loaded_tokens"] else ""
-    parts = [f"{len(record['parts'])} parts"] if "parts" in record else []
+    notes = [
+        f"{record[name]} {how}"
+        for name, how in (("reused_tokens", "in cache"), ("loaded_tokens", "loaded from disk"))
+        if record[name]
+    ]
+    cached = f" ({', '.join(notes)})" if notes else ""
+    parts = [f"{len(record[name])} {name}" for name in ("answers", "parts") if name in record]
     parts.append(
         f"{record['prompt_tokens']} prompt tokens in {record['time_to_first_token_s']:.1f} s"
-        f"{loaded}, {record['new_tokens']} generated"
+        f"{cached}, {record['new_tokens']} generated"
     )
     if (milliseconds := record["ms_per_token"]) is not None:
         parts.append(f"{milliseconds:.1f} ms/token")

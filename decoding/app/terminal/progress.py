@@ -56,9 +56,9 @@ class Display:
         self._update(name, stats.new_tokens, max_new_tokens, f"{stats.new_tokens} tokens{accepted}")
 
     def parts(self, name: str, done: int, total: int) -> None:
-        """Show how many parts of a document are finished, if it has several."""
+        """Show how many answers about a document there are, if it takes several."""
         if total > 1:
-            self._update(name, done, total, f"{done} of {total} parts")
+            self._update(name, done, total, f"{done} of {total} answers")
 
     def end(self, name: str, line: str) -> None:
         """Remove the bar of a finished document, and print its line."""

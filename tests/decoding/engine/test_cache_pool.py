@@ -15,6 +15,7 @@ import decoding.engine.scheduler
 from bench.harness.decode_loop import run_together
 from decoding import GREEDY, Sampling
 from decoding.engine.request import Request, Status
+from decoding.text.long_text import rooms_for_later
 from offload.errors import InsufficientMemoryError, RequestCancelled, TierForceError
 from offload.layout import OBSERVED_ROWS
 from parallel.ranks.process_group import TensorParallelGroup
@@ -52,6 +53,34 @@ def test_questions_to_one_document_prefill_it_once(
         expected = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in [*QUESTIONS, OTHER]]
     assert [state.tokens for state in states] == expected
     assert [state.tokens for state in again] == expected[:4]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
+def test_batch_keeps_the_caches_of_prompts_that_others_begin_like(
+    mode: str, concurrency: int, models: Pair
+) -> None:
+    prompts = [*QUESTIONS, OTHER, [*OTHER, 1, 2, 3] * 2]
+    rooms = [*rooms_for_later(list(map(len, QUESTIONS))), 310, None]
+    batch = [
+        Request(prompt, NEW, GREEDY, room=room) for prompt, room in zip(prompts, rooms, strict=True)
+    ]
+    with models.engine(mode, **SMALL) as engine:
+        opened = patch.object(engine.sessions, "open", wraps=engine.sessions.open)
+        with opened as open_sequence:
+            states = batches.run_batch(engine, batch, concurrency)
+        assert not engine.sessions.executor.sequences
+        reused = [state.stats.reused_tokens for state in states]
+        assert (reused[0], reused[len(REUSED)]) == (0, 0)
+        # some continue in the caches of an earlier one, others copy them
+        pairs = zip(reused[1:], REUSED[1:], strict=False)
+        assert all(copied <= count <= len(DOCUMENT) for count, copied in pairs)
+        assert reused[-1] >= len(OTHER) - OBSERVED_ROWS
+        if concurrency == 1:  # caches for the first one have room for all that follow
+            assert open_sequence.call_count == 2
+        expected = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in prompts]
+        assert engine.stats.reused_tokens == 0
+    assert batches.tokens(states) == expected
 
 
 def test_a_copied_prefix_in_split_layers(folders: Folders) -> None:

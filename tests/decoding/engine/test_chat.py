@@ -100,6 +100,24 @@ def test_messages_can_be_restored_and_cleared(engine: Engine) -> None:
         assert engine.stats.reused_tokens > 50
 
 
+def test_a_system_message_comes_first_in_every_turn(engine: Engine) -> None:
+    system = "Be brief: <|end|>."
+    chat = Chat(engine, 16, GREEDY, document=STORY, system=system)
+    with engine.conversation():
+        chat.prefill()
+        for question in QUESTIONS[:2]:
+            answer = "".join(chat.ask(question))
+            messages = [dict(message) for message in chat.messages[:-1]]
+            messages[0]["content"] = f"{STORY}\n\n{messages[0]['content']}"
+            messages = [{"role": "system", "content": system}, *messages]
+            assert engine.tokenizer.decode(chat.tokens) == rendered(engine, messages) + answer
+            assert engine.stats.reused_tokens > engine.stats.prompt_tokens - 60
+    assert chat.messages[0]["role"] == "user"
+    long = Chat(engine, 100, GREEDY, document=STORY * 20, system="word " * 200)
+    with engine.conversation():
+        assert "".join(long.ask(QUESTIONS[0]))
+
+
 def test_a_long_document_is_truncated(engine: Engine) -> None:
     chat = Chat(engine, 100, GREEDY, document=STORY * 20)
     assert chat.truncated_tokens > 1000
@@ -134,6 +152,20 @@ def test_unusable_templates_raise(template: str | None, reason: str, engine: Eng
             Chat(engine)
     finally:
         tokenizer.chat_template = before
+
+
+def test_templates_without_a_system_message_raise(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = "{{ raise_exception('no system') if messages[0].role == 'system' }}" + TURNS
+    omits = TURNS.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
+    )
+    for template, reason in ((fails, "no system"), (omits, "it omits it")):
+        monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+        Chat(engine)
+        with pytest.raises(TierForceError, match=f"support a system message.*{reason}"):
+            Chat(engine, system="Be brief.")
 
 
 THOUGHTS = (

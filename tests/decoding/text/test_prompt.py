@@ -14,7 +14,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from decoding.text import chat_template as rendering
-from decoding.text.prompt import INSTRUCTION, PlainTemplate, Template
+from decoding.text.instructions import INSTRUCTION, PromptFormat
+from decoding.text.prompt import PlainTemplate, Template, check_system
 from offload.errors import InvalidRequestError, TierForceError
 from support.commands import TARGET
 
@@ -64,6 +65,37 @@ def test_a_chat_template_is_used_if_there_is_one(tokenizer: Any) -> None:
     tokens, _ = Template.summary(tokenizer, "In one word?").build(tokenizer, TEXT, 1000)
     assert tokens[0] == 0
     assert tokenizer.decode(tokens) == f"<s>user: {TEXT}\n\nIn one word?</s>bot:"
+
+
+@pytest.mark.parametrize("chat", [None, CHAT])
+def test_a_format_surrounds_the_text(chat: str | None, tokenizer: Any) -> None:
+    tokenizer.chat_template = chat
+    format = PromptFormat("{instruction} <doc>{document}</doc>\n{instruction}")
+    template = Template.summary(tokenizer, "Why </s>?", format)
+    tokens, _ = template.build(tokenizer, TEXT, 1000)
+    content = f"Why </s>? <doc>{TEXT}</doc>\nWhy </s>?"
+    assert tokenizer.decode(tokens) == (f"<s>user: {content}</s>bot:" if chat else content)
+    cut, dropped = template.build(tokenizer, TEXT, len(tokens) - 3)
+    assert (len(cut), dropped) == (len(tokens) - 3, 3)
+    assert not format.shares_document
+    assert PromptFormat("{document} {instruction}").shares_document
+
+
+def test_a_system_message_is_rendered_before_the_text(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHAT
+    format = PromptFormat(system="Never say </s>.")
+    tokens, _ = Template.summary(tokenizer, "Why?", format).build(tokenizer, TEXT, 1000)
+    rendered = f"<s>system: Never say </s>.</s><s>user: {TEXT}\n\nWhy?</s>bot:"
+    assert tokenizer.decode(tokens) == rendered
+    assert [token for token in tokens if token < 2] == [0, 1, 0, 1]
+    check_system(tokenizer, "Never.")
+    tokenizer.chat_template = CHAT.replace("in messages", "in messages[1:]")
+    check_system(tokenizer, None)
+    with pytest.raises(TierForceError, match=r"not support a system message \(it omits it\)"):
+        check_system(tokenizer, "Never.")
+    tokenizer.chat_template = None
+    with pytest.raises(TierForceError, match="no chat template"):
+        check_system(tokenizer, "Never.")
 
 
 def test_special_tokens_in_a_document_are_plain_text(tokenizer: Any) -> None:

@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from base64 import b64encode
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -26,12 +26,14 @@ from transformers import AutoTokenizer
 
 from decoding import Settings
 from decoding.app.batch import cluster_worker
+from decoding.app.batch.assignment import Assignment
 from decoding.app.batch.cluster import Cluster, _ClusterWorkers, _summarise
+from decoding.app.batch.cluster_prompts import decode_prompts, encode_prompts
 from decoding.app.batch.documents_in_progress import DocumentsInProgress
 from decoding.app.batch.job import model_digest
 from decoding.app.batch.records import Records
-from decoding.app.batch.summarize import Assignment, Results, make_job
-from decoding.app.documents.document import DocumentText
+from decoding.app.batch.summarize import Results, make_job
+from decoding.app.documents.document import DocumentText, Identity
 from decoding.app.documents.listing import find_documents
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
@@ -107,7 +109,7 @@ def test_documents_of_lost_machine_are_retried(tmp_path: Path) -> None:
     worker_processes(job)[0].send_signal(signal.SIGKILL)
     finished = job.finish(240)
     assert finished.code == 1
-    assert "6 of 7 documents summarised" in finished.err
+    assert "6 of 7 documents finished" in finished.err
     written = records(output)
     assert Counter(record["id"] for record in written) == Counter(
         [*(f"{number}.txt" for number in range(6)), "broken.txt"]
@@ -234,10 +236,10 @@ class ScriptedWorkers:
             if summary == "busy":
                 yield index, None
             elif isinstance(summary, dict):
-                yield index, summary
+                yield index, [summary]
             elif summary is not None:
-                yield index, answer(summary)
-                yield index, answer("again")
+                yield index, [answer(summary)]
+                yield index, [answer("again")]
 
 
 def test_lost_documents_are_sent_three_times_and_unstarted_ones_until_done(
@@ -245,8 +247,8 @@ def test_lost_documents_are_sent_three_times_and_unstarted_ones_until_done(
 ) -> None:
     source = documents(tmp_path / "in", 4)
     due = find_documents(source).documents  # 0 to 3, and the broken one
-    job = make_job(common(), TARGET, Assignment(Instructions()))
-    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), job.instructions, 4096, 12)
+    job = make_job(common(), TARGET, Assignment())
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), job.format, 4096, 12)
     with Records(tmp_path / "out.jsonl") as output, Display(5, sys.stderr) as display:
         results = Results(due, due, output, display)
         progress = DocumentsInProgress(builder, job, output.parts, results.add)
@@ -275,12 +277,12 @@ def test_lost_documents_are_sent_three_times_and_unstarted_ones_until_done(
 
 def test_parts_are_rows_of_their_own_and_one_that_fails_ends_its_document(tmp_path: Path) -> None:
     """Their answers are merged in the next round; those of the other document are dropped."""
-    job = make_job(common(), TARGET, Assignment(Instructions()))
-    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), job.instructions, 512, 12)
+    job = make_job(common(), TARGET, Assignment())
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), job.format, 512, 12)
     with Records(tmp_path / "out.jsonl") as output, Display(2, sys.stderr) as display:
         progress = DocumentsInProgress(builder, job, output.parts, output.append)
         for id in ("a", "b"):
-            progress.begin(id, DocumentText(WORDS * 40, {}, id))
+            progress.begin(id, DocumentText(WORDS * 40, {}, Identity(id)))
         (first, second), count = (progress.count_tasks(id)[1] for id in "ab"), 2
         assert first == second > 1
         error = {"kind": "InsufficientMemoryError", "error": "no room"}
@@ -299,12 +301,12 @@ def test_parts_are_rows_of_their_own_and_one_that_fails_ends_its_document(tmp_pa
 
 def test_answers_on_disk_that_end_a_document_leave_nothing_to_send(tmp_path: Path) -> None:
     """Those too long to be merged end it with an error, on a cluster and when it is resumed."""
-    job = make_job(common(), TARGET, Assignment(Instructions()))
-    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), job.instructions, 512, 12)
+    job = make_job(common(), TARGET, Assignment())
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), job.format, 512, 12)
     for sent in (1, 0):
         with Records(tmp_path / "out.jsonl") as output, Display(1, sys.stderr) as display:
             progress = DocumentsInProgress(builder, job, output.parts, output.append)
-            progress.begin("a", DocumentText(WORDS * 40, {}, "a"))
+            progress.begin("a", DocumentText(WORDS * 40, {}, Identity("a")))
             count = progress.count_tasks("a")[1]
             workers = ScriptedWorkers(dict.fromkeys(range(count), "\u2603" * 300))
             _summarise(progress, workers, display)  # type: ignore[arg-type]
@@ -333,13 +335,11 @@ class RayOfFailures:
     def iter_batches(self, **_: Any) -> Iterator[dict[str, Any]]:
         self.answers -= 1
         indices = np.array([row["index"] for row in self.rows])
-        answer = (
-            json.dumps({"kind": "TierForceError", "error": "read"}) if self.answers >= 0 else ""
-        )
+        answer = {"kind": "TierForceError", "error": "read"}
         several = len(indices)
         yield {
             "index": indices,
-            "answer": [answer] * several,
+            "answers": [json.dumps([answer]) if self.answers >= 0 else ""] * several,
             "error": ["no GPU"] * several,
             "machine": ["first"] * several,
         }
@@ -353,10 +353,10 @@ def test_machines_that_cannot_start_end_the_job_after_some_rounds(answered: int)
         Cluster("auto"),
         common(),
     )
-    workers._job = make_job(common(), TARGET, Assignment(Instructions()))
+    workers._job = make_job(common(), TARGET, Assignment())
     workers._threads, workers._on_gpus, workers.count = None, False, 2
     workers._has_answered, workers._rounds_without_answer = False, 0
-    rows = [{"index": index, "prompt": ""} for index in range(2)]
+    rows = [{"index": index, "prompts": ""} for index in range(2)]
     for _ in range(answered + 2):
         assert len(list(workers.answers(rows, batched=False))) == 2
     with pytest.raises(TierForceError, match="no machine can process documents: no GPU"):
@@ -372,15 +372,15 @@ def test_worker_and_command_write_the_same_summaries(
     (source / "broken.txt").unlink()
     assert forked(tmp_path / "a", *summarize(source, output), "--instruction", "Sum up.").code == 0
     contents = [(source / f"{number}.txt").read_text() for number in range(3)]
-    job = make_job(common(), TARGET, Assignment(Instructions("Sum up.")))
+    job = make_job(common(), TARGET, Assignment(Instructions(("Sum up.",))))
     worker = cluster_worker.ClusterWorker(common(), job, 2)
-    builder = PromptBuilder(worker.engine.tokenizer, job.instructions, 4096, 12)
-    prompts = [builder.cut(text).prompt for text in contents]
-    rows = [b64encode(prompt.tobytes()).decode() for prompt in prompts if prompt is not None]
-    batch = worker({"index": np.array([4, 7, 5]), "prompt": np.array(rows, dtype=object)})
+    builder = PromptBuilder(worker.engine.tokenizer, job.format, 4096, 12)
+    tasks = [next(builder.rounds(text, job.instructions)) for text in contents]
+    rows = [encode_prompts([builder.prompt(task)[0]]) for (task,) in tasks]
+    batch = worker({"index": np.array([4, 7, 5]), "prompts": np.array(rows, dtype=object)})
     assert batch["index"] == [4, 7, 5]
     assert batch["machine"] == ["first"] * 3
-    written = [json.loads(answer) for answer in batch["answer"]]
+    written = [each for answers in batch["answers"] for each in json.loads(answers)]
     assert {answer["concurrency"] for answer in written} >= {2}
     expected = {record["id"]: record for record in records(output)}
     for number, record in enumerate(written):
@@ -388,20 +388,86 @@ def test_worker_and_command_write_the_same_summaries(
             assert record[name] == expected[f"{number}.txt"][name]
 
 
+def test_questions_about_a_document_go_to_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their row has the document once, and it is prefilled once."""
+    monkeypatch.setattr(cluster_worker, "_start_ranks", lambda *_: None)
+    monkeypatch.setattr(cluster_worker, "_actor_id", lambda: "first")
+    questions = Instructions(("Who?", "Where was it, and when?", "Why?"), are_questions=True)
+    job = make_job(common(), TARGET, Assignment(questions))
+    worker = cluster_worker.ClusterWorker(common(), job, 1)
+    builder = PromptBuilder(worker.engine.tokenizer, job.format, 4096, 12)
+    sizes = list[int]()
+
+    class Workers:
+        def answers(self, rows: list[dict[str, Any]], batched: bool) -> Iterator[tuple[int, Any]]:
+            assert batched
+            sizes.extend(len(row["prompts"]) for row in rows)
+            columns = {name: [row[name] for row in rows] for name in ("index", "prompts")}
+            batch = worker({name: np.array(column) for name, column in columns.items()})
+            answers = [json.loads(each) for each in batch["answers"]]
+            yield from zip(batch["index"], answers, strict=True)
+
+    with Records(tmp_path / "out.jsonl") as output, Display(2, sys.stderr) as display:
+        progress = DocumentsInProgress(builder, job, output.parts, output.append)
+        for id in ("a", "b"):
+            progress.begin(id, DocumentText(id + WORDS * 40, {}, Identity(id)))
+        _summarise(progress, Workers(), display)  # type: ignore[arg-type]
+    a, b = records(tmp_path / "out.jsonl")
+    for record in (a, b):
+        first, *others = record["answers"]
+        assert first["reused_tokens"] == 0
+        assert all(each["prompt_tokens"] - each["reused_tokens"] < 40 for each in others)
+        assert [each["question"] for each in record["answers"]] == list(questions.strings)
+    alone = len(encode_prompts([array("i", range(a["answers"][0]["prompt_tokens"]))]))
+    assert len(sizes) == 2
+    assert max(sizes) < 1.5 * alone
+
+
+@pytest.mark.parametrize(
+    "prompts", [[[1, 2, 3]], [[1, 2, 3], [1, 2, 4, 5], [1, 2]], [[7], [8, 9]], [[5], [5]]]
+)
+def test_encoded_prompts_are_decoded(prompts: list[list[int]]) -> None:
+    assert decode_prompts(encode_prompts([array("i", each) for each in prompts])) == prompts
+
+
+@needs_ray
+@pytest.mark.slow
+def test_questions_are_answered_by_a_cluster(tmp_path: Path) -> None:
+    source, output = documents(tmp_path / "in", 3), tmp_path / "out.jsonl"
+    (source / "broken.txt").unlink()
+    path = tmp_path / "questions.txt"
+    path.write_text("Who?\nWhy?")
+    options = ("--questions", str(path), "--context", "250")  # some documents have parts
+    alone = tmp_path / "alone.jsonl"
+    assert forked(tmp_path / "a", *summarize(source, alone), *options).code == 0
+    cluster = ("--cluster", "local", "--machines", "2")
+    result = forked(tmp_path / "b", *summarize(source, output), *options, *cluster)
+    assert result.code == 0, result.err
+
+    def answers(path: Path) -> dict[str, list[str]]:
+        return {each["id"]: [own["answer"] for own in each["answers"]] for each in records(path)}
+
+    assert answers(output) == answers(alone)
+    written = [own for record in records(output) for own in record["answers"]]
+    assert {"parts" in own for own in written} == {True, False}
+
+
 def test_worker_that_cannot_start_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_worker, "_FAILURE_DELAY_S", 0.0)
     monkeypatch.setattr(cluster_worker, "_start_ranks", lambda *_: None)
     monkeypatch.setattr(cluster_worker, "_actor_id", lambda: "first")
     too_long = replace(common(), settings=Settings(context=999_999))
-    batch = {"index": np.array([4, 7]), "prompt": np.array(["", ""], dtype=object)}
+    batch = {"index": np.array([4, 7]), "prompts": np.array(["", ""], dtype=object)}
     for weights, reason in (
         (model_digest(TARGET), "`context` 999999 is more"),
         ("0" * 8, "different weights"),
     ):
-        job = make_job(too_long, TARGET, Assignment(Instructions()))
+        job = make_job(too_long, TARGET, Assignment())
         result = cluster_worker.ClusterWorker(too_long, replace(job, weights=weights), 1)(batch)
         assert result["index"] == [4, 7]
-        assert result["answer"] == ["", ""]
+        assert result["answers"] == ["", ""]
         assert result["machine"] == ["first", "first"]
         assert all(reason in error for error in result["error"])
 
@@ -448,7 +514,7 @@ def test_guard_is_dismissed_if_ray_raises(
     monkeypatch.setitem(sys.modules, "ray.data", ray.data)  # type: ignore[attr-defined]
     monkeypatch.setattr("decoding.app.batch.cluster.ClusterGuard", CountingGuard)
     monkeypatch.setattr("psutil.wait_procs", lambda *_, **__: ([], []))
-    job = make_job(common(), TARGET, Assignment(Instructions()))
+    job = make_job(common(), TARGET, Assignment())
     # _ClusterWorkers sets variables for Ray
     with patch.dict(os.environ), pytest.raises(KeyError, match="anything"):
         _ClusterWorkers(Cluster("auto"), common(), job).close()

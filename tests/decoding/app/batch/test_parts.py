@@ -20,13 +20,13 @@ from decoding.app.batch.job import BatchJob
 from decoding.app.batch.part_answers import PartAnswers
 from decoding.app.batch.records import Records
 from decoding.app.batch.summarize import Results
-from decoding.app.documents.document import DocumentText
+from decoding.app.documents.document import DocumentText, Identity
 from decoding.app.terminal.progress import Display
 from decoding.speculation.sampling import Sampling
-from decoding.text.instructions import Instructions
+from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder
 from offload.errors import TierForceError
-from support.batches import answer
+from support.batches import answer, exit_after_answers
 from support.commands import GREEDY_FP32, MODELS, TARGET, Finished, forked, records, refused
 from support.prompts import passages
 
@@ -88,19 +88,6 @@ def test_record_has_all_parts_and_each_summary_is_that_of_its_part_alone(
     assert "all 2 documents are already finished" in again.err
 
 
-def _exit_after(answers: int) -> None:
-    """Let the job be killed at the moment when so many answers about parts are on disk."""
-    add, added = PartAnswers.add, list[str]()
-
-    def add_or_exit(self: PartAnswers, digest: str, *arguments: Any) -> None:
-        add(self, digest, *arguments)
-        added.append(digest)
-        if len(added) == answers:
-            os._exit(9)
-
-    PartAnswers.add = add_or_exit  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("ranks", [(), ("--gpus", "2")])
 def test_killed_job_goes_on_with_the_part_it_was_at(
     ranks: tuple[str, ...], source: Path, tmp_path: Path
@@ -108,7 +95,7 @@ def test_killed_job_goes_on_with_the_part_it_was_at(
     (tmp_path / "a").mkdir()
     _, expected = summarize(tmp_path / "a", source, "--concurrency", "1")
     count = len(expected[LONG]["parts"])
-    kill = partial(_exit_after, 2)
+    kill = partial(exit_after_answers, 2)
     options = ("--concurrency", "1", *ranks)
     for _ in range(2):
         result, found = summarize(tmp_path, source, *options, before=kill)
@@ -233,11 +220,11 @@ def test_folder_in_place_of_the_file_is_an_error(tmp_path: Path) -> None:
 def test_name_too_long_for_the_file_matters_only_if_it_is_needed(tmp_path: Path) -> None:
     with Records(tmp_path / ("n" * 252)) as output:
         found: list[dict[str, Any]] = []
-        builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), JOB.instructions, 400, 12)
+        builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), JOB.format, 400, 12)
         progress = DocumentsInProgress(builder, JOB, output.parts, found.append)
-        progress.begin("short", DocumentText("Once upon a time.", {}, "1"))
+        progress.begin("short", DocumentText("Once upon a time.", {}, Identity("1")))
         with pytest.raises(TierForceError, match="cannot be written: File name too long"):
-            progress.begin("long", DocumentText("Once upon a time. " * 200, {}, "2"))
+            progress.begin("long", DocumentText("Once upon a time. " * 200, {}, Identity("2")))
 
 
 def test_answer_that_another_document_has_too_is_kept(tmp_path: Path) -> None:
@@ -276,7 +263,7 @@ def test_full_disk_ends_the_job_with_finished_answers_intact(source: Path, tmp_p
 
 def test_answers_of_other_settings_are_not_used(source: Path, tmp_path: Path) -> None:
     """Their prompts are the same."""
-    summarize(tmp_path, source, "--concurrency", "1", before=partial(_exit_after, 2))
+    summarize(tmp_path, source, "--concurrency", "1", before=partial(exit_after_answers, 2))
     result, found = summarize(tmp_path, source, "--temperature", "0.5")
     assert result.code == 0, result.err
     parts = set(re.findall(r"long.txt, part (\d+) of", result.err))
@@ -343,13 +330,14 @@ def test_instructions_for_parts_may_be_shorter_or_too_long(source: Path, tmp_pat
     assert "leave them out with --long cut" in refused(useless)
 
 
-JOB = BatchJob("model", None, "weights", Instructions(), 12, 400, "float32", None, Sampling(0.0))
+SETTINGS = 12, 400, "float32", None, Sampling(0.0)
+JOB = BatchJob("model", None, "weights", Instructions(), PromptFormat(), *SETTINGS)
 
 
 def progress_of(
     folder: Path, found: list[dict[str, Any]], context: int = 400
 ) -> DocumentsInProgress:
-    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), JOB.instructions, context, 12)
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), JOB.format, context, 12)
     return DocumentsInProgress(builder, JOB, PartAnswers(folder / "out.jsonl"), found.append)
 
 
@@ -357,8 +345,8 @@ def test_merges_come_before_the_parts_of_other_documents(source: Path, tmp_path:
     """A record is on disk as early as can be."""
     found: list[dict[str, Any]] = []
     progress, text = progress_of(tmp_path, found), (source / LONG).read_text()
-    progress.begin("a", DocumentText(text, {}, "1"))
-    progress.begin("b", DocumentText(text + text, {}, "2"))
+    progress.begin("a", DocumentText(text, {}, Identity("1")))
+    progress.begin("b", DocumentText(text + text, {}, Identity("2")))
     names = list[str]()
     while progress:
         work = next(progress.work())
@@ -375,11 +363,11 @@ def test_whole_document_does_not_take_the_answer_about_a_part(source: Path, tmp_
     """Its record has more counts."""
     found: list[dict[str, Any]] = []
     progress, text = progress_of(tmp_path, found), (source / LONG).read_text()
-    progress.begin("book", DocumentText(text, {}, "1"))
+    progress.begin("book", DocumentText(text, {}, Identity("1")))
     first = next(progress.work())
     progress.finish(first, answer("one"))
     chapter = text[: (first.task.characters or (0, 0))[1]]
-    progress.begin("chapter", DocumentText(chapter, {}, "2"))
+    progress.begin("chapter", DocumentText(chapter, {}, Identity("2")))
     works = {work.name: work for work in progress.work()}
     assert works["chapter"].digest == first.digest
 
@@ -389,7 +377,7 @@ def test_failed_part_ends_its_document_and_later_answers_are_kept(
 ) -> None:
     found: list[dict[str, Any]] = []
     progress = progress_of(tmp_path, found)
-    progress.begin("a", DocumentText((source / LONG).read_text(), {}, "1"))
+    progress.begin("a", DocumentText((source / LONG).read_text(), {}, Identity("1")))
     works = list(progress.work())
     progress.fail(works[1], "InsufficientMemoryError", "use a longer `context`.")
     progress.finish(works[0], answer("one"))

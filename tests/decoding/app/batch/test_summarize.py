@@ -127,7 +127,7 @@ def test_startup_line_and_count_of_truncated_documents(tmp_path: Path) -> None:
         "4 of 6 layers in host memory; 3 concurrent requests"
     )
     assert lines[-1].startswith(
-        f"3 of 3 documents summarised in {tmp_path / 'out.jsonl'}, 2 of them truncated"
+        f"3 of 3 documents finished in {tmp_path / 'out.jsonl'}, 2 of them truncated"
     )
 
 
@@ -164,7 +164,7 @@ def test_document_that_does_not_fit_fails_alone(tmp_path: Path) -> None:
     assert "warning: large.txt (" in result.err
     assert "prompt tokens) will fail: this job needs" in result.err
     assert result.code == 1
-    assert "2 of 3 documents summarised" in result.err
+    assert "2 of 3 documents finished" in result.err
 
 
 def test_prompt_that_does_not_fit_is_an_error_with_sizes(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_host_memory_that_runs_out_fails_one_document(tmp_path: Path) -> None:
     (error,) = (record["error"] for record in found if "error" in record)
     assert "out of memory: [enforce fail" in error
     assert result.code == 1
-    assert "2 of 3 documents summarised" in result.err
+    assert "2 of 3 documents finished" in result.err
 
 
 # -- finished records ------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_bad_documents_of_a_folder_are_recorded_and_good_ones_summarised(
         found[name]["new_tokens"] == 8 and found[name]["summary"] for name in ("a.txt", "z.txt")
     )
     assert result.code == 1
-    assert "2 of 7 documents summarised" in result.err
+    assert "2 of 7 documents finished" in result.err
     assert result.err.splitlines()[-1].startswith("tierforce: 5 of 7 documents failed")
 
 

@@ -316,15 +316,16 @@ def test_digest_follows_the_content(tmp_path: Path) -> None:
     (text, first, second) = find_documents(tmp_path).documents
     (line,) = find_documents(tmp_path / "in.jsonl").documents
     expected = hashlib.sha256(b"It was").hexdigest()
-    assert text.digest() == text.read().digest == line.digest() == line.read().digest == expected
-    assert first.digest() != second.digest()
-    assert second.digest() == second.read().digest
+    for each in (text, line):
+        assert each.identify().digest == each.read().identity.digest == expected
+    assert first.identify() != second.identify()
+    assert second.identify() == second.read().identity
     (tmp_path / "b.zip").write_bytes(
         archive({"new.txt": "", "c.txt": "It was", "d.txt": "the end"})
     )
     listing = {each.id: each for each in find_documents(tmp_path).documents}
-    assert listing["b.zip/c.txt"].digest() == first.digest()
-    assert listing["b.zip/d.txt"].digest() != second.digest()
+    assert listing["b.zip/c.txt"].identify() == first.identify()
+    assert listing["b.zip/d.txt"].identify() != second.identify()
 
 
 @pytest.mark.parametrize("kind", sorted(IRREGULAR.keys() - {"folder", "circular link"}))

@@ -577,6 +577,33 @@ def test_documents_of_an_input_are_counted(tmp_path: Path) -> None:
     assert "its beginning" in cut
 
 
+def test_questions_about_the_documents_of_an_input_are_counted(tmp_path: Path) -> None:
+    """A document is prefilled once for all of them."""
+    text = "It was the best of times, it was the worst of times. " * 40
+    lines = [{"id": "job's", "text": text}, {"id": "own", "text": text, "questions": ["Who?"] * 3}]
+    source, questions = tmp_path / "in.jsonl", tmp_path / "questions.txt"
+    source.write_text("\n".join(json.dumps({**line, "titel": ""}) for line in lines))
+    questions.write_text("Who?\nWho?\nWho?\nWho?\nWho?\n")
+    options = ["--input", str(source), "--context", "2000", "--max-new-tokens", "100", "--json"]
+    options += ["--concurrency", "1"]
+
+    def seconds(*more: str) -> list[float]:
+        document = json.loads(plan(tmp_path, *options, *more).out)
+        return [each["seconds"] for each in document["input"]["documents"]]
+
+    one, three = seconds()
+    five, again = seconds("--questions", str(questions))
+    assert three == pytest.approx(again, rel=1e-3)
+    decode_s = (three - one) / 2
+    assert five == pytest.approx(one + 4 * decode_s, rel=1e-3)
+    assert one > decode_s > 0
+    one, three = seconds("--deterministic")
+    assert three == pytest.approx(3 * one)
+    done = plan(tmp_path, *options[:-3], "--questions", str(questions))
+    assert "answers" in done.out
+    assert "fields that are not read: titel" in done.out
+
+
 def test_an_input_needs_documents_and_a_tokenizer(tmp_path: Path) -> None:
     empty = tmp_path / "in"
     empty.mkdir()
@@ -586,7 +613,7 @@ def test_an_input_needs_documents_and_a_tokenizer(tmp_path: Path) -> None:
     config.write_text((DEMO / "target" / "config.json").read_text())
     result = forked(tmp_path, "plan", "--model", str(config), "--input", str(empty))
     assert "the tokenizer cannot be loaded" in refused(result)
-    for more in (["--include", "*.py"], ["--long", "cut"]):
+    for more in (["--include", "*.py"], ["--long", "cut"], ["--questions", str(config)]):
         assert "need --input" in refused(plan(tmp_path, *more))
     wrong = plan(tmp_path, "--input", str(empty), "--long", "drop")
     assert "--long drop is not known" in refused(wrong)

@@ -67,3 +67,43 @@ def test_question_that_is_too_long_is_an_error(
 ) -> None:
     result = ask(tmp_path, model, document, "Who? " * 40)
     assert "the question has" in refused(result)
+
+
+@pytest.mark.parametrize("context", [(), ("--context", "2000")], ids=["parts", "whole"])
+def test_questions_of_a_file_are_answered_after_one_prefill(
+    context: tuple[str, ...], model: tuple[str, ...], document: Path, tmp_path: Path
+) -> None:
+    questions = ["Who?", "What became of the man who is named first?", "Why?"]
+    path = tmp_path / "questions.txt"
+    path.write_text("\n\n".join(questions))
+    result = ask(tmp_path, model, document, "--questions", str(path), *context)
+    assert result.code == 0, result.err
+    alone = [ask(tmp_path, model, document, question, *context).out for question in questions]
+    pairs = zip(questions, alone, strict=True)
+    assert result.out == "\n".join(f"## {question}\n\n{answer}" for question, answer in pairs)
+    counts = r"(\d+) prompt tokens in [\d.]+ s(?: \((\d+) in cache\))?"
+    found = [(int(all), int(cached or 0)) for all, cached in re.findall(counts, result.err)]
+    parts = 1 if context else len(re.findall("part .*question 1 of 3:", result.err))
+    assert sum(all - cached > 200 for all, cached in found) == parts
+    assert sum(all > 200 for all, _ in found) == len(questions) * parts
+    assert len(found) == len(questions) * (parts + (0 if context else 1))
+
+
+def test_system_message_changes_the_answers(
+    model: tuple[str, ...], document: Path, tmp_path: Path
+) -> None:
+    system = ("--system", "Answer in verse, and at length, as a poet of another age would do.")
+    for context in ((), ("--context", "2000")):
+        plain, other = (
+            ask(tmp_path, model, document, "Who?", *context, *more) for more in ((), system)
+        )
+        assert (plain.code, other.code) == (0, 0)
+        assert plain.out != other.out
+
+
+def test_a_question_is_given_once(model: tuple[str, ...], document: Path, tmp_path: Path) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_text("Who?")
+    for more in ((), ("Who?", "--questions", str(path))):
+        result = ask(tmp_path, model, document, *more)
+        assert "give either a question, in quotes, or --questions" in refused(result)

@@ -62,7 +62,7 @@ def test_generated_text_cannot_control_a_terminal(
         stream = io.StringIO(newline="")
         stream.isatty = lambda is_terminal=is_terminal: is_terminal  # type: ignore[method-assign]
         monkeypatch.setattr(sys, "stdout", CheckedStdout(stream))
-        generate._write(text)
+        generate.write(text)
         assert stream.getvalue() == (shown if is_terminal and shown else text)
 
 
