@@ -157,8 +157,11 @@ class RecurrentShape:
         return sorted({*multiples, last} - {0})
 
     def checkpoints(self, tokens: int) -> int:
-        """Return how many states are kept of a sequence of up to so many tokens."""
-        return tokens // self.step + 1
+        """Return how many states are kept of a sequence of up to so many tokens.
+
+        They are those at multiples of the step, at the `last_position`, and at an extra one.
+        """
+        return tokens // self.step + 2
 
 
 class Segment(NamedTuple):

@@ -235,7 +235,7 @@ class CachePool:
         if source is not None and self.sessions.cached_prefix(prompt, new) > shared + MIN_TOKENS:
             source, shared = None, 0
         caches, session = source.caches if source is not None else None, None
-        options = concurrency, request.name, caches, shared
+        options = concurrency, request.name, caches, shared, request.shared
         if room := self._room(request):
             with suppress(InsufficientMemoryError):
                 session = self.sessions.open(prompt, new + room, *options)

@@ -8,6 +8,7 @@ from contextlib import closing
 from decoding.config.defaults import NEW_TOKENS
 from decoding.engine.cached_sequence import DEFAULT_ROOM
 from decoding.engine.engine import Engine
+from decoding.engine.request import Request, check_request
 from decoding.speculation.sampling import Sampling
 from decoding.text.channels import answer_text
 from decoding.text.detokenizer import detokenize_stream
@@ -23,6 +24,7 @@ from offload.errors import InvalidRequestError, TierForceError
 from parallel.model.pipeline import Progress
 
 _WHAT = "a conversation"
+_MARGIN = 8  # tokens that may change where a question follows
 
 
 class Chat:
@@ -69,6 +71,8 @@ class Chat:
             self._document_prefix = self._truncate(document) + "\n\n"
         # the last prompt and its answer
         self.tokens = self._prefix(_turn(self._document_prefix + MARK))
+        # those that a conversation about the document begins with, whatever follows
+        self._shared = 0 if document is None else max(0, len(self.tokens) - _MARGIN)
 
     def prefill(self, progress: Progress | None = None) -> None:
         """Prefill the document before the first question. Requires a document."""
@@ -117,7 +121,10 @@ class Chat:
     def _generate(
         self, prompt: list[int], max_new_tokens: int, progress: Progress | None
     ) -> Generator[int, None, None]:
-        return self.engine.generate(prompt, max_new_tokens, self.sampling, progress, self.name)
+        check_request(prompt, max_new_tokens, self.sampling)
+        options = 0, progress, self.name
+        request = Request(prompt, max_new_tokens, self.sampling, *options, shared=self._shared)
+        return self.engine.submit(request)
 
     def _add_turn(self, question: str, prompt: list[int], answer: list[int]) -> None:
         self.tokens = [*prompt, *answer]

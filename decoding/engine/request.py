@@ -45,6 +45,7 @@ class Request:
     # tokens by which later requests that begin alike are longer, at most: they continue in its
     # caches, as in a conversation. None: its caches are freed, unless it is in one
     room: int | None = None
+    shared: int = 0  # tokens that begin these, too; a few less are better than one more
 
     @cached_property
     def tokens(self) -> np.ndarray:

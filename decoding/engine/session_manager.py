@@ -17,6 +17,7 @@ from decoding.speculation.draft_length import RoundStats
 from offload.errors import InsufficientMemoryError, TierForceError
 from offload.memory.host import host_available
 from offload.memory.host_arena import HostArena
+from offload.tiered.cache import checkpoint_at
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.execution.executor import (
     Close,
@@ -74,19 +75,22 @@ class SequenceManager:
         name: str = "",
         source: SequenceState | SwappedSequence | None = None,
         shared: int = 0,
+        checkpoint: int = 0,
     ) -> SequenceState:
         """Open a sequence on all ranks: select a strategy and allocate its caches; for rank 0.
 
         It gets an equal share of the free memory. Prefill follows, and `close` ends it. `name` is
         its display name in the prompt cache. The prefill copies the first `shared` tokens from
         `source`. Sequences that are swapped out are closed if the memory is needed, `source` last:
-        then the whole prompt is prefilled. Raises InsufficientMemoryError on all ranks.
+        then the whole prompt is prefilled. Later ones may go on from the position `checkpoint`.
+        Raises InsufficientMemoryError on all ranks.
         """
         index, lengths = 0, list[int]()
         if source is not None:
             index = self.executor.sequences.index(source)
             lengths = sharded_lengths(source)
-        command = Open(list(prompt), max_new_tokens, concurrency, name, index, shared, lengths)
+        copied = index, shared, lengths
+        command = Open(list(prompt), max_new_tokens, concurrency, name, *copied, checkpoint)
         self.executor.send(command)
         return self._open(command)
 
@@ -182,6 +186,7 @@ class SequenceManager:
             source = None
         with self.group.sync_errors():
             session = SequenceState(self.runtime, prompt, max_new_tokens, plan, stored, slot)
+        checkpoint_at(session.target, command.checkpoint)
         if source is not None:
             with self.group.sync_errors():
                 session.copy(source, command.shared)

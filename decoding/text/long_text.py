@@ -35,6 +35,7 @@ class Task:
     is_last: bool = False  # its answer is that to the instruction
     # tokens by which later prompts that begin alike are longer, at most; None if there are none
     room: int | None = None
+    tail: int = 0  # about as many tokens follow the content
     is_cut: bool = False  # the end of the content may be dropped
     prompt: array[int] | None = None  # (T,) tokens, if they are known
     truncated_tokens: int = 0  # those of `prompt`, or else of the longest one that begins alike
@@ -42,6 +43,10 @@ class Task:
     def name_in(self, document: str) -> str:
         """Return its name beside those of other documents' tasks."""
         return f"{document}, {self.name}" if self.name else document
+
+    def shared(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens of its prompt begin the later ones, too."""
+        return 0 if self.room is None else max(0, len(prompt) - self.tail - _MARGIN)
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,8 @@ class PromptBuilder:
         self.max_prompt, self.max_new_tokens = context - max_new_tokens, max_new_tokens
         self._question_tokens = question_tokens
         check_system(tokenizer, format.system)
-        self._template_tokens = lru_cache(_CACHED)(self._count_template)
-        self._template_tokens("")  # raises
+        self._around = lru_cache(_CACHED)(self._count_around)
+        self._around("")  # raises
 
     def rounds(self, text: str, instructions: Instructions, splits: bool = True) -> Rounds:
         """Yield the tasks for a text, round by round, until each instruction's last one.
@@ -227,6 +232,7 @@ class PromptBuilder:
                 index,
                 is_last=True,
                 room=rooms[index],
+                tail=self._around(each)[1],
                 is_cut=not splits,
                 truncated_tokens=truncated,
             )
@@ -248,6 +254,7 @@ class PromptBuilder:
                     index,
                     (span.start, span.end),
                     room=rooms[index],
+                    tail=self._around(instruction)[1],
                 )
                 for index, instruction in enumerate(own)
             ]
@@ -265,10 +272,15 @@ class PromptBuilder:
         prompt, truncated = template.build(self.tokenizer, text, self.max_prompt)
         return array("i", prompt), truncated
 
-    def _count_template(self, instruction: str) -> int:
+    def _template_tokens(self, instruction: str) -> int:
         """Return the tokens of a prompt around a text."""
-        around = Template.summary(self.tokenizer, instruction, self.format).around(self.tokenizer)
-        return sum(map(len, around))
+        return sum(self._around(instruction))
+
+    def _count_around(self, instruction: str) -> tuple[int, int]:
+        """Return the tokens of a prompt before and after a text."""
+        template = Template.summary(self.tokenizer, instruction, self.format)
+        before, after = template.around(self.tokenizer)
+        return len(before), len(after)
 
     def _longest(self, instructions: Sequence[str]) -> tuple[str, int]:
         """Return the instruction of most tokens, and those of a prompt around a text with it."""

@@ -13,6 +13,7 @@ from offload.attention.folding import Partial
 from offload.cache.base import AttentionObserver, Cache
 from offload.errors import InsufficientMemoryError
 from offload.kernels.group_attention import BATCH_INVARIANT, FAST
+from offload.layout import STATE_CHUNK
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
 from offload.memory.transfer_ring import TransferRing
@@ -239,6 +240,18 @@ class SharedMemory:
         """Device memory that no layer counts as its own."""
         ring = self.ring.nbytes if self.ring is not None else 0
         return ring + self.reconstruct.nbytes + self.writeback.nbytes
+
+
+def checkpoint_at(cache: TieredCache, position: int) -> None:
+    """Let a cache keep windows and states at a position near this one, too; before its prompt.
+
+    The sequence, or another one, may go on from there, as from multiples of a step.
+    """
+    if cache.recurrent is not None:
+        cache.recurrent.extra = position // STATE_CHUNK * STATE_CHUNK
+    for layer in cache.layers:
+        if isinstance(layer, WindowedLayer):
+            layer.checkpoints.extra = position
 
 
 def notify(

@@ -50,7 +50,8 @@ class TieredStates(RecurrentStates):
         self._hosts, self._link, self._traffic = hosts, link, traffic
         self._free = list(range(len(any_host)))  # slots of that memory
         self._slots: dict[int, int] = {}  # positions, and the slots of the states after them
-        self._last = 0  # the one that is no multiple of the shape's step
+        self._last = 0  # the last one that is no multiple of the shape's step
+        self.extra = 0  # one that is kept when others follow; 0 if there is none
 
     @property
     def positions(self) -> list[int]:
@@ -69,21 +70,21 @@ class TieredStates(RecurrentStates):
         """Begin to extend the layers, from position `start` to `end`."""
         self._advance_to(start)
         self._written = 0
-        for position in self.shape.positions(end):
-            if position > start:
+        for position in sorted({*self.shape.positions(end), self.extra}):
+            if start < position <= end:
                 self.add(position)
 
     def add(self, position: int, is_loaded: bool = False) -> None:
         """Expect the states after a position; `truncate` to one of them if they are loaded.
 
-        There is memory for all multiples of the shape's step, and for one other position: the last
-        one that was added.
+        There is memory for all multiples of the shape's step, for the extra position, and for one
+        other: the last one that was added.
         """
         if is_loaded:
             self.position, self._written = _LOST, 0
         if position in self._slots:
             return
-        if position % self.shape.step:
+        if position % self.shape.step and position != self.extra:
             if (slot := self._slots.pop(self._last, None)) is not None:
                 self._free.append(slot)
             self._last = position

@@ -252,7 +252,8 @@ class TieredCacheSpec:
         if (window := self.layout.window) is not None:
             # those kept before the boundary, and the tail
             tokens = min(self.capacity, window.kept + self.tail)
-            checkpoints = self.capacity // window.step if tokens < self.capacity else 0
+            # one is for an extra position (`checkpoint_at`)
+            checkpoints = self.capacity // window.step + 1 if tokens < self.capacity else 0
             spec = LayerSpec(self.layout.windowed, tokens, WINDOWED, checkpoints=checkpoints)
             counts[spec] = len(window.layers)
         if (states := self.layout.recurrent) is not None:

@@ -21,7 +21,8 @@ from offload.traffic import ByteCounters
 
 
 class Checkpoints:
-    """A layer's last tokens at multiples of the window's step, in host memory (n, 2, Hkv, kept, D).
+    """A layer's last tokens at multiples of the window's step, and at an extra position, in host
+    memory (n, 2, Hkv, kept, D).
 
     One is missing if fewer tokens were held there: the sequence went on close before it.
     """
@@ -33,6 +34,7 @@ class Checkpoints:
         self._window, self._host, self._link, self._traffic = window, host, link, traffic
         self._ends: list[int] = []
         self.passed = 0  # the position up to which they have been made
+        self.extra = 0  # the extra position; 0 if there is none
 
     @property
     def segments(self) -> list[Segment]:
@@ -42,7 +44,8 @@ class Checkpoints:
     def at(self, end: int) -> Tensor:
         """Return the memory (2, Hkv, kept, D) of the one at a position."""
         assert self._host is not None
-        return self._host[end // self._window.step - 1]
+        multiple, rest = divmod(end, self._window.step)
+        return self._host[-1 if rest else multiple - 1]
 
     def add(self, segment: Segment) -> Tensor | None:
         """Add one, and return its memory, which the caller fills; None if there is none."""
@@ -59,7 +62,8 @@ class Checkpoints:
         """
         step, passed = self._window.step, self.passed
         self.passed = max(passed, end)
-        for position in range((passed // step + 1) * step, end + 1, step):
+        positions = {*range((passed // step + 1) * step, end + 1, step), self.extra}
+        for position in sorted(each for each in positions if passed < each <= end):
             start, stop = self._window.segment(position)
             if start < first or (host := self.add(Segment(start, stop))) is None:
                 continue
@@ -105,8 +109,9 @@ class WindowedLayer(TieredLayer):
     """A layer whose queries see a window of tokens, in a device buffer (2, Hkv, capacity, D).
 
     It keeps a little more than the window before the cache's boundary, where there is one, and all
-    tokens after it: a rejected draft is overwritten. At some positions (`SlidingWindow.step`) it
-    also keeps its last tokens in host memory: from there the sequence, or another one, may go on.
+    tokens after it: a rejected draft is overwritten. At some positions (`SlidingWindow.step`,
+    `Checkpoints.extra`) it also keeps its last tokens in host memory: from there the sequence, or
+    another one, may go on.
     """
 
     is_on_device = True
@@ -132,7 +137,7 @@ class WindowedLayer(TieredLayer):
         self._window = spec.layout.window
         self.window = self._window.tokens  # a query sees so many
         self._kept = spec.capacity if is_whole else self._window.kept
-        self._checkpoints = Checkpoints(self._window, host, link, traffic)
+        self.checkpoints = Checkpoints(self._window, host, link, traffic)
         with torch.inference_mode(False):  # a link's copies write to it
             self._kv = torch.empty(spec.shape, dtype=spec.layout.dtype, device=link.device)
         self._first = 0  # position of the token in the first slot
@@ -146,7 +151,7 @@ class WindowedLayer(TieredLayer):
     def resumable(self, length: int, end: int) -> int:
         """Return the largest length, up to `length`, to which its `end` tokens can be cut."""
         return self._window.resumable(
-            length, [*self._checkpoints.segments, Segment(self._first, end)]
+            length, [*self.checkpoints.segments, Segment(self._first, end)]
         )
 
     def holds_window(self, length: int) -> bool:
@@ -166,7 +171,7 @@ class WindowedLayer(TieredLayer):
         return attend_groups(q, self.groups(end, boundary), FAST, traffic)
 
     def shift_tail(self, boundary: int, count: int, rest: int) -> None:
-        self._checkpoints.save(boundary, self._kv, self._first)
+        self.checkpoints.save(boundary, self._kv, self._first)
         self._first = _slide(self._kv, self._first, boundary - self._kept, boundary + rest)
 
     def extend(self, k: Tensor, v: Tensor, start: int, boundary: int) -> Tensor:
@@ -180,7 +185,7 @@ class WindowedLayer(TieredLayer):
         kv = held.new_empty((*held.shape[:2], end - first, held.shape[3]))
         token_slice(kv, 0, start - first).copy_(held)
         write_tokens(kv, k, v, start - first)
-        self._checkpoints.save(end, kv, first)
+        self.checkpoints.save(end, kv, first)
         self._first = _slide(self._kv, self._first, min(boundary, end) - self._kept, start)
         kept = max(self._first, start)  # those before it are dropped already
         token_slice(self._kv, kept - self._first, end - self._first).copy_(
@@ -191,27 +196,27 @@ class WindowedLayer(TieredLayer):
     def truncate(self, length: int) -> None:
         if not length:
             self._first = 0
-        elif (start := self._checkpoints.start_before(length)) is not None and start < self._first:
+        elif (start := self.checkpoints.start_before(length)) is not None and start < self._first:
             # more tokens before it than the device has: the next checkpoint may need them
-            self._first = self._checkpoints.restore(length, self._kv)
-        self._checkpoints.truncate(length)
+            self._first = self.checkpoints.restore(length, self._kv)
+        self.checkpoints.truncate(length)
 
     def snapshot(self) -> Any:
         """Return the state that `restore` returns to."""
-        return self._kv.clone(), self._first, self._checkpoints.passed
+        return self._kv.clone(), self._first, self.checkpoints.passed
 
     def restore(self, snapshot: Any) -> None:
         """Return to the state of a snapshot."""
         saved, self._first, passed = snapshot
         self._kv.copy_(saved)
-        self._checkpoints.truncate(passed)
+        self.checkpoints.truncate(passed)
 
     def begin_load(self, segment: Segment, tokens: int) -> None:
         """Expect the blocks of a segment of the first `tokens` of a prompt (`load_block`)."""
         self._loaded = []
         if (
             self._window.is_checkpoint(segment)
-            and (host := self._checkpoints.add(segment)) is not None
+            and (host := self.checkpoints.add(segment)) is not None
         ):
             self._loaded.append((host, segment.start))
         if self._window.resumable(tokens, [segment]) == tokens:
@@ -233,7 +238,7 @@ class WindowedLayer(TieredLayer):
         held = link.read_to_host(token_slice(self._kv, 0, length - self._first))
         held = held if link.copies else held.clone()
         parts = [(Segment(self._first, length), held)]
-        parts += [(each, self._checkpoints.at(each.end)) for each in self._checkpoints.segments]
+        parts += [(each, self.checkpoints.at(each.end)) for each in self.checkpoints.segments]
         return HostReader(partial(read_segments, parts), [each for each, _ in parts])
 
 

@@ -111,6 +111,7 @@ class Open:
     source: int = 0  # an open sequence with the same beginning
     shared: int = 0  # length of the beginning that is copied from it
     lengths: Sequence[int] = ()  # lengths of its sharded levels' caches
+    checkpoint: int = 0  # length of the beginning that later ones share
 
     def run(self, executor: TensorParallelExecutor) -> None:
         assert executor.open_sequence is not None

@@ -46,6 +46,25 @@ def check_questions(models: Pair, mode: str) -> None:
     assert again[0].tokens == states[0].tokens
 
 
+def check_announced(models: Pair, mode: str, concurrency: int) -> list[int]:
+    """Ask questions to two documents, in a batch whose requests say that others follow.
+
+    Returns how many tokens of each were reused.
+    """
+    other = [[*DOCUMENT[350:], *question[len(DOCUMENT) :]] for question in QUESTIONS[:2]]
+    prompts = [*QUESTIONS, [*DOCUMENT, *random_tokens(97, seed=97).tolist()], *other]
+    groups = [(10, len(DOCUMENT))] * 3 + [(None, 0), (10, len(DOCUMENT) - 350), (None, 0)]
+    requests = [
+        Request(prompt, NEW, GREEDY, room=room, shared=shared)
+        for prompt, (room, shared) in zip(prompts, groups, strict=True)
+    ]
+    with models.engine(mode, **{**SERVING, "link": "emulated:50"}) as engine:
+        states = batches.run_batch(engine, requests, concurrency)
+        assert not engine.sessions.executor.sequences
+    assert batches.tokens(states) == alone(models, prompts)
+    return [state.stats.reused_tokens for state in states]
+
+
 def check_turns(models: Pair, mode: str) -> list[int]:
     """Extend and replace a conversation; return how many tokens each turn reused."""
     prompts, reused = [QUESTIONS[0]], []
@@ -75,8 +94,9 @@ def check_prompt_cache(models: Pair, mode: str, folder: str) -> list[int]:
     """Save the first question, and ask all; return how many tokens each loaded."""
     options = {**SERVING, "link": "emulated:50", "prompt_cache": folder}
     expected = alone(models, QUESTIONS)
+    first = Request(QUESTIONS[0], NEW, GREEDY, shared=len(DOCUMENT) - 80)
     with models.engine(mode, **options) as engine:
-        assert list(engine.generate(QUESTIONS[0], NEW, GREEDY)) == expected[0]
+        assert batches.tokens(batches.run_batch(engine, [first], 1)) == expected[:1]
     loaded = []
     for prompt, answer in zip(QUESTIONS, expected, strict=True):
         with models.engine(mode, **options) as engine:

@@ -20,7 +20,7 @@ def encode_prompts(prompts: Sequence[array[int]]) -> str:
     return json.dumps([b64encode(each.tobytes()).decode() for each in parts])
 
 
-def decode_prompts(encoded: str) -> list[list[int]]:
-    """Return the prompts in a string of `encode_prompts`."""
+def decode_prompts(encoded: str) -> tuple[list[list[int]], int]:
+    """Return the prompts in a string of `encode_prompts`, and how many tokens they share."""
     shared, *rest = (array("i", b64decode(each)).tolist() for each in json.loads(encoded))
-    return [[*shared, *each] for each in rest]
+    return [[*shared, *each] for each in rest], len(shared)

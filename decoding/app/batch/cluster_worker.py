@@ -103,10 +103,10 @@ class ClusterWorker:
 
 def _requests(job: BatchJob, encoded: str) -> list[Request]:
     """Return requests for prompts that begin alike."""
-    prompts = decode_prompts(encoded)
+    prompts, shared = decode_prompts(encoded)
     rooms = rooms_for_later([len(each) for each in prompts])
     return [
-        Request(prompt, job.max_new_tokens, job.sampling, room=room)
+        Request(prompt, job.max_new_tokens, job.sampling, room=room, shared=shared)
         for prompt, room in zip(prompts, rooms, strict=True)
     ]
 

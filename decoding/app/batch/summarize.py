@@ -356,6 +356,7 @@ class Summaries:
                 name,
                 partial(display.decode, name, max_new_tokens),
                 room=work.task.room,
+                shared=work.task.shared(work.prompt),
                 work=work,
             )
 

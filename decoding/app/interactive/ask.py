@@ -153,8 +153,9 @@ class _Parts:
         if progress is None:
             display.begin(name)
             progress = partial(display.prefill, name)
+        prompt = self.builder.prompt(task)[0].tolist()
         return Request(
-            self.builder.prompt(task)[0].tolist(),
+            prompt,
             new,
             self.common.sampling,
             0,
@@ -162,4 +163,5 @@ class _Parts:
             name,
             partial(display.decode, name, new),
             room=task.room,
+            shared=task.shared(prompt),
         )

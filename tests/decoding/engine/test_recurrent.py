@@ -31,6 +31,7 @@ from support.shared_documents import (
     QUESTIONS,
     STEP,
     alone,
+    check_announced,
     check_batches,
     check_prompt_cache,
     check_questions,
@@ -72,6 +73,15 @@ def test_states_of_nested_levels_follow_those_above(
 @pytest.mark.parametrize("mode", slow_except(MODES, -1))
 def test_questions_to_one_document(models: Pair, mode: str) -> None:
     check_questions(models, mode)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("mode", slow_except(MODES, -1))
+def test_announced_questions_go_on_near_the_end_of_the_document(
+    models: Pair, mode: str, concurrency: int
+) -> None:
+    reused = check_announced(models, mode, concurrency)
+    assert reused == [0, 640, 640, 640, 0, 320]
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, -1))

@@ -17,6 +17,7 @@ from support.shared_documents import (
     NEW,
     QUESTIONS,
     STEP,
+    check_announced,
     check_batches,
     check_prompt_cache,
     check_questions,
@@ -42,6 +43,15 @@ def models(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> P
 @pytest.mark.parametrize("mode", slow_except(MODES, -1))
 def test_questions_to_one_document(models: Pair, mode: str) -> None:
     check_questions(models, mode)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("mode", slow_except(MODES, -1))
+def test_announced_questions_go_on_at_the_end_of_the_document(
+    models: Pair, mode: str, concurrency: int
+) -> None:
+    reused = check_announced(models, mode, concurrency)
+    assert reused == [0, 700, 700, 700, 0, 350]
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, -1))

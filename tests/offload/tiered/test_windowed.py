@@ -309,7 +309,7 @@ def test_planned_bytes_are_allocated(link: Link, layout: KVLayout, resident: int
     windows = [each for each in cache.layers if isinstance(each, WindowedLayer)]
     assert tiers["layers with a window"] == sum(each.device_bytes for each in windows)
     offloaded = layout.full_layers - min(resident, layout.full_layers)
-    checkpoints = layout.windowed.bytes(CAPACITY // STEP * KEPT, len(windows))
+    checkpoints = layout.windowed.bytes((CAPACITY // STEP + 1) * KEPT, len(windows))
     assert cache.shape.host_bytes == layout.bytes(offloaded * CAPACITY, 1) + checkpoints
 
 

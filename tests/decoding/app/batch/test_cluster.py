@@ -429,7 +429,9 @@ def test_questions_about_a_document_go_to_one_machine(
     "prompts", [[[1, 2, 3]], [[1, 2, 3], [1, 2, 4, 5], [1, 2]], [[7], [8, 9]], [[5], [5]]]
 )
 def test_encoded_prompts_are_decoded(prompts: list[list[int]]) -> None:
-    assert decode_prompts(encode_prompts([array("i", each) for each in prompts])) == prompts
+    decoded, shared = decode_prompts(encode_prompts([array("i", each) for each in prompts]))
+    assert decoded == prompts
+    assert len({tuple(each[:shared]) for each in prompts}) == 1
 
 
 @needs_ray
