@@ -238,7 +238,7 @@ def chat(common: Common, document: DocumentFile = None, system: SystemMessage = 
 def ask(
     common: Common,
     question: Annotated[
-        str | None, typer.Argument(help="The question.", metavar="[QUESTION]")
+        str | None, typer.Argument(help="The question, in quotes.", show_default=False)
     ] = None,
     document: Annotated[
         Path | None,

@@ -55,8 +55,8 @@ class PromptFormat:
         counts = self.template.count(DOCUMENT), self.template.count(INSTRUCTION_MARK)
         if counts[0] != 1 or not counts[1]:
             raise TierForceError(
-                f"a template must have {DOCUMENT} once, found {counts[0]}, and {INSTRUCTION_MARK} "
-                f"at least once, found {counts[1]}."
+                f"a template must have {DOCUMENT} once and {INSTRUCTION_MARK} at least once, found "
+                f"{counts[0]} and {counts[1]} of them."
             )
 
     @property

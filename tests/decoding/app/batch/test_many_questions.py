@@ -219,9 +219,9 @@ def test_files_of_questions_and_templates_that_cannot_be_used(source: Path, tmp_
     assert "questions.txt: the document is empty" in refused(blank)
     template = tmp_path / "template.txt"
     for content, reason in (
-        ("{document}", "{instruction} at least once, found 0"),
-        ("{instruction}", "{document} once, found 0"),
-        ("{document}{document} {instruction}", "{document} once, found 2"),
+        ("{document}", "at least once, found 1 and 0 of them"),
+        ("{instruction}", "at least once, found 0 and 1 of them"),
+        ("{document}{document} {instruction}", "at least once, found 2 and 1 of them"),
     ):
         template.write_text(content)
         result, _ = run(tmp_path, source, "--template", str(template))
