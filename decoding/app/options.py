@@ -39,7 +39,7 @@ EXIT_CODES = (
 Concurrency = Annotated[
     int | None,
     typer.Option(
-        help="Documents that are decoded together, sharing memory and forwards of the models. By "
+        help="Documents, or questions, that are decoded together, sharing memory and forwards. By "
         f"default as many as fit without offloading another layer, at most {MAX_CONCURRENCY}.",
         metavar="DOCUMENTS",
         min=1,

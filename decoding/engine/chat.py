@@ -14,6 +14,7 @@ from decoding.text.channels import answer_text
 from decoding.text.detokenizer import detokenize_stream
 from decoding.text.encoding import plain_tokens, truncate_to
 from decoding.text.prompt import (
+    JOIN_TOKENS,
     MARK,
     chat_tokens,
     check_system,
@@ -24,7 +25,6 @@ from offload.errors import InvalidRequestError, TierForceError
 from parallel.model.pipeline import Progress
 
 _WHAT = "a conversation"
-_MARGIN = 8  # tokens that may change where a question follows
 
 
 class Chat:
@@ -72,7 +72,7 @@ class Chat:
         # the last prompt and its answer
         self.tokens = self._prefix(_turn(self._document_prefix + MARK))
         # those that a conversation about the document begins with, whatever follows
-        self._shared = 0 if document is None else max(0, len(self.tokens) - _MARGIN)
+        self._shared = 0 if document is None else max(0, len(self.tokens) - JOIN_TOKENS)
 
     def prefill(self, progress: Progress | None = None) -> None:
         """Prefill the document before the first question. Requires a document."""

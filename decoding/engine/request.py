@@ -42,8 +42,8 @@ class Request:
     on_logits: Callable[[Tensor], None] | None = None
     # polled before each step of prefill
     is_cancelled: Callable[[], bool] = lambda: False
-    # tokens by which later requests that begin alike are longer, at most: they continue in its
-    # caches, as in a conversation. None: its caches are freed, unless it is in one
+    # tokens by which later requests of a batch that begin alike are longer, at most: they continue
+    # in its caches, as in a conversation. None: its caches are freed, unless it is in one
     room: int | None = None
     shared: int = 0  # tokens that begin these, too; a few less are better than one more
 

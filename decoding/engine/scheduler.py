@@ -220,8 +220,8 @@ class Scheduler:
         """End a request, and free its caches; `keep`: a later request may continue them."""
         if state in self._running:
             self._running.remove(state)
-        is_last = self.caches.room is None and state.request.room is None
-        keep = keep and not is_last
+        is_announced = self._is_batch and state.request.room is not None
+        keep = keep and (self.caches.room is not None or is_announced)
         sequence = state.finish(keep)
         try:
             self.caches.cancel(state)

@@ -23,9 +23,10 @@ from decoding.prefix_cache.store import (
 )
 from decoding.prefix_cache.writer import BackgroundWriter, files_of, load_saved
 from offload.errors import CorruptCacheError, TierForceError, one_line
-from offload.layout import OBSERVED_ROWS, KVLayout
+from offload.layout import OBSERVED_ROWS, KVLayout, Segment
 from offload.prefill.layer_major import Prefill, loaded_segments
 from offload.tiered.cache import TieredCache
+from offload.tiered.windowed import WindowedLayer
 from parallel.ranks.process_group import TensorParallelGroup
 
 
@@ -120,13 +121,13 @@ class PrefixCacheManager:
     ) -> BackgroundWriter | None:
         """Start to save a prefilled prompt if it is worth it; all ranks call it.
 
-        Nothing is saved if `may_save` is False on rank 0, nor if recurrent states of the prompt are
-        not kept: it was extended by few tokens.
+        Nothing is saved if `may_save` is False on rank 0, nor if recurrent states or windows of the
+        prompt are not kept: it was extended by few tokens.
         """
         group, layout = self.group, cache.layout
         states = [] if cache.recurrent is None else cache.recurrent.positions
         wanted = [] if layout.recurrent is None else layout.recurrent.positions(len(prompt))
-        if not set(wanted) <= set(states):
+        if not set(wanted) <= set(states) or not _holds_windows(cache, len(prompt)):
             return None
         nbytes = sum(group.gather(layout.stored_bytes(len(prompt))))
         entry, lock = None, None
@@ -275,3 +276,15 @@ def _next(layers: Iterator[int], cached: CachedPrompt) -> tuple[str, bool] | Non
         is_missing = isinstance(error, FileNotFoundError) and cached.folder.exists()
         return error.strerror or one_line(error), is_missing or error.errno == errno.EIO
     return None
+
+
+def _holds_windows(cache: TieredCache, tokens: int) -> bool:
+    """Return whether a cache has what is stored of a prompt's layers with a window."""
+    layer = next((each for each in cache.layers if isinstance(each, WindowedLayer)), None)
+    if layer is None or cache.layout.window is None:
+        return True
+    held = [Segment(layer.first, cache.length), *layer.checkpoints.segments]
+    return all(
+        any(each.start <= start and end <= each.end for each in held)
+        for start, end in cache.layout.window.segments(tokens)
+    )

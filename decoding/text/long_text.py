@@ -5,21 +5,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 from decoding.text.encoding import plain_tokens
 from decoding.text.instructions import Instructions, PromptFormat
-from decoding.text.prompt import Template, check_system
+from decoding.text.prompt import JOIN_TOKENS, Template, check_system
 from decoding.text.splitting import Span, split_text
 from offload.errors import InvalidRequestError
 from offload.layout import ceil_div, shares
 
 _LABEL_TOKENS = 16  # at most, for a heading such as "Parts 10 to 19:" and the blank lines
 _MIN_SHARE = 8  # at least that fraction of a prompt is for the part itself
-_MARGIN = 8  # tokens that may be added where strings are joined
-_CACHED = 4096  # instructions whose tokens are remembered
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Task:
 
     def shared(self, prompt: Sequence[int]) -> int:
         """Return how many tokens of its prompt begin the later ones, too."""
-        return 0 if self.room is None else max(0, len(prompt) - self.tail - _MARGIN)
+        return 0 if self.room is None else max(0, len(prompt) - self.tail - JOIN_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,11 @@ class PromptBuilder:
         self.max_prompt, self.max_new_tokens = context - max_new_tokens, max_new_tokens
         self._question_tokens = question_tokens
         check_system(tokenizer, format.system)
-        self._around = lru_cache(_CACHED)(self._count_around)
-        self._around("")  # raises
+        # all but the instruction, before and after a text; raises
+        before, after = Template.summary(tokenizer, "a", format).around(tokenizer)
+        self._template = 0, 0
+        own = self._around("a")
+        self._template = len(before) - own[0], len(after) - own[1]
 
     def rounds(self, text: str, instructions: Instructions, splits: bool = True) -> Rounds:
         """Yield the tasks for a text, round by round, until each instruction's last one.
@@ -115,7 +115,7 @@ class PromptBuilder:
         merge.
         """
         if whole := self._whole_tasks(text, instructions, splits):
-            del text  # its tokens are enough
+            del text  # the tasks hold what they need
             yield whole
             return
         tasks = self._part_tasks(text, instructions)
@@ -156,7 +156,8 @@ class PromptBuilder:
         last = [self.format.for_part(each, 999, 999) for each in instructions.strings]
         longest, own = self._longest(last)
         if (kept := self._question_tokens) is not None:
-            own, needed = self._template_tokens("") + kept, own - self._template_tokens("")
+            template = sum(self._around(""))
+            own, needed = template + kept, own - template
             if needed > kept:
                 raise InvalidRequestError(
                     f"the question has {needed:,} tokens, and the context leaves {kept:,} of room "
@@ -223,7 +224,7 @@ class PromptBuilder:
         if len(own) == 1:
             task = Task("", longest, is_last=True, prompt=prompt, truncated_tokens=truncated)
             return [task]
-        rooms = rooms_for_later([self._template_tokens(each) for each in own])
+        rooms, tails = self._rooms(own)
         return [
             Task(
                 text,
@@ -232,7 +233,7 @@ class PromptBuilder:
                 index,
                 is_last=True,
                 room=rooms[index],
-                tail=self._around(each)[1],
+                tail=tails[index],
                 is_cut=not splits,
                 truncated_tokens=truncated,
             )
@@ -241,11 +242,12 @@ class PromptBuilder:
 
     def _part_tasks(self, text: str, instructions: Instructions) -> list[Task]:
         spans = self.split(text, instructions)
-        tasks, count = list[Task](), len(spans)
+        tasks, count, previous = list[Task](), len(spans), list[str]()
         for number, span in enumerate(spans, 1):
             part = text[span.start : span.end]
             own = [self.format.for_part(each, number, count) for each in instructions.strings]
-            rooms = rooms_for_later([self._template_tokens(each) for each in own])
+            if own != previous:
+                previous, (rooms, tails) = own, self._rooms(own)
             tasks += [
                 Task(
                     part,
@@ -254,16 +256,24 @@ class PromptBuilder:
                     index,
                     (span.start, span.end),
                     room=rooms[index],
-                    tail=self._around(instruction)[1],
+                    tail=tails[index],
                 )
                 for index, instruction in enumerate(own)
             ]
         return tasks
 
+    def _rooms(self, instructions: Sequence[str]) -> tuple[Sequence[int | None], list[int]]:
+        """Return `Task.room` and `Task.tail` for each of these instructions about one text."""
+        around = [self._around(each) for each in instructions]
+        rooms: Sequence[int | None] = [None] * len(around)
+        if self.format.shares_document:
+            rooms = rooms_for_later(list(map(sum, around)))
+        return rooms, [after for _, after in around]
+
     def _is_too_long(self, prompt: array[int], truncated: int, instructions: Instructions) -> bool:
         """Return whether a text does not fit, by its prompt with the longest instruction."""
         # others change a few tokens where they meet the text
-        margin = _MARGIN if len(instructions.strings) > 1 else 0
+        margin = JOIN_TOKENS if len(instructions.strings) > 1 else 0
         return truncated > 0 or len(prompt) + margin > self.max_prompt
 
     def _build(self, text: str, instruction: str) -> tuple[array[int], int]:
@@ -272,19 +282,19 @@ class PromptBuilder:
         prompt, truncated = template.build(self.tokenizer, text, self.max_prompt)
         return array("i", prompt), truncated
 
-    def _template_tokens(self, instruction: str) -> int:
-        """Return the tokens of a prompt around a text."""
-        return sum(self._around(instruction))
+    def _around(self, instruction: str) -> tuple[int, int]:
+        """Return the tokens of a prompt before and after a text; a few may be missing where strings
+        are joined.
 
-    def _count_around(self, instruction: str) -> tuple[int, int]:
-        """Return the tokens of a prompt before and after a text."""
-        template = Template.summary(self.tokenizer, instruction, self.format)
-        before, after = template.around(self.tokenizer)
-        return len(before), len(after)
+        The chat template, which takes milliseconds, is not rendered for it: there may be thousands.
+        """
+        own = self.format.around(instruction, not self.tokenizer.chat_template)
+        before, after = (len(plain_tokens(self.tokenizer, each)) for each in own)
+        return self._template[0] + before, self._template[1] + after
 
     def _longest(self, instructions: Sequence[str]) -> tuple[str, int]:
         """Return the instruction of most tokens, and those of a prompt around a text with it."""
-        sizes = [self._template_tokens(each) for each in instructions]
+        sizes = [sum(self._around(each)) for each in instructions]
         tokens = max(sizes)
         return instructions[sizes.index(tokens)], tokens
 
@@ -292,7 +302,7 @@ class PromptBuilder:
         """Return how many tokens of answers the prompt for an instruction has room for, or any."""
         indices = range(len(instructions.strings)) if index is None else [index]
         merges = [self.format.for_merge(instructions, each) for each in indices]
-        return self.max_prompt - self._longest(merges)[1] - _MARGIN
+        return self.max_prompt - self._longest(merges)[1] - JOIN_TOKENS
 
     def _check_merges(self, instructions: Instructions) -> None:
         """Raise InvalidRequestError if there is no room for two answers."""
@@ -350,7 +360,7 @@ def rooms_for_later(sizes: Sequence[int]) -> list[int | None]:
     """Return `Task.room` for prompts that begin alike and have these sizes, in order."""
     rooms, longest = list[int | None]([None]), sizes[-1]
     for size in reversed(sizes[:-1]):
-        rooms.append(max(0, longest - size) + _MARGIN)
+        rooms.append(max(0, longest - size) + JOIN_TOKENS)
         longest = max(longest, size)
     return rooms[::-1]
 

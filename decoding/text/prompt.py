@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import Any
 
 from decoding.text.chat_template import render_chat
@@ -21,7 +22,9 @@ from decoding.text.instructions import INSTRUCTION, PromptFormat
 from offload.errors import InvalidRequestError, TierForceError, one_line
 
 _DOCUMENT = "a document"
-MARK = "\ue000\ue001\ue000"  # placeholder of a text in a template
+# placeholder of a text in a template; it is random, so that no text has it
+MARK = f"\ue000{token_hex(8)}\ue000"
+JOIN_TOKENS = 8  # those that may change where strings are joined
 
 
 def chat_tokens(
@@ -232,6 +235,7 @@ class _ChatTemplate(Template):
 
 def _no_room_error(max_tokens: int, template: int) -> InvalidRequestError:
     return InvalidRequestError(
-        f"no room left: the context has {max(0, max_tokens)} tokens for the prompt, and the "
-        f"template alone takes {template}. Use a longer `context` or fewer `max_new_tokens`."
+        f"no room left: the context has {max(0, max_tokens)} tokens for the prompt, and template "
+        f"and instruction alone take {template}. Shorten the instruction, or use a longer "
+        "`context` or fewer `max_new_tokens`."
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from offload.attention.folding import Partial
 from offload.attention.head_major import token_slice, write_tokens
 from offload.kernels.group_attention import FAST
-from offload.layout import Segment, SlidingWindow
+from offload.layout import REWIND, Segment, SlidingWindow
 from offload.memory.link import Copy, Link, copies_by_head
 from offload.tiered.kv_file import HostReader, KVBlock, copies_to, read_segments
 from offload.tiered.layer import KVGroup, TieredLayer, attend_groups
@@ -140,7 +140,7 @@ class WindowedLayer(TieredLayer):
         self.checkpoints = Checkpoints(self._window, host, link, traffic)
         with torch.inference_mode(False):  # a link's copies write to it
             self._kv = torch.empty(spec.shape, dtype=spec.layout.dtype, device=link.device)
-        self._first = 0  # position of the token in the first slot
+        self.first = 0  # position of the token in the first slot
         # destinations of a segment's blocks, each with its first token
         self._loaded: list[tuple[Tensor, int]] = []
 
@@ -151,19 +151,19 @@ class WindowedLayer(TieredLayer):
     def resumable(self, length: int, end: int) -> int:
         """Return the largest length, up to `length`, to which its `end` tokens can be cut."""
         return self._window.resumable(
-            length, [*self.checkpoints.segments, Segment(self._first, end)]
+            length, [*self.checkpoints.segments, Segment(self.first, end)]
         )
 
     def holds_window(self, length: int) -> bool:
         """Return whether the device has the window before a position."""
-        return not self._first or length >= self._first + self.window
+        return not self.first or length >= self.first + self.window
 
     def append(self, k: Tensor, v: Tensor, start: int, boundary: int) -> None:
-        write_tokens(self._kv, k, v, start - self._first)
+        write_tokens(self._kv, k, v, start - self.first)
 
     def groups(self, end: int, boundary: int) -> Iterator[KVGroup]:
-        kv = token_slice(self._kv, 0, end - self._first)
-        yield KVGroup(0, kv.shape[1], [kv], start=self._first, window=self.window)
+        kv = token_slice(self._kv, 0, end - self.first)
+        yield KVGroup(0, kv.shape[1], [kv], start=self.first, window=self.window)
 
     def attend_on_device(
         self, q: Tensor, end: int, boundary: int, traffic: ByteCounters
@@ -171,8 +171,8 @@ class WindowedLayer(TieredLayer):
         return attend_groups(q, self.groups(end, boundary), FAST, traffic)
 
     def shift_tail(self, boundary: int, count: int, rest: int) -> None:
-        self.checkpoints.save(boundary, self._kv, self._first)
-        self._first = _slide(self._kv, self._first, boundary - self._kept, boundary + rest)
+        self.checkpoints.save(boundary, self._kv, self.first)
+        self.first = _slide(self._kv, self.first, boundary - self._kept, boundary + rest)
 
     def extend(self, k: Tensor, v: Tensor, start: int, boundary: int) -> Tensor:
         """Add k and v (T, Hkv, D) of a prompt's tokens, from `start` on, in order.
@@ -180,34 +180,34 @@ class WindowedLayer(TieredLayer):
         `boundary` is that of the whole prompt. Returns the KV (2, Hkv, N, D) of these tokens and of
         those before them that they see.
         """
-        first, end = max(self._first, start - self._window.kept), start + len(k)
-        held = token_slice(self._kv, first - self._first, start - self._first)
+        first, end = max(self.first, start - self._window.kept), start + len(k)
+        held = token_slice(self._kv, first - self.first, start - self.first)
         kv = held.new_empty((*held.shape[:2], end - first, held.shape[3]))
         token_slice(kv, 0, start - first).copy_(held)
         write_tokens(kv, k, v, start - first)
         self.checkpoints.save(end, kv, first)
-        self._first = _slide(self._kv, self._first, min(boundary, end) - self._kept, start)
-        kept = max(self._first, start)  # those before it are dropped already
-        token_slice(self._kv, kept - self._first, end - self._first).copy_(
+        self.first = _slide(self._kv, self.first, min(boundary, end) - self._kept, start)
+        kept = max(self.first, start)  # those before it are dropped already
+        token_slice(self._kv, kept - self.first, end - self.first).copy_(
             token_slice(kv, kept - first, end - first)
         )
         return kv
 
     def truncate(self, length: int) -> None:
         if not length:
-            self._first = 0
-        elif (start := self.checkpoints.start_before(length)) is not None and start < self._first:
+            self.first = 0
+        elif (start := self.checkpoints.start_before(length)) is not None and start < self.first:
             # more tokens before it than the device has: the next checkpoint may need them
-            self._first = self.checkpoints.restore(length, self._kv)
+            self.first = self.checkpoints.restore(length, self._kv)
         self.checkpoints.truncate(length)
 
     def snapshot(self) -> Any:
         """Return the state that `restore` returns to."""
-        return self._kv.clone(), self._first, self.checkpoints.passed
+        return self._kv.clone(), self.first, self.checkpoints.passed
 
     def restore(self, snapshot: Any) -> None:
         """Return to the state of a snapshot."""
-        saved, self._first, passed = snapshot
+        saved, self.first, passed = snapshot
         self._kv.copy_(saved)
         self.checkpoints.truncate(passed)
 
@@ -220,7 +220,10 @@ class WindowedLayer(TieredLayer):
         ):
             self._loaded.append((host, segment.start))
         if self._window.resumable(tokens, [segment]) == tokens:
-            self._first = segment.start
+            self.first = segment.start
+            if 0 <= tokens - self.checkpoints.extra <= REWIND and self.checkpoints.extra:
+                # the stored tokens end there, and can be shortened
+                self.checkpoints.extra = tokens
             self._loaded.append((self._kv, segment.start))
 
     def load_block(self, block: KVBlock, boundary: int) -> list[Copy]:
@@ -235,9 +238,9 @@ class WindowedLayer(TieredLayer):
         return copies
 
     def host_reader(self, length: int, boundary: int, link: Link) -> HostReader:
-        held = link.read_to_host(token_slice(self._kv, 0, length - self._first))
+        held = link.read_to_host(token_slice(self._kv, 0, length - self.first))
         held = held if link.copies else held.clone()
-        parts = [(Segment(self._first, length), held)]
+        parts = [(Segment(self.first, length), held)]
         parts += [(each, self.checkpoints.at(each.end)) for each in self.checkpoints.segments]
         return HostReader(partial(read_segments, parts), [each for each, _ in parts])
 

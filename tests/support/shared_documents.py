@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from transformers import AutoTokenizer
+
 from bench.harness.decode_loop import run_together
 from decoding import GREEDY
+from decoding.engine.chat import Chat
 from decoding.engine.request import Request
 from support import batches
 from support.batches import SERVING, serving
-from support.engines import Pair
+from support.engines import DEMO, Pair
 from support.models import random_tokens
 
 NEW, STEP = 12, 300
+TURNS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 DOCUMENT = random_tokens(700, seed=1).tolist()
 QUESTIONS = [[*DOCUMENT, *random_tokens(100 + count, seed=count).tolist()] for count in range(2, 5)]
 
@@ -63,6 +70,40 @@ def check_announced(models: Pair, mode: str, concurrency: int) -> list[int]:
         assert not engine.sessions.executor.sequences
     assert batches.tokens(states) == alone(models, prompts)
     return [state.stats.reused_tokens for state in states]
+
+
+def check_stored(models: Pair, mode: str, folder: str) -> list[tuple[int, int]]:
+    """Store a document, and ask questions about it that replace each other in a conversation.
+
+    Returns how many tokens of each were reused, and how many loaded.
+    """
+    options = {**SERVING, "link": "emulated:50", "prompt_cache": folder}
+    shared, found = len(DOCUMENT) - 8, list[tuple[int, int]]()
+    with models.engine(mode, **options) as engine:
+        batches.run_batch(engine, [Request(DOCUMENT, 1, GREEDY, shared=shared)], 1)
+    with models.engine(mode, **options) as engine, engine.conversation(room=500):
+        for prompt, answer in zip(QUESTIONS, alone(models, QUESTIONS), strict=True):
+            request = Request(prompt, NEW, GREEDY, shared=shared)
+            (state,) = run_together(engine, [request])
+            assert state.tokens == answer
+            found.append((state.stats.reused_tokens, state.stats.loaded_tokens))
+    return found
+
+
+def check_chat(models: Pair) -> list[int]:
+    """Ask a chat about a document, and start over; return how many tokens each turn reused."""
+    reused = list[int]()
+    with models.engine("plain", **SERVING) as engine:
+        tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
+        tokenizer.chat_template = TURNS
+        engine.tokenizer = tokenizer
+        chat = Chat(engine, 80, GREEDY, document="It was the best of times. " * 120)
+        with engine.conversation():
+            for _ in range(3):
+                "".join(chat.ask("What was it, and when, and why?"))
+                reused.append(engine.stats.prompt_tokens - engine.stats.reused_tokens)
+                chat.clear()
+    return reused
 
 
 def check_turns(models: Pair, mode: str) -> list[int]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count, groupby
+from itertools import count, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from parallel.ranks.process_group import TensorParallelGroup
 
 _TIMEOUT_S = 10.0  # limit until a cluster started here has stopped
 _OPEN_FILES = 512  # open at the same time in each of Ray's processes
+_MAX_GROUP = 64  # questions about one text that a machine answers before the answers are on disk
 _MAX_ATTEMPTS = 3  # machines lost per document, and rounds in which none starts
 _ADVICE = advice_after_loss(["summarize"])
 
@@ -148,11 +149,11 @@ class _Group:
 
 
 def _groups(works: Iterable[Work]) -> Iterator[_Group]:
-    """Yield consecutive tasks about one text as a group."""
+    """Yield consecutive tasks about one text as groups."""
     for _, group in groupby(works, lambda work: (work.document, work.task.content)):
-        own = list(group)
-        prompts = encode_prompts([work.prompt for work in own])
-        yield _Group([replace(work, prompt=array("i")) for work in own], prompts)
+        while own := list(islice(group, _MAX_GROUP)):
+            prompts = encode_prompts([work.prompt for work in own])
+            yield _Group([replace(work, prompt=array("i")) for work in own], prompts)
 
 
 def _finish(

@@ -24,6 +24,7 @@ from decoding.app.terminal.streams import silence_transformers, warn
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request
 from decoding.text.long_text import rooms_for_later
+from decoding.text.prompt import JOIN_TOKENS
 from offload.errors import TierForceError, one_line
 from parallel.model.loading import resolve
 from parallel.ranks.environment import RankLost
@@ -103,7 +104,8 @@ class ClusterWorker:
 
 def _requests(job: BatchJob, encoded: str) -> list[Request]:
     """Return requests for prompts that begin alike."""
-    prompts, shared = decode_prompts(encoded)
+    prompts, common = decode_prompts(encoded)
+    shared = max(0, common - JOIN_TOKENS) if len(prompts) > 1 else 0
     rooms = rooms_for_later([len(each) for each in prompts])
     return [
         Request(prompt, job.max_new_tokens, job.sampling, room=room, shared=shared)

@@ -246,9 +246,8 @@ def _add(document: _Document, task: Task, answer: dict[str, Any]) -> None:
     if task.is_last:
         outcome.answer = answer
     own = {name: answer[name] for name in FIELDS}
-    if not task.is_last:
-        key = "answer" if document.instructions.are_questions else "summary"
-        own = {key: answer["summary"], **own}
+    if not task.is_last and not document.instructions.are_questions:
+        own = {"summary": answer["summary"], **own}  # those to questions would be too many
     if task.characters is not None:
         outcome.parts.append({"characters": task.characters, **own})
     elif task.parts is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections import Counter
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -61,6 +62,7 @@ class PartAnswers:
         self.path = records.with_name(records.name + PARTS_SUFFIX)
         self._answers: dict[str, dict[str, Any]] = {}
         self._digests: dict[str, set[str]] = {}  # digests of answers by document without a record
+        self._users: Counter[str] = Counter()  # how many of these documents have each digest
         self._file: FileIO | None = None
         self._size = 0  # bytes up to the end of the last whole line
         self._exists = True
@@ -75,7 +77,7 @@ class PartAnswers:
     @property
     def count(self) -> int:
         """Return the number of answers for documents without a record."""
-        return len(set[str]().union(*self._digests.values()))
+        return len(self._users)
 
     def get(self, digest: str, document: str) -> dict[str, Any] | None:
         """Return the answer with this digest for a document, if there is one.
@@ -96,8 +98,7 @@ class PartAnswers:
             write_all(file, line.encode() + b"\n")
         except OSError as error:
             raise self._unusable("cannot be written", error) from error
-        self._answers[digest] = answer
-        self._digests.setdefault(document, set()).add(digest)
+        self._keep(digest, document, answer)
 
     def open(self) -> FileIO:
         """Return the file, open at the end of its last whole line. Raises TierForceError."""
@@ -120,8 +121,11 @@ class PartAnswers:
         """Note that the record of a document is on disk."""
         if (digests := self._digests.pop(document, None)) is None:
             return
-        for digest in digests.difference(*self._digests.values()):
-            self._answers.pop(digest, None)
+        for digest in digests:
+            self._users[digest] -= 1
+            if not self._users[digest]:
+                del self._users[digest]
+                self._answers.pop(digest, None)
         if not self._digests:
             self.close()
 
@@ -163,8 +167,14 @@ class PartAnswers:
         self._digests.setdefault(str(document), set())
         answer = {"reused_tokens": 0, **answer}  # an older version's have none
         if _is_complete(answer):  # those of another version may not be
-            self._answers[str(digest)] = answer
-            self._digests[str(document)].add(str(digest))
+            self._keep(str(digest), str(document), answer)
+
+    def _keep(self, digest: str, document: str, answer: dict[str, Any]) -> None:
+        self._answers[digest] = answer
+        own = self._digests.setdefault(document, set())
+        if digest not in own:
+            own.add(digest)
+            self._users[digest] += 1
 
     def _unusable(self, what: str, error: OSError) -> TierForceError:
         return TierForceError(

@@ -20,7 +20,7 @@ from decoding.app.batch.part_answers import PartAnswers
 from decoding.app.documents.formats.encodings import MAX_BYTES
 from decoding.app.documents.listing import REPAIR_SUFFIX
 from decoding.prefix_cache.files import sync_folder
-from offload.errors import TierForceError
+from offload.errors import InvalidRequestError, TierForceError
 from offload.regular_files import bounded_lines, open_regular
 
 
@@ -65,14 +65,22 @@ class Records:
             self._close_file()
             raise
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Write one record and wait until it is on disk.
+    def append(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Write one record, and wait until it is on disk; return what was written.
 
-        Raises TierForceError if that fails.
+        That is an error record in place of one too long for a later run to read. Raises
+        TierForceError if writing fails.
         """
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-        # UTF-8 cannot encode surrogates in an id; as escapes they are valid JSON
-        line = text.encode(errors="backslashreplace")
+        line = _line(record)
+        if len(line) > MAX_BYTES:
+            reason = (
+                f"its record would have {len(line) >> 20} MiB, more than a later run reads "
+                f"({MAX_BYTES >> 20}): ask fewer questions at a time. The answers are kept."
+            )
+            kept = ("id", "date", "versions")
+            record = {name: value for name, value in record.items() if name in kept}
+            record |= {"error": reason, "kind": InvalidRequestError.__name__}
+            line = _line(record)
         try:
             write_all(self._file, line)
         except OSError as error:
@@ -80,6 +88,7 @@ class Records:
         if "error" not in record:
             self._remember(record)
             self.parts.finish(record["id"])
+        return record
 
     def _remember(self, record: dict[str, Any]) -> None:
         instructions = None
@@ -187,6 +196,12 @@ class Records:
 
 # fields of finished records that version 0.2 renamed (docs/formats.md)
 _OLD_FIELDS = {"budget", "dropped_tokens", "fixed_shapes", "identical", "passes", "texts_at_once"}
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    # UTF-8 cannot encode surrogates in an id; as escapes they are valid JSON
+    return text.encode(errors="backslashreplace")
 
 
 def _is_torn(line: bytes) -> bool:

@@ -121,7 +121,7 @@ def list_documents(source: Source, output: Path) -> list[Document]:
     listing = find_documents(source.path, output, source.include)
     if listing.unknown_fields:
         fields = [
-            f"{name} ({count} line{'s' if count > 1 else ''})"
+            f'"{name}" ({count} line{"s" if count > 1 else ""})'
             for name, count in listing.unknown_fields.items()
         ]
         warn(
@@ -189,7 +189,7 @@ class Results:
 
     def add(self, record: dict[str, Any]) -> None:
         """Write the record of a document, and print its line. Raises TierForceError."""
-        self.records.append(record)
+        record = self.records.append(record)
         if "error" in record:
             self.failed += 1
             line = f"failed: {record['error']}"
@@ -244,7 +244,8 @@ def longest_document(
                     longest_tokens = tokens
                     # parts leave some room free
                     parts = ceil_div(tokens, prompt) + 1 if job.splits and tokens > prompt else 1
-                    longest = LongestDocument(document.id, prompt, parts * len(own.strings))
+                    count = max(len(own.strings), len(job.instructions.strings))
+                    longest = LongestDocument(document.id, prompt, parts * count)
                 if is_text:
                     break
     return longest
@@ -275,8 +276,8 @@ def due_documents(documents: Sequence[Document], records: Records, job: BatchJob
     if outdated:
         warn(
             f"{outdated} finished records in {records.path} are of another text, instruction, "
-            "model, sampling or --long: their documents are processed again, and the old records "
-            "stay."
+            "question, template, system message, model, sampling or --long: their documents are "
+            "processed again, and the old records stay."
         )
     return due
 

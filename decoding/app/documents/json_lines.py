@@ -16,6 +16,7 @@ from offload.regular_files import bounded_lines, open_regular
 
 _FIELDS = {"id", "text", "instruction", "questions"}
 _MAX_UNKNOWN = 100  # other fields that are counted
+_MAX_NAME = 60  # characters of their names
 _MAX_ID_LENGTH = 4096  # characters, as for a path
 
 
@@ -29,9 +30,10 @@ def lines(source: Path, unknown: Counter[str]) -> Iterator[tuple[int, str | None
         for number, (offset, raw) in enumerate(bounded_lines(file, MAX_BYTES), 1):
             if raw.strip():
                 value = _value(raw) if len(raw) <= MAX_BYTES else {}
-                for name in value:
-                    if name not in _FIELDS and (name in unknown or len(unknown) < _MAX_UNKNOWN):
-                        unknown[name] += 1
+                for name in sorted(value.keys() - _FIELDS):
+                    short = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}..."
+                    if short in unknown or len(unknown) < _MAX_UNKNOWN:
+                        unknown[short] += 1
                 yield number, str(value["id"]) if value else None, len(raw), offset
 
 

@@ -12,7 +12,7 @@ from offload.errors import InvalidRequestError, TierForceError
 
 def read_questions(path: Path) -> tuple[str, ...]:
     """Return the lines of a file that are not blank. Raises TierForceError."""
-    lines = map(str.strip, _read("--questions", path).splitlines())
+    lines = map(str.strip, _read("--questions", path).split("\n"))
     return tuple(line for line in lines if line)
 
 

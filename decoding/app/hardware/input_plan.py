@@ -56,7 +56,7 @@ class InputPlan:
         skipped = sum(map(len, listing.skipped.values())) + len(listing.unreadable)
         self.notes = [f"files that summarize would leave out: {skipped:,}"] if skipped else []
         if listing.unknown_fields:
-            names = ", ".join(map(printable, listing.unknown_fields))
+            names = ", ".join(f'"{name}"' for name in listing.unknown_fields)
             self.notes.append(f"fields that are not read: {names}")
         path = find_local(model) or Path(model)
         self._tokenizer = load_tokenizer(path.parent if path.suffix == ".json" else path)

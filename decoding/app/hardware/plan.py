@@ -217,7 +217,7 @@ def _show(plans: Plans, documents: "InputPlan | None", notes: Sequence[str]) -> 
     for table in (times_table(plans), memory_table(plans), *tables):
         console.print(table)
     for note in notes:
-        console.print(f"Note: {printable(note)}", markup=False, soft_wrap=True)
+        console.print(f"Note: {printable(note)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_rates(rates: Mapping[str, float]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from decoding.app.batch.summarize import answer_of, report
 from decoding.app.interactive.chat import conversation, load_chat
 from decoding.app.interactive.generate import generate, write
-from decoding.app.options import Common
+from decoding.app.options import Common, as_flags
 from decoding.app.terminal.messages import (
     LongestDocument,
     fitting_concurrency,
@@ -19,13 +19,15 @@ from decoding.app.terminal.messages import (
 )
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
+from decoding.app.terminal.streams import warn
 from decoding.engine.chat import talk_room
 from decoding.engine.engine import Engine, Progress
 from decoding.engine.request import Request
 from decoding.text.detokenizer import detokenize_stream
+from decoding.text.encoding import plain_tokens
 from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder, Rounds, Task
-from offload.errors import TierForceError
+from offload.errors import InvalidRequestError, TierForceError
 
 
 def run(
@@ -48,22 +50,64 @@ def run(
         parts = _Parts(engine, common, questions, system, name)
         parts.ask(text, interrupts)
         return
+    answers = _Answers(engine, questions, interrupts)
     with conversation(engine, chat, common, "without --long cut it is read in parts") as opened:
         if opened is None:
             return
         for index, question in enumerate(questions):
-            _begin_answer(questions, index)
-            with Display(1, sys.stderr) as display:
-                interrupts.stop_first(display.stop)
-                generate(engine, partial(opened.ask, question), display)
+            answers.stream(index, partial(opened.ask, question))
             opened.clear()
+    answers.conclude()
 
 
-def _begin_answer(questions: Sequence[str], index: int) -> None:
-    """Write the question, as a heading, if there are several."""
-    if len(questions) > 1:
-        blank = "\n" if index else ""
-        write(f"{blank}## {questions[index]}\n\n")
+class _Answers:
+    """Answers on standard output; if there are several, each below its question."""
+
+    def __init__(self, engine: Engine, questions: Sequence[str], interrupts: Interrupts):
+        self.engine, self.questions, self.interrupts = engine, questions, interrupts
+        self._written = self._failed = 0
+
+    def stream(self, index: int, pieces: Callable[[Progress], Iterator[str]]) -> None:
+        """Write an answer as it is generated.
+
+        Raises InvalidRequestError if there is only one question, and it cannot be answered.
+        """
+        with Display(1, sys.stderr) as display:
+            self.interrupts.stop_first(display.stop)
+            try:
+                generate(
+                    self.engine, lambda progress: self._below(index, pieces(progress)), display
+                )
+            except InvalidRequestError as error:
+                self.fail(index, error)
+
+    def write(self, index: int, answer: str) -> None:
+        """Write an answer that is known."""
+        for piece in self._below(index, iter([f"{answer}\n"])):
+            write(piece)
+
+    def fail(self, index: int, error: InvalidRequestError) -> None:
+        """Report a question that cannot be answered; others are. Raises it if there are none."""
+        if len(self.questions) == 1:
+            raise error
+        self._failed += 1
+        warn(f"question {index + 1} of {len(self.questions)}: {as_flags(str(error))}")
+
+    def conclude(self) -> None:
+        """Raise TierForceError if questions failed."""
+        if self._failed:
+            count = len(self.questions)
+            raise TierForceError(f"{self._failed} of {count} questions could not be answered.")
+
+    def _below(self, index: int, pieces: Iterator[str]) -> Iterator[str]:
+        """Yield the question as a heading, if there are several, and then the answer."""
+        first = next(pieces, "")  # raises before the heading is written
+        if len(self.questions) > 1:
+            blank = "\n" if self._written else ""
+            self._written += 1
+            yield f"{blank}## {self.questions[index]}\n\n"
+        yield first
+        yield from pieces
 
 
 class _Parts:
@@ -78,14 +122,13 @@ class _Parts:
         name: str,
     ):
         """Prepare on all ranks. Raises TierForceError if the chat template is broken."""
-        self.engine, self.common, self.name = engine, common, name
-        self.instructions = Instructions(questions, are_questions=True)
+        self.engine, self.common, self.name, self.questions = engine, common, name, questions
         context, new = engine.context, common.max_new_tokens
         # the parts do not depend on the questions, so that the prompt cache can hold them
-        kept = talk_room(context, new)
+        self._kept = talk_room(context, new)
         with engine.group.sync_errors():
             format = PromptFormat(system=system)
-            self.builder = PromptBuilder(engine.tokenizer, format, context, new, kept)
+            self.builder = PromptBuilder(engine.tokenizer, format, context, new, self._kept)
 
     def ask(self, text: str, interrupts: Interrupts) -> None:
         """Ask each part, and print the merged answers; all ranks call it.
@@ -94,9 +137,12 @@ class _Parts:
         """
         engine, common, new = self.engine, self.common, self.common.max_new_tokens
         tasks: Sequence[Task] = []
+        written = _Answers(engine, self.questions, interrupts)
         with engine.group.sync_errors():
             if engine.group.rank == 0:
-                rounds = self.builder.rounds(text, self.instructions)
+                asked = self._check(written)
+                own = tuple(self.questions[index] for index in asked)
+                rounds = self.builder.rounds(text, Instructions(own, are_questions=True))
                 tasks = next(rounds)
         longest = LongestDocument(self.name, engine.context - new, len(tasks))
         longest = engine.group.broadcast(longest)
@@ -108,15 +154,34 @@ class _Parts:
         with Display(1, sys.stderr) as display:
             interrupts.stop_first(display.stop)
             answers = self._answers(rounds, tasks, concurrency, display)
-        for index, answer in sorted(answers.items()):
-            _begin_answer(self.instructions.strings, index)
-            if isinstance(answer, str):
-                write(f"{answer}\n")
-                continue
-            with Display(1, sys.stderr) as display:
-                interrupts.stop_first(display.stop)
-                generate(engine, partial(self._stream, answer, display), display)
+            for index, answer in sorted(answers.items()):
+                if isinstance(answer, str):
+                    written.write(asked[index], answer)
+                else:
+                    written.stream(asked[index], partial(self._stream, answer, display))
         engine.close()
+        written.conclude()
+
+    def _check(self, written: _Answers) -> list[int]:
+        """Return the indices of the questions that are short enough; report others.
+
+        Raises InvalidRequestError if there are none.
+        """
+        error: InvalidRequestError | None = None
+        asked = list[int]()
+        for index, question in enumerate(self.questions):
+            tokens = len(plain_tokens(self.engine.tokenizer, question))
+            if tokens <= self._kept:
+                asked.append(index)
+                continue
+            error = InvalidRequestError(
+                f"the question has {tokens:,} tokens, and the context leaves {self._kept:,} of "
+                "room for it: shorten it, or use a longer `context`."
+            )
+            written.fail(index, error)
+        if error is not None and not asked:
+            raise error
+        return asked
 
     def _answers(
         self, rounds: Rounds, tasks: Sequence[Task], concurrency: int, display: Display

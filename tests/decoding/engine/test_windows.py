@@ -19,8 +19,10 @@ from support.shared_documents import (
     STEP,
     check_announced,
     check_batches,
+    check_chat,
     check_prompt_cache,
     check_questions,
+    check_stored,
     check_swapped_out,
     check_turns,
     keep_every,
@@ -52,6 +54,23 @@ def test_announced_questions_go_on_at_the_end_of_the_document(
 ) -> None:
     reused = check_announced(models, mode, concurrency)
     assert reused == [0, 700, 700, 700, 0, 350]
+
+
+@pytest.mark.parametrize("mode", slow_except(MODES, -1))
+def test_questions_about_a_stored_document_load_it_once(
+    models: Pair, mode: str, cache_folder: str
+) -> None:
+    assert check_stored(models, mode, cache_folder) == [(0, 700), (700, 0), (700, 0)]
+
+
+def test_chat_that_starts_over_goes_on_at_the_end_of_its_document(
+    checkpoint: Callable[..., Path],
+) -> None:
+    options = {**FAMILIES["gemma3_text"], "sliding_window": 24, "max_position_embeddings": 4096}
+    target = checkpoint(**options, vocab_size=2048)  # the tokenizer's
+    first, *others = check_chat(Pair(target, target))
+    assert first > 500
+    assert max(others) < 120
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, -1))

@@ -104,7 +104,6 @@ def test_parts_are_asked_all_questions_and_answers_merged(source: Path, tmp_path
         assert len(spans) > 2
         assert "".join(text[start:end] for start, end in spans) == text
         assert each["merges"][-1]["parts"] == [1, len(spans)]
-        assert all("answer" in part for part in each["parts"])
     first, *others = found[LONG]["answers"]
     assert all(part["reused_tokens"] < 50 for part in first["parts"])
     assert all(part["reused_tokens"] > 300 for each in others for part in each["parts"])
@@ -183,7 +182,7 @@ def test_lines_have_instructions_or_questions_of_their_own(tmp_path: Path) -> No
     source.write_text("\n".join(map(json.dumps, lines)))
     result, found = run(tmp_path, source, "--instruction", "Sum up.")
     assert result.code == 1
-    assert "fields that are not read: title (2 lines), instrution (1 line)." in result.err
+    assert 'fields that are not read: "title" (2 lines), "instrution" (1 line).' in result.err
     assert found["plain"]["instruction"] == "Sum up."
     assert found["own"]["instruction"] == "Translate."
     assert list(answers(found["asked"])) == ["Who?", "Why?"]
@@ -198,6 +197,12 @@ def test_lines_have_instructions_or_questions_of_their_own(tmp_path: Path) -> No
         ("half", "half a character"),
     ):
         assert reason in found[id]["error"]
+    hostile = tmp_path / "hostile.jsonl"
+    fields = {f"{number}\x1b" * 500: 1 for number in range(150)}
+    hostile.write_text(json.dumps({"id": 1, "text": "", **fields}))
+    result, _ = run(tmp_path / "h", hostile)
+    assert len(result.err) < 20_000
+    assert "\x1b" not in result.err
     alone = tmp_path / "alone.jsonl"
     alone.write_text(json.dumps({"id": "own", "text": text}))
     _, other = run(tmp_path / "a", alone, "--instruction", "Translate.")

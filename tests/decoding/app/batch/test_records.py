@@ -12,6 +12,7 @@ import pytest
 import decoding.app.batch.records
 from decoding.app.batch.records import Records
 from offload.errors import TierForceError
+from support.batches import answer
 from support.commands import records
 
 
@@ -222,3 +223,19 @@ def test_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(TierForceError, match="is not a summary record"):
             Records(path)
         assert path.stat().st_size == (size or len(content))
+
+
+def test_record_that_a_later_run_would_not_read_becomes_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding.app.batch.records, "MAX_BYTES", 1000)
+    path = tmp_path / "out.jsonl"
+    with Records(path) as output:
+        output.parts.add("1", "b", answer("kept"))
+        assert output.append(record("a")) == record("a")
+        written = output.append(record("b", answers=["x" * 2000]))
+        assert "ask fewer questions at a time" in written["error"]
+        assert (written["id"], written["versions"]) == ("b", {})
+    with Records(path) as output:
+        assert list(output.finished) == ["a"]
+        assert output.parts.get("1", "b") is not None

@@ -601,7 +601,7 @@ def test_questions_about_the_documents_of_an_input_are_counted(tmp_path: Path) -
     assert three == pytest.approx(3 * one, rel=1e-3)
     done = plan(tmp_path, *options[:-3], "--questions", str(questions))
     assert "answers" in done.out
-    assert "fields that are not read: titel" in done.out
+    assert 'fields that are not read: "titel"' in done.out
 
 
 def test_an_input_needs_documents_and_a_tokenizer(tmp_path: Path) -> None:

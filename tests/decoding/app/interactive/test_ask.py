@@ -89,6 +89,20 @@ def test_questions_of_a_file_are_answered_after_one_prefill(
     assert len(found) == len(questions) * (parts + (0 if context else 1))
 
 
+@pytest.mark.parametrize("context", [(), ("--context", "2000")], ids=["parts", "whole"])
+def test_question_that_cannot_be_asked_leaves_the_others(
+    context: tuple[str, ...], model: tuple[str, ...], document: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_text("Who?\n" + "Who is it? " * 900 + "\nWhy?\n")
+    result = ask(tmp_path, model, document, "--questions", str(path), *context)
+    assert result.code == 1
+    assert "question 2 of 3: the " in result.err
+    assert "1 of 3 questions could not be answered" in result.err
+    headings = [line for line in result.out.splitlines() if line.startswith("## ")]
+    assert headings == ["## Who?", "## Why?"]
+
+
 def test_system_message_changes_the_answers(
     model: tuple[str, ...], document: Path, tmp_path: Path
 ) -> None:
