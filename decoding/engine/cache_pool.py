@@ -61,8 +61,8 @@ class CachePool:
             stats.discarded_tokens = length - reused if reused else 0
             if not reused:
                 is_only = concurrency == 1 and not state.runs_alone
-                has_common = is_only or previous.common_tokens(*_size(request))
-                if has_common and self.room is not None:
+                is_turn = self.room is not None  # not another document of a batch
+                if is_turn and (is_only or previous.common_tokens(*_size(request))):
                     closed = length  # otherwise it is another conversation, which makes room
                 self.sessions.close(previous.caches)
             elif _fits(request, previous):

@@ -136,7 +136,7 @@ class PromptBuilder:
                 for index, own in enumerate(blocks)
             ]
             merges = [
-                self._merge(group, instructions, index, len(own) == 1)
+                _merge(self.format, instructions, index, group, len(own) == 1)
                 for index, own in enumerate(groups)
                 for group in own
                 if len(group) > 1
@@ -155,14 +155,9 @@ class PromptBuilder:
         self._check_merges(instructions)
         last = [self.format.for_part(each, 999, 999) for each in instructions.strings]
         longest, own = self._longest(last)
-        if (kept := self._question_tokens) is not None:
-            template = sum(self._around(""))
-            own, needed = template + kept, own - template
-            if needed > kept:
-                raise InvalidRequestError(
-                    f"the question has {needed:,} tokens, and the context leaves {kept:,} of room "
-                    "for it: shorten it, or use a longer `context`."
-                )
+        if self._question_tokens is not None:
+            self.check_question(longest)
+            own = sum(self._around("")) + self._question_tokens
         room = self.max_prompt - own
         if room < self.max_prompt // _MIN_SHARE:
             raise InvalidRequestError(
@@ -178,6 +173,15 @@ class PromptBuilder:
             fits=lambda part: not self._is_too_long(*self._build(part, longest), instructions),
             min_count=2,
         )
+
+    def check_question(self, question: str) -> None:
+        """Raise InvalidRequestError for a question that the room kept for it is too short for."""
+        needed = sum(self._around(question)) - sum(self._around(""))
+        if self._question_tokens is not None and needed > self._question_tokens:
+            raise InvalidRequestError(
+                f"the question has {needed:,} tokens, and the context leaves "
+                f"{self._question_tokens:,} of room for it: shorten it, or use a longer `context`."
+            )
 
     def prompt(self, task: Task) -> tuple[array[int], int]:
         """Return the tokens (T,) of a task, and how many tokens of its text are dropped.
@@ -316,19 +320,24 @@ class PromptBuilder:
                 "`long` cut, which drops its end."
             )
 
-    def _merge(
-        self, group: Sequence[_Answer], instructions: Instructions, index: int, is_last: bool
-    ) -> Task:
-        """Return a task that merges consecutive answers to an instruction."""
-        first, last = _range(group)
-        return Task(
-            "\n\n".join(each.labelled for each in group),
-            self.format.for_merge(instructions, index),
-            _name(instructions, index, f"merge of parts {first} to {last}"),
-            index,
-            parts=(first, last),
-            is_last=is_last,
-        )
+
+def _merge(
+    format: PromptFormat,
+    instructions: Instructions,
+    index: int,
+    group: Sequence[_Answer],
+    is_last: bool,
+) -> Task:
+    """Return a task that merges consecutive answers to an instruction."""
+    first, last = _range(group)
+    return Task(
+        "\n\n".join(each.labelled for each in group),
+        format.for_merge(instructions, index),
+        _name(instructions, index, f"merge of parts {first} to {last}"),
+        index,
+        parts=(first, last),
+        is_last=is_last,
+    )
 
 
 def _groups(tokenizer: Any, answers: Sequence[_Answer], room: int) -> list[Sequence[_Answer]]:

@@ -221,7 +221,7 @@ class WindowedLayer(TieredLayer):
             self._loaded.append((host, segment.start))
         if self._window.resumable(tokens, [segment]) == tokens:
             self.first = segment.start
-            if 0 <= tokens - self.checkpoints.extra <= REWIND and self.checkpoints.extra:
+            if 0 < self.checkpoints.extra <= tokens <= self.checkpoints.extra + REWIND:
                 # the stored tokens end there, and can be shortened
                 self.checkpoints.extra = tokens
             self._loaded.append((self._kv, segment.start))

@@ -281,6 +281,17 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in complete]
 
 
+def summarized(
+    folder: Path, source: Path, *options: str, before: Callable[[], None] | None = None
+) -> tuple[Finished, dict[str, Any]]:
+    """Summarise documents greedily; return the result, and the records in the folder by id."""
+    output = folder / "out.jsonl"
+    paths = ("--input", str(source), "--output", str(output))
+    result = forked(folder, "summarize", *MODELS, *GREEDY_FP32, *paths, *options, before=before)
+    found = records(output) if output.exists() else []
+    return result, {record["id"]: record for record in found}
+
+
 def wait_for(condition: Callable[[], Any], interval_s: float = 0.02) -> None:
     end = time.monotonic() + PATIENCE
     while not condition():

@@ -22,7 +22,7 @@ import psutil
 from decoding.app.batch.assignment import Assignment
 from decoding.app.batch.cluster_guard import ClusterGuard
 from decoding.app.batch.cluster_prompts import encode_prompts
-from decoding.app.batch.documents_in_progress import DocumentsInProgress, Work, description
+from decoding.app.batch.documents_in_progress import DocumentsInProgress, Work
 from decoding.app.batch.job import BatchJob
 from decoding.app.batch.records import Records
 from decoding.app.batch.summarize import (
@@ -41,7 +41,7 @@ from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import advice_after_loss, say, silence_transformers
 from decoding.models.loading import load_tokenizer
 from decoding.text.long_text import PromptBuilder
-from offload.errors import InvalidRequestError, TierForceError, one_line
+from offload.errors import TierForceError, one_line
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
 from parallel.model.loading import resolve
@@ -95,10 +95,7 @@ def run(
             interrupts.on_exit = _with_cleanup(results.report_interrupt)
             progress = DocumentsInProgress(builder, job, records.parts, results.add)
             for document in due:
-                try:
-                    begin(progress, document.id, document.read(), context, display)
-                except InvalidRequestError as error:
-                    progress.record_error(document.id, *description(error))
+                begin(progress, document.id, document.read, context, display)
             if progress:
                 workers = _ClusterWorkers(cluster, common, job)
                 try:
@@ -264,10 +261,9 @@ class _ClusterWorkers:
         """Yield the index of each row and its answers: their fields, or `error` and its `kind`.
 
         The answers are None if their machine could not start. Rows of a lost machine are not
-        yielded.
-        With `batched`, machines get batches of `concurrency` rows, else one at a time. Raises
-        TierForceError if no machine can start, or those that are chosen cannot several times in a
-        row, and if the cluster is lost.
+        yielded. With `batched`, machines get batches of `concurrency` rows, else one at a time.
+        Raises TierForceError if no machine can start, or those that are chosen cannot several times
+        in a row, and if the cluster is lost.
         """
         from decoding.app.batch.cluster_worker import ClusterWorker
 

@@ -327,19 +327,11 @@ class Summaries:
         for id, read in _read_ahead(readers):
             yield from self._ready()
             self.display.begin(id)
-            self._begin(id, read)
+            begin(self.progress, id, read, self.engine.context, self.display)
+            self.display.parts(id, *self.progress.count_tasks(id))
         while self.progress:
             yield from self._ready()
             yield None
-
-    def _begin(self, id: str, read: Callable[[], DocumentText]) -> None:
-        try:
-            document = read()
-        except TierForceError as error:
-            self.progress.record_error(id, *description(error))
-            return
-        begin(self.progress, id, document, self.engine.context, self.display)
-        self.display.parts(id, *self.progress.count_tasks(id))
 
     def _ready(self) -> Iterator[Request]:
         """Yield a request for each task that can be processed now."""
@@ -363,9 +355,18 @@ class Summaries:
 
 
 def begin(
-    progress: DocumentsInProgress, id: str, document: DocumentText, context: int, display: Display
+    progress: DocumentsInProgress,
+    id: str,
+    read: Callable[[], DocumentText],
+    context: int,
+    display: Display,
 ) -> None:
-    """Begin a document, and warn about what it lacks."""
+    """Begin a document, and warn about what it lacks; record an error if it cannot be read."""
+    try:
+        document = read()
+    except TierForceError as error:
+        progress.record_error(id, *description(error))
+        return
     if document.warning is not None:
         display.warn(f"{id}: {document.warning}")
     if truncated_tokens := progress.begin(id, document):

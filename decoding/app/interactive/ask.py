@@ -24,7 +24,6 @@ from decoding.engine.chat import talk_room
 from decoding.engine.engine import Engine, Progress
 from decoding.engine.request import Request
 from decoding.text.detokenizer import detokenize_stream
-from decoding.text.encoding import plain_tokens
 from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder, Rounds, Task
 from offload.errors import InvalidRequestError, TierForceError
@@ -125,10 +124,10 @@ class _Parts:
         self.engine, self.common, self.name, self.questions = engine, common, name, questions
         context, new = engine.context, common.max_new_tokens
         # the parts do not depend on the questions, so that the prompt cache can hold them
-        self._kept = talk_room(context, new)
+        kept = talk_room(context, new)
         with engine.group.sync_errors():
             format = PromptFormat(system=system)
-            self.builder = PromptBuilder(engine.tokenizer, format, context, new, self._kept)
+            self.builder = PromptBuilder(engine.tokenizer, format, context, new, kept)
 
     def ask(self, text: str, interrupts: Interrupts) -> None:
         """Ask each part, and print the merged answers; all ranks call it.
@@ -170,15 +169,12 @@ class _Parts:
         error: InvalidRequestError | None = None
         asked = list[int]()
         for index, question in enumerate(self.questions):
-            tokens = len(plain_tokens(self.engine.tokenizer, question))
-            if tokens <= self._kept:
+            try:
+                self.builder.check_question(question)
                 asked.append(index)
-                continue
-            error = InvalidRequestError(
-                f"the question has {tokens:,} tokens, and the context leaves {self._kept:,} of "
-                "room for it: shorten it, or use a longer `context`."
-            )
-            written.fail(index, error)
+            except InvalidRequestError as raised:
+                error = raised
+                written.fail(index, raised)
         if error is not None and not asked:
             raise error
         return asked

@@ -20,8 +20,8 @@ from support.commands import (
     TARGET,
     Finished,
     forked,
-    records,
     refused,
+    summarized,
 )
 from support.prompts import passages
 
@@ -45,11 +45,7 @@ def run(
 ) -> tuple[Finished, dict[str, Any]]:
     """Run the command; return its result and the records by id."""
     folder.mkdir(exist_ok=True)
-    output = folder / "out.jsonl"
-    paths = ("--input", str(source), "--output", str(output))
-    result = forked(folder, "summarize", *MODELS, *GREEDY_FP32, *NEW, *paths, *more, before=before)
-    found = records(output) if output.exists() else []
-    return result, {record["id"]: record for record in found}
+    return summarized(folder, source, *NEW, *more, before=before)
 
 
 def questions(folder: Path, *lines: str) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder
 from offload.errors import TierForceError
 from support.batches import answer, exit_after_answers
-from support.commands import GREEDY_FP32, MODELS, TARGET, Finished, forked, records, refused
+from support.commands import TARGET, Finished, refused, summarized
 from support.prompts import passages
 
 SHORT = ("--max-new-tokens", "12", "--context", "400", "--instruction", "Sum up.")
@@ -48,13 +48,7 @@ def summarize(
     folder: Path, source: Path, *more: str, before: Any = None
 ) -> tuple[Finished, dict[str, Any]]:
     """Run the command; return its result and the records by id."""
-    output = folder / "out.jsonl"
-    paths = ("--input", str(source), "--output", str(output))
-    result = forked(
-        folder, "summarize", *MODELS, *GREEDY_FP32, *SHORT, *paths, *more, before=before
-    )
-    found = records(output) if output.exists() else []
-    return result, {record["id"]: record for record in found}
+    return summarized(folder, source, *SHORT, *more, before=before)
 
 
 def test_record_has_all_parts_and_each_summary_is_that_of_its_part_alone(
