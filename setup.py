@@ -37,6 +37,8 @@ setup(
         "jinja2>=3.1",
         "tokenizers>=0.22",
         "gguf>=0.17",
+        # grammars of answers, token by token
+        "llguidance>=1.9,<2",
     ],
     extras_require={
         "flash": ["flash-attn>=2.6"],

@@ -90,7 +90,7 @@ def generate(engine: Engine, prompt: list[int], max_new_tokens: int, sampling: S
         prompt,
         max_new_tokens,
         sampling,
-        on_logits=lambda logits: rows.extend(logits.float().clone()),
+        on_logits=lambda logits, _: rows.extend(logits.float().clone()),
     )
     tokens = list(engine.submit(request))
     return Output(tokens, torch.stack(rows[: len(tokens)]))

@@ -85,12 +85,12 @@ def decode_loop(
     sampling: Sampling,
     lengths: Lengths | None = None,
     limit: float = math.inf,
-    on_logits: Callable[[Tensor], None] | None = None,
+    on_logits: Callable[[Tensor, Tensor], None] | None = None,
 ) -> tuple[Decoder, float]:
     """Decode all new tokens of a sequence after `first`, or as many as take `limit` seconds.
 
-    `on_logits` receives the logits of each round's tokens, as `Request.on_logits` does. Returns the
-    decoder, with its counts, and the seconds it took.
+    `on_logits` is called as `Request.on_logits` is. Returns the decoder, with its counts, and the
+    seconds it took.
     """
     is_coupled = session.plan.requirements.settings.deterministic
     randomness = make_randomness(sampling, session.prompt.device, is_coupled)

@@ -6,7 +6,7 @@ Validation, the command line with its help, and docs/options.md are generated fr
 from __future__ import annotations
 
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from offload.errors import TierForceError
 
@@ -57,6 +57,8 @@ def check_options(settings: Any) -> None:
     for name, declared in options_of(type(settings)).items():
         value, option = getattr(settings, name), option_of(declared)
         kind = (kinds[name] | int) if kinds[name] is float else kinds[name]
+        if any(get_origin(each) is dict for each in get_args(kind)):
+            kind = dict | None  # the class checks the entries
         if not isinstance(value, kind) or (
             isinstance(value, bool) and bool not in (kind, *get_args(kind))
         ):
@@ -74,7 +76,13 @@ def check_options(settings: Any) -> None:
 
 def kind_in_words(kind: Any) -> str:
     """Return the name of a field's type for error messages."""
-    names = {bool: "true or false", float: "a number", int: "a whole number", str: "a string"}
+    names = {
+        dict: "a dict",
+        bool: "true or false",
+        float: "a number",
+        int: "a whole number",
+        str: "a string",
+    }
     return next(words for type, words in names.items() if type in (kind, *get_args(kind)))
 
 

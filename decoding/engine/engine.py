@@ -20,6 +20,7 @@ from decoding.models.runtime import Runtime
 from decoding.planning.plan import Plan
 from decoding.speculation.sampling import Sampling
 from decoding.text.detokenizer import detokenize_stream
+from decoding.text.grammar import Grammar, GrammarCompiler
 from decoding.text.prompt import Template
 from offload.errors import TierForceError
 from parallel.execution.executor import Idle, Stop
@@ -42,6 +43,7 @@ class Engine:
         self.group: TensorParallelGroup = runtime.target.group
         self.stats = Stats()
         config, context = runtime.target.config, runtime.settings.context
+        self.grammars = GrammarCompiler(tokenizer, config.vocab, stop_tokens)
         config.check_context(context or 1)
         self.context = context or config.context_limit
         self.sessions = SequenceManager(runtime)
@@ -100,6 +102,7 @@ class Engine:
         progress: Progress | None = None,
         chat: bool = False,
         name: str = "",
+        grammar: Grammar | None = None,
     ) -> Iterator[str]:
         """Yield the continuation of a prompt of any length, in pieces of whole characters.
 
@@ -113,6 +116,7 @@ class Engine:
             progress: called with the finished units of prefill, and their total.
             chat: send the prompt as a user message, through the tokenizer's chat template.
             name: display name in the prompt cache (`Settings.prompt_cache`).
+            grammar: what the text must match.
 
         Returns:
             Pieces of text, as their tokens are verified.
@@ -124,7 +128,9 @@ class Engine:
         room = self.context - max_new_tokens
         template = Template.chat(self.tokenizer) if chat else Template.plain(self.tokenizer)
         tokens, dropped = template.build(self.tokenizer, prompt, room, keep_end=True)
-        request = Request(tokens, max_new_tokens, sampling or Sampling(), dropped, progress, name)
+        compiled = None if grammar is None else self.grammars.compile(grammar)
+        options = sampling or Sampling(), dropped, progress, name
+        request = Request(tokens, max_new_tokens, *options, grammar=compiled)
         with closing(self.submit(request)) as new_tokens:
             yield from detokenize_stream(self.tokenizer, new_tokens)
 
@@ -135,6 +141,7 @@ class Engine:
         sampling: Sampling | None = None,
         progress: Progress | None = None,
         name: str = "",
+        grammar: Grammar | None = None,
     ) -> Generator[int, None, None]:
         """Yield new tokens as they are verified, up to and excluding a stop token.
 
@@ -147,6 +154,7 @@ class Engine:
             sampling: how they are sampled; by default `Sampling()`, as on the command line.
             progress: called with the finished units of prefill, and their total.
             name: display name in the prompt cache (`Settings.prompt_cache`).
+            grammar: what their text must match.
 
         Returns:
             Token ids, in rounds of one or more.
@@ -157,8 +165,9 @@ class Engine:
         check_request(prompt, max_new_tokens, sampling)
         if isinstance(prompt, str):
             prompt = Template.plain(self.tokenizer).fit(self.tokenizer, prompt, self.context)
-        sampling = sampling or Sampling()
-        request = Request(list(prompt), max_new_tokens, sampling, 0, progress, name)
+        compiled = None if grammar is None else self.grammars.compile(grammar)
+        options = sampling or Sampling(), 0, progress, name
+        request = Request(list(prompt), max_new_tokens, *options, grammar=compiled)
         yield from self.submit(request)
 
     def submit(self, request: Request) -> Generator[int, None, None]:

@@ -88,6 +88,5 @@ def _draft_decoder(
     if level.model.config.is_predictor:
         return SelfPrediction(level.name, level.model, level.cache, sequence, sampling, randomness)
     rows = level.model.config.vocab
-    padded = sampling if rows == vocab else sampling.padded_to(vocab)
-    args = (level.name, level.model, level.cache, sequence, padded, randomness)
+    args = (level.name, level.model, level.cache, sequence, sampling, randomness)
     return Autoregressive(*args) if rows == vocab else PaddedVocabDraft(rows, vocab, *args)

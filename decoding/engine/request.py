@@ -18,10 +18,13 @@ from decoding.engine.stats import Stats
 from decoding.speculation.coroutines import Steps
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import Lengths, draft_lengths
+from decoding.speculation.grammar_mask import GrammarMask
+from decoding.speculation.logits_processors import LogitsProcessors, make_processors
 from decoding.speculation.randomness import make_randomness
 from decoding.speculation.rejection_sampler import to_host
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.sequence import TokenSequence
+from decoding.text.grammar import CompiledGrammar
 from offload.errors import InvalidRequestError, TierForceError
 from parallel.execution.batched_forward import ForwardRequest
 from parallel.model.pipeline import Progress
@@ -38,14 +41,16 @@ class Request:
     progress: Progress | None = None
     name: str = ""  # display name in the prompt cache
     on_stats: Callable[[Stats], None] | None = None  # called after every round
-    # called with the target's logits (n, V) of a round's n tokens, before any of them is yielded
-    on_logits: Callable[[Tensor], None] | None = None
+    # called with the target's logits (n, V) of a round's n tokens, and the probabilities (n, V)
+    # each is sampled by, before any of them is yielded
+    on_logits: Callable[[Tensor, Tensor], None] | None = None
     # polled before each step of prefill
     is_cancelled: Callable[[], bool] = lambda: False
     # tokens by which later requests of a batch that begin alike are longer, at most: they continue
     # in its caches, as in a conversation. None: its caches are freed, unless it is in one
     room: int | None = None
     shared: int = 0  # tokens that begin these, too; a few less are better than one more
+    grammar: CompiledGrammar | None = None  # the answer matches it
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -62,6 +67,10 @@ class Request:
         if len(prompt) + new > context:
             raise InvalidRequestError(
                 f"{len(prompt)} prompt tokens and {new} new tokens exceed the context of {context}."
+            )
+        if (token := max(self.sampling.logit_bias or (), default=0)) >= vocab:
+            raise InvalidRequestError(
+                f"`logit_bias` has token {token}, outside the model's vocabulary of {vocab}."
             )
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < vocab:
@@ -159,20 +168,31 @@ class RequestState:
         stats.prompt_tokens = len(request.prompt)
         stats.plan = caches.plan
         randomness = make_randomness(sampling, caches.prompt.device, needs.settings.deterministic)
-        probs = randomness.probs(sampling, logits)[0]
-        tokens = to_host(randomness.draw(probs, len(request.prompt)), probs)
+        processors = self._processors(caches.prompt, logits.shape[1])
+        probs = randomness.probs(sampling, processors.process(logits, []))
+        tokens = to_host(randomness.draw(probs[0], len(request.prompt)), probs)
         sequence = TokenSequence([*caches.prompt.tolist(), *tokens])
         own_lengths = lengths.setdefault(needs.mode, draft_lengths(needs.settings))
         decoder = build_decoder(caches, sequence, sampling, randomness, own_lengths, clock)
+        for level in decoder.levels():
+            level.processors = processors
         decoder.on_logits = request.on_logits
         stats.rounds = decoder.rounds
         stats.attach(caches, decoder)
         stats.first_token_s = time.perf_counter() - self._started
         if request.on_logits:  # once, after all that may run out of memory
-            request.on_logits(logits)
+            request.on_logits(logits, probs)
         self._decoding = _Decoding(decoder, clock, clock())
         self.status = Status.RUNNING
         return tokens
+
+    def _processors(self, prompt: Tensor, vocab: int) -> LogitsProcessors:
+        """Return the rules on logits (T, vocab) that follow the prompt (P,)."""
+        mask, grammar = None, self.request.grammar
+        if grammar is not None:
+            matcher = grammar.start.deep_copy()
+            mask = GrammarMask(matcher, grammar.stop_tokens, grammar.vocab, vocab)
+        return make_processors(self.request.sampling, prompt, mask)
 
     def feed(self, logits: Tensor) -> list[int] | None:
         """Take the logits of the forward it waits for; return the round's tokens at its end."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decoding.speculation.coroutines import Steps
 from decoding.speculation.draft_length import MAX_CATCH_UP, DraftLength, RoundStats
+from decoding.speculation.logits_processors import LogitsProcessors
 from decoding.speculation.randomness import Randomness
 from decoding.speculation.rejection_sampler import Draft, to_host
 from decoding.speculation.sampling import Sampling
@@ -58,6 +59,7 @@ class Proposer(ABC):
 
     def __init__(self, name: str, sequence: TokenSequence, position: int):
         self.name, self.sequence, self.position = name, sequence, position
+        self.processors = LogitsProcessors()  # one object, which all levels share
         self.unverified: list[int] = []
         self.stats = LevelStats()
 
@@ -93,8 +95,9 @@ class Decoder(Proposer):
         super().__init__(name, sequence, cache.length)
         self.model, self.cache = model, cache
         self.sampling, self.randomness = sampling, randomness
-        # called with the logits (n, V) of the n tokens that each forward produces
-        self.on_logits: Callable[[Tensor], None] | None = None
+        # called with the logits (n, V) of the n tokens that each forward produces, and with the
+        # distributions (n, V) that they are sampled from
+        self.on_logits: Callable[[Tensor, Tensor], None] | None = None
         self.rounds: list[RoundStats] = []  # filled by levels that verify
 
     @abstractmethod
@@ -123,6 +126,18 @@ class Decoder(Proposer):
         """Return the request of a forward on tokens (T,), which follow the cached ones."""
         return ForwardRequest(self.model, self.cache, tokens, num_logits)
 
+    def _probs(self, logits: Tensor, draft: Sequence[int]) -> Tensor:
+        """Return the distributions (T, V) of logits (T, V).
+
+        The last row follows the level's tokens and those of `draft`, and each row before it one
+        token less.
+        """
+        if self.processors:
+            start = self.processors.start
+            tokens = [*self.sequence.tokens_from(start), *self.unverified, *draft]
+            logits = self.processors.process(logits, tokens)
+        return self.randomness.probs(self.sampling, logits)
+
     def _commit(self, tokens: list[int]) -> list[int]:
         self.sequence.append(tokens)
         self.position = len(self.sequence)
@@ -143,16 +158,19 @@ class Autoregressive(Decoder):
 
     def _sample(self, n: int) -> Steps[Draft]:
         sampled, sampled_probs = list[Tensor](), list[Tensor]()
+        draft = list[int]()  # the sampled tokens, if logits depend on them
         position = len(self.sequence) + len(self.unverified)
         tokens = yield from self._catch_up()
         for _ in range(n):
             logits = yield self._forward(tokens, 1)
-            probs = self.randomness.probs(self.sampling, logits)  # (1, V)
+            probs = self._probs(logits, draft)  # (1, V)
             if self.on_logits:
-                self.on_logits(logits)
+                self.on_logits(logits, probs)
             self.cache.advance(len(tokens))
             # (1,), left on the device: no synchronization until the draft is complete
             tokens = self.randomness.draw(probs[0], position + len(sampled))
+            if self.processors:
+                draft += tokens.tolist()
             sampled.append(tokens)
             sampled_probs.append(probs)
         self.stats.forwards += n
@@ -241,12 +259,13 @@ class Speculative(Decoder):
         pending = self._pending()  # (P,)
         tokens = torch.cat((pending, draft.tokens))
         logits = yield self._forward(tokens, len(draft.tokens) + 1)
-        target_probs = self.randomness.probs(self.sampling, logits)  # (N + 1, V)
+        drafted_tokens = self.inner.unverified[num_unverified:][: len(draft.tokens)]
+        target_probs = self._probs(logits, drafted_tokens)  # (N + 1, V)
         accepted, next_token = self.randomness.rejection_sample(
             draft, target_probs, len(self.sequence) + num_unverified
         )
         if self.on_logits:
-            self.on_logits(logits[: accepted + 1])
+            self.on_logits(logits[: accepted + 1], target_probs[: accepted + 1])
         draft_s, verify_s = drafted - started, self.clock() - drafted
         stats = RoundStats(len(draft.tokens), accepted, len(tokens), draft_s, verify_s)
         self.rounds.append(stats)

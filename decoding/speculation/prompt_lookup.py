@@ -38,7 +38,7 @@ class PromptLookup(Proposer):
         self.ngram, self.vocab, self.device, self.inner = ngram, vocab, device, inner
 
     def propose(self, n: int) -> Steps[Draft]:
-        continuation = self._find(n)
+        continuation = self._possible(self._find(n))
         if not continuation and self.inner is not None:
             self.inner.sync(self.unverified)
             draft = yield from self.inner.propose(n)
@@ -53,6 +53,13 @@ class PromptLookup(Proposer):
 
     def levels(self) -> list[Proposer]:
         return [self, *(self.inner.levels() if self.inner else [])]
+
+    def _possible(self, continuation: list[int]) -> list[int]:
+        """Return the beginning of a continuation that the request's processors allow."""
+        if not self.processors:
+            return continuation
+        tokens = [*self.sequence.tokens_from(self.processors.start), *self.unverified]
+        return continuation[: self.processors.count_possible(tokens, continuation)]
 
     def _find(self, n: int) -> list[int]:
         """Return up to n tokens that follow the best earlier match of the last n-gram."""

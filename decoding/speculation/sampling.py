@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from decoding.config.option import SAMPLING, check_options, option
+from decoding.config.option import PYTHON, SAMPLING, check_options, option
 from offload.errors import TierForceError
 
 if TYPE_CHECKING:
@@ -18,12 +18,18 @@ if TYPE_CHECKING:
 
 MIN_TEMPERATURE = 1e-30  # below it, logits / temperature overflow
 MIN_TOP_P = 1e-30  # smaller values are 0 in float32
+MAX_BIAS = 100
+MAX_PENALTY = 2
+_ALWAYS = ("temperature", "top_k", "top_p", "seed")
 _TOP = 1024  # tokens with nearly all probability mass of most distributions
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options that turn logits into the distribution every level samples from."""
+    """Options that turn logits into the distribution every level samples from.
+
+    `logit_bias` comes first, then the penalties (`Penalties`), and then what `probs` does.
+    """
 
     temperature: float = option(
         "Sampling temperature.",
@@ -50,6 +56,45 @@ class Sampling:
         value=0,
         group=SAMPLING,
     )
+    min_p: float = option(
+        "Sample only from tokens at least this fraction as likely as the most likely one.",
+        value=0.0,
+        group=SAMPLING,
+        zero="off",
+        minimum=0,
+        maximum=1,
+    )
+    repetition_penalty: float = option(
+        "Divide the positive logits of tokens in the prompt or the answer so far by this number, "
+        "and multiply the negative ones by it. 1 is off.",
+        value=1.0,
+        group=SAMPLING,
+    )
+    presence_penalty: float = option(
+        f"Subtract this from the logits of tokens in the answer so far, from -{MAX_PENALTY} to "
+        f"{MAX_PENALTY}.",
+        value=0.0,
+        group=SAMPLING,
+        zero="off",
+        minimum=-MAX_PENALTY,
+        maximum=MAX_PENALTY,
+    )
+    frequency_penalty: float = option(
+        "Subtract this from the logits of tokens in the answer so far, once for each time they "
+        f"occur, from -{MAX_PENALTY} to {MAX_PENALTY}.",
+        value=0.0,
+        group=SAMPLING,
+        zero="off",
+        minimum=-MAX_PENALTY,
+        maximum=MAX_PENALTY,
+    )
+    logit_bias: dict[int, float] | None = option(  # noqa: RUF009 - as above, but for a dict
+        f"Numbers from -{MAX_BIAS} to {MAX_BIAS} that are added to the logits of these token ids.",
+        value=None,
+        default="none",
+        group=PYTHON,
+        unit="numbers by token id",
+    )
 
     def __post_init__(self) -> None:
         """Raise TierForceError for invalid values."""
@@ -67,17 +112,38 @@ class Sampling:
             )
         if not 0 <= self.seed < 2**63:
             raise TierForceError(f"`seed` must be between 0 and 2**63 - 1, found {self.seed}.")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise TierForceError(
+                "`repetition_penalty` must be a finite number above 0, found "
+                f"{self.repetition_penalty}."
+            )
+        for token, bias in (self.logit_bias or {}).items():
+            if type(token) is not int or token < 0:
+                raise TierForceError(f"`logit_bias` must have token ids as keys, found {token!r}.")
+            if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise TierForceError(
+                    f"`logit_bias` must have values from -{MAX_BIAS} to {MAX_BIAS}, found "
+                    f"{bias!r} for token {token}."
+                )
 
-    def padded_to(self, vocab: int) -> PaddedSampling:
-        """Return the same sampling for a draft model with more or fewer tokens than `vocab`."""
-        return PaddedSampling(**asdict(self), vocab=vocab)
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the distribution depends on which tokens came before."""
+        own = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return own != (1, 0, 0)
+
+    def changes(self) -> dict[str, Any]:
+        """Return the options beside temperature, top-k, top-p and seed that have an effect."""
+        own = {name: value for name, value in vars(self).items() if name not in _ALWAYS}
+        return {name: value for name, value in own.items() if value != getattr(GREEDY, name)}
 
     def probs(self, logits: Tensor) -> Tensor:
         """Return the probabilities (T, V) float32 of logits (T, V).
 
         Temperature comes first, then top-k, then top-p: the smallest set of tokens whose
-        probability mass reaches top_p (Holtzman et al. 2019). A row with a NaN stays NaN, and is
-        detected in `rejection_sampler.to_host`.
+        probability mass reaches top_p (Holtzman et al. 2019), then min-p (Nguyen et al. 2024, arXiv
+        2407.01082), as in transformers. A row with a NaN stays NaN, and is detected in
+        `rejection_sampler.to_host`.
         """
         if self.temperature == 0:
             greedy = logits.new_zeros(logits.shape)
@@ -88,7 +154,13 @@ class Sampling:
             threshold = logits.topk(self.top_k, dim=1).values[:, -1:]
             logits = logits.masked_fill(logits < threshold, -math.inf)
         probs = logits.softmax(1)
-        return probs if self.top_p == 1 else nucleus(probs, self.top_p)
+        if self.top_p < 1:
+            probs = nucleus(probs, self.top_p)
+        if self.min_p > 0:
+            rare = probs < self.min_p * probs.amax(1, keepdim=True)
+            probs = probs.masked_fill(rare, 0)
+            probs = probs / probs.sum(1, keepdim=True)
+        return probs
 
 
 GREEDY = Sampling(temperature=0)
@@ -119,24 +191,6 @@ def _keep_nucleus(probs: Tensor, ordered: Tensor, order: Tensor, top_p: float) -
     outside = ordered.cumsum(1) - ordered >= top_p
     kept = probs.new_zeros(probs.shape).scatter_(1, order, ordered.masked_fill(outside, 0))
     return kept / kept.sum(1, keepdim=True)
-
-
-@dataclass(frozen=True)
-class PaddedSampling(Sampling):
-    """The same sampling for a draft model whose vocabulary is padded differently than the target's.
-
-    Its distributions are over the target's `vocab`, as verification requires: tokens that the draft
-    model lacks have probability 0, and tokens that only the draft model has are no candidates.
-    """
-
-    vocab: int = 0
-
-    def probs(self, logits: Tensor) -> Tensor:
-        """Return the probabilities (T, vocab) float32 of logits (T, vocabulary of the draft)."""
-        probs = super().probs(logits[:, : self.vocab])
-        padded = probs.new_zeros(len(probs), self.vocab)
-        padded[:, : probs.shape[1]] = probs
-        return padded
 
 
 def draw(probs: Tensor, generator: Generator) -> Tensor:

@@ -20,9 +20,7 @@ class ChannelFilter:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        ids = tokenizer.convert_tokens_to_ids(list(_MARKERS))
-        is_known = tokenizer.convert_ids_to_tokens(ids) == list(_MARKERS) if all(ids) else False
-        self._markers = dict(zip(ids, _MARKERS, strict=True)) if is_known else {}
+        self._markers = _marker_ids(tokenizer)
         self._header: list[int] | None = None  # tokens of the current message's role or channel
         self._is_shown = True
 
@@ -43,6 +41,18 @@ class ChannelFilter:
         else:
             self._header = []
         return False
+
+
+def has_channels(tokenizer: Any) -> bool:
+    """Return whether answers have channels."""
+    return bool(_marker_ids(tokenizer))
+
+
+def _marker_ids(tokenizer: Any) -> dict[int, str]:
+    """Return the markers by token id; none if the tokenizer lacks one."""
+    ids = tokenizer.convert_tokens_to_ids(list(_MARKERS))
+    is_known = tokenizer.convert_ids_to_tokens(ids) == list(_MARKERS) if all(ids) else False
+    return dict(zip(ids, _MARKERS, strict=True)) if is_known else {}
 
 
 def answer_text(tokenizer: Any, tokens: list[int]) -> str:

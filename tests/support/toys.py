@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -11,6 +11,7 @@ from decoding import Sampling
 from decoding.speculation.coroutines import run
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import DraftLength, Fixed, RoundStats
+from decoding.speculation.logits_processors import LogitsProcessors
 from decoding.speculation.prompt_lookup import PromptLookup
 from decoding.speculation.randomness import IndependentNoise, Randomness
 from decoding.speculation.rejection_sampler import Draft
@@ -22,6 +23,9 @@ from parallel.execution.batched_forward import ForwardFn, ForwardRequest
 
 VOCAB = 4
 PROMPT = [1, 3, 0]
+
+
+Rule = Callable[[Tensor, list[int]], Tensor]
 
 
 class HistoryCache(Cache):
@@ -67,14 +71,17 @@ class Toy:
         end = len(sequence) if end is None else end
         return self._rows[(end % 2 * VOCAB + sequence[end - 2]) * VOCAB + sequence[end - 1]]
 
-    def continuation_probs(self, sampling: Sampling, tokens: int) -> Tensor:
+    def continuation_probs(
+        self, sampling: Sampling, tokens: int, rule: Rule = lambda logits, _: logits
+    ) -> Tensor:
         """Return the probability of each continuation of PROMPT by `tokens` tokens.
 
-        Its shape is (V ** tokens,), in order of `continuation_index`.
+        Its shape is (V ** tokens,), in order of `continuation_index`. `rule` changes the logits
+        (V,) that follow a sequence.
         """
         probs, sequences = torch.ones(1, dtype=torch.float64), [PROMPT]
         for _ in range(tokens):
-            logits = torch.stack([self.logits(sequence) for sequence in sequences])
+            logits = torch.stack([rule(self.logits(each), each) for each in sequences])
             probs = (probs[:, None] * sampling.probs(logits)).flatten()
             sequences = [[*sequence, token] for sequence in sequences for token in range(VOCAB)]
         return probs
@@ -114,11 +121,13 @@ def nest(
     sampling: Sampling,
     source: Generator | Randomness,
     ngram: int = 0,
+    processors: LogitsProcessors | None = None,
 ) -> Decoder:
     """Return nested decoders of models, outermost first, at the end of PROMPT.
 
     `lengths` are the draft lengths of all models but the last. With an n-gram, prompt lookup drafts
-    before the last model, or below it if that has a draft length too.
+    before the last model, or below it if that has a draft length too. All levels apply the
+    `processors`.
     """
     randomness = IndependentNoise(source) if isinstance(source, Generator) else source
     sequence, cached = TokenSequence(PROMPT), PROMPT[:-1]
@@ -140,6 +149,8 @@ def nest(
             name = f"over {below.name}"
             below = Speculative(name, model, cache, below, draft_length, sampling, randomness)
     assert isinstance(below, Decoder)
+    for level in below.levels():
+        level.processors = processors or level.processors
     below.sync([])
     return below
 

@@ -138,7 +138,7 @@ def generate_and_compare(dtype: str, job: Job) -> tuple[list[dict[str, Any]], di
             session,
             first,
             Sampling(1.0, top_p=1),
-            on_logits=lambda new_logits: logits.append(new_logits.float().clone()),
+            on_logits=lambda new_logits, _: logits.append(new_logits.float().clone()),
         )
         decoder.sync([])
     target, stats = session.target, decoder.stats

@@ -353,7 +353,7 @@ def test_memory_that_runs_out_before_the_first_token(is_first: bool, models: Pai
         serving(models, "plain", 2) as engine,
         patch.object(decoding.engine.request, "build_decoder", fail_once),
     ):
-        request = Request(OTHER, NEW, GREEDY, on_logits=lambda logits: rows.append(len(logits)))
+        request = Request(OTHER, NEW, GREEDY, on_logits=lambda logits, _: rows.append(len(logits)))
         state = engine.scheduler.add(request)
         while not state.tokens:
             engine.scheduler.step()

@@ -124,7 +124,7 @@ def test_on_logits_receives_the_logits_of_each_token(
     tokens: list[int] = []
     with models.engine(mode, **CHUNKED) as engine:
         request = Request(
-            PROMPT, NEW, sampling, on_logits=lambda logits: rows.extend(logits.clone())
+            PROMPT, NEW, sampling, on_logits=lambda logits, _: rows.extend(logits.clone())
         )
         for token in engine.submit(request):
             tokens.append(token)
@@ -132,6 +132,10 @@ def test_on_logits_receives_the_logits_of_each_token(
         assert len(rows) == NEW
         for count, row in enumerate(rows):
             expected: list[Tensor] = []
+
+            def collect(logits: Tensor, _: Tensor, expected: list[Tensor] = expected) -> None:
+                expected.extend(logits)
+
             prefix = [*PROMPT, *tokens[:count]]
-            list(engine.submit(Request(prefix, 1, sampling, on_logits=expected.extend)))
+            list(engine.submit(Request(prefix, 1, sampling, on_logits=collect)))
             torch.testing.assert_close(row, expected[0], atol=1e-4, rtol=1e-4)

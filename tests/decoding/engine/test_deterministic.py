@@ -67,7 +67,9 @@ def models(folders: Folders) -> Pair:
 
 def generate(engine: Engine, prompt: list[int], sampling: Sampling, new: int = NEW) -> Output:
     rows: list[Tensor] = []
-    request = Request(prompt, new, sampling, on_logits=lambda logits: rows.extend(logits.clone()))
+    request = Request(
+        prompt, new, sampling, on_logits=lambda logits, _: rows.extend(logits.clone())
+    )
     tokens = list(engine.submit(request))
     return tokens, torch.stack(rows)
 

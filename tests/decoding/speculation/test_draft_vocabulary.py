@@ -5,17 +5,15 @@ tokenizer, the output stays that of the target.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from decoding import GREEDY, Engine, Settings
 from offload.errors import TierForceError
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, EVERY_LEVEL, Pair, lead
+from support.padded_drafts import draft_of
 from support.prompts import prompt
 from support.ranks import run_ranks
 from support.slow import slow_except
@@ -23,19 +21,6 @@ from support.slow import slow_except
 VOCAB, FEWER, MORE = 2048, 700, 2112
 NEW = 20
 PROMPT_TOKENS = 400
-
-
-def draft_of(vocab: int, folder: Path) -> Path:
-    """Copy the demo draft, padded or cut to a vocabulary; padding would get the largest logits."""
-    shutil.copytree(DEMO / "draft", folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": vocab}))
-    tensors = load_file(folder / "model.safetensors")
-    weight = tensors["model.embed_tokens.weight"][:vocab]
-    padding = 8 * weight[: vocab - len(weight)]
-    tensors["model.embed_tokens.weight"] = torch.cat((weight, padding))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def rename(folder: Path, token: int, name: str) -> Path:

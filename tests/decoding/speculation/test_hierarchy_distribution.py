@@ -4,6 +4,8 @@ and however deep they nest.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,13 +15,17 @@ from decoding import Sampling
 from decoding.speculation.coroutines import Steps
 from decoding.speculation.decoders import Decoder, Speculative
 from decoding.speculation.draft_length import DraftLength
+from decoding.speculation.logits_processors import LogitsProcessors, make_processors
+from decoding.speculation.randomness import make_randomness
 from decoding.speculation.rejection_sampler import Draft
 from support.distributions import BROKEN, LIKELY, frequencies, p_value
+from support.grammars import allowed, toy_mask
 from support.slow import slow_except
 from support.toys import (
     PROMPT,
     VOCAB,
     ErraticLength,
+    Rule,
     Toy,
     continuation_index,
     generate,
@@ -178,3 +184,106 @@ def test_a_draft_that_depends_on_its_own_tokens_is_detected() -> None:
 
     decoder.inner.propose = biased  # type: ignore[method-assign]
     assert p_value(continuation_counts(decoder), toys[0].continuation_probs(FULL, TOKENS)) < BROKEN
+
+
+RULES: dict[str, tuple[Sampling, str | None]] = {
+    "penalties": (
+        Sampling(1.0, top_p=1, repetition_penalty=1.8, presence_penalty=0.7, frequency_penalty=0.9),
+        None,
+    ),
+    "negative penalties, bias and min-p": (
+        Sampling(0.8, top_p=0.95, min_p=0.1, frequency_penalty=-0.8, logit_bias={2: 1.5, 0: -1}),
+        None,
+    ),
+    "grammar": (FULL, "(a|bb)*a{0,2}b?"),
+    "grammar and nucleus": (NUCLEUS, "(ab|ba)*"),
+    "grammar and penalties": (
+        Sampling(1.0, top_p=1, repetition_penalty=1.5, frequency_penalty=1.2),
+        "a?(ba)*(ab)*b{0,3}",
+    ),
+}
+
+
+def rule_of(sampling: Sampling, pattern: str | None) -> Rule:
+    """Return by definition what becomes of logits (V,) after a sequence."""
+
+    def rule(logits: Tensor, sequence: list[int]) -> Tensor:
+        row, new = logits.clone(), sequence[len(PROMPT) :]
+        for token in range(VOCAB):
+            row[token] += (sampling.logit_bias or {}).get(token, 0)
+            if token in sequence:
+                factor = sampling.repetition_penalty
+                row[token] *= factor if row[token] < 0 else 1 / factor
+            count = new.count(token)
+            row[token] -= sampling.frequency_penalty * count
+            row[token] -= sampling.presence_penalty * (count > 0)
+            if pattern is not None and token not in allowed(pattern, new):
+                row[token] = -torch.inf
+        return row
+
+    return rule
+
+
+def processors_of(sampling: Sampling, pattern: str | None) -> LogitsProcessors:
+    mask = None if pattern is None else toy_mask(pattern)
+    return make_processors(sampling, torch.tensor(PROMPT), mask)
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize(
+    ("lengths", "below", "ngram"),
+    slow_except(
+        [
+            ([], "skewed", 0),
+            ([3], "skewed", 0),
+            ([4, 2], "sharp draft", 0),
+            ([4, 2], "skewed", 1),
+            ([ErraticLength(4), ErraticLength(3)], "sharp middle", 0),
+        ],
+        *(1, 3),
+    ),
+)
+def test_output_follows_the_distribution_under_rules(
+    lengths: list[int | DraftLength], below: str, ngram: int, rules: str
+) -> None:
+    sampling, pattern = RULES[rules]
+    models = hierarchy(below)[: len(lengths) + 1]
+    processors = processors_of(sampling, pattern)
+    decoder = nest(models, lengths, sampling, generator(11), ngram, processors)
+    expected = models[0].continuation_probs(sampling, TOKENS, rule_of(sampling, pattern))
+    assert p_value(continuation_counts(decoder), expected) > LIKELY
+
+
+@pytest.mark.parametrize("rules", ["penalties", "grammar"])
+def test_rules_that_overlook_the_tokens_of_a_draft_are_detected(
+    rules: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling, pattern = RULES[rules]
+    models, processors = hierarchy("skewed"), processors_of(sampling, pattern)
+    decoder = nest(models, [4, 2], sampling, generator(12), 0, processors)
+    process = processors.process
+
+    def overlooking(logits: Tensor, tokens: list[int]) -> Tensor:
+        committed = tokens[: len(tokens) - len(logits) + 1]
+        return torch.cat([process(row[None], committed) for row in logits])
+
+    monkeypatch.setattr(processors, "process", overlooking)
+    expected = models[0].continuation_probs(sampling, TOKENS, rule_of(sampling, pattern))
+    assert p_value(continuation_counts(decoder), expected) < BROKEN
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("ngram", [0, 1])
+def test_coupled_output_under_rules_is_that_of_plain_decoding(rules: str, ngram: int) -> None:
+    sampling, pattern = RULES[rules]
+    models = hierarchy("skewed")
+
+    def output(lengths: list[int | DraftLength], ngram: int, seed: int) -> list[int]:
+        randomness = make_randomness(replace(sampling, seed=seed), torch.device("cpu"), True)
+        own = models[: len(lengths) + 1]
+        processors = processors_of(sampling, pattern)
+        return generate(nest(own, lengths, sampling, randomness, ngram, processors), 12)
+
+    for seed in range(20):
+        plain = output([], 0, seed)
+        assert output([4, 2], ngram, seed)[:12] == plain[:12]

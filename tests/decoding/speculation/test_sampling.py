@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -42,6 +45,19 @@ def test_probs_are_those_of_transformers_warpers(
     assert torch.equal(probs == 0, expected == 0)
     torch.testing.assert_close(probs, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(probs.sum(1), torch.ones(len(probs)))
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_min_p_is_that_of_transformers(min_p: float, top_p: float) -> None:
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    warpers.append(MinPLogitsWarper(min_p))
+    expected = warpers(None, logits()).softmax(-1)
+    probs = Sampling(0.7, top_p=top_p, min_p=min_p).probs(logits())
+    assert torch.equal(probs == 0, expected == 0)
+    torch.testing.assert_close(probs, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +203,19 @@ def test_equal_seeds_give_equal_samples() -> None:
         ("top_p", float("nan")),
         ("seed", -1),
         ("seed", 2**63),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("repetition_penalty", float("nan")),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", float("nan")),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {1: 100.5}),
+        ("logit_bias", {1: float("nan")}),
     ],
 )
-def test_sampling_options_out_of_range_are_rejected(name: str, value: float) -> None:
-    with pytest.raises(TierForceError, match="must be"):
+def test_sampling_options_out_of_range_are_rejected(name: str, value: Any) -> None:
+    with pytest.raises(TierForceError, match=r"must (be|have)"):
         Sampling(**{name: value})

@@ -30,6 +30,7 @@ from bench.harness.text import long_text
 from decoding.text.detokenizer import detokenize_stream
 from decoding.text.gguf_tokenizer import SPLITS, gguf_tokenizer
 from decoding.text.gguf_vocabulary import MAX_MERGES, MAX_TOKENS, check_vocabulary
+from decoding.text.grammar import Grammar, GrammarCompiler
 from decoding.text.prompt import Template
 from offload.errors import TierForceError
 
@@ -277,6 +278,9 @@ def test_sentencepiece(tmp_path: Path, kind: str, prefix: bool) -> None:
     text = "na\u00efve \u4f60\u597d \U0001f600 and of course"
     ids = tokenizer(text).input_ids
     assert "".join(detokenize_stream(tokenizer, iter(ids))) == text
+    # its tokens are bytes for a grammar, too: here with the blank of the first word
+    grammar = GrammarCompiler(tokenizer, len(tokenizer), {2}).compile(Grammar.regex(f" ?{text}"))
+    assert grammar.start.deep_copy().try_consume_tokens(ids[1:]) == len(ids) - 1
 
 
 @pytest.mark.parametrize(

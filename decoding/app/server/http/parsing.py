@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -110,7 +111,7 @@ class RequestParser:
                 length,
             )
         names = {"temperature", "top_p", "top_k", "seed"}
-        options = {"seed": secrets.randbits(_SEED_BITS)}
+        options: dict[str, Any] = {"seed": secrets.randbits(_SEED_BITS)}
         options |= body.model_dump(include=names, exclude_none=True)
         options["seed"] %= _SEEDS  # adds 2**63 to a negative seed
         try:

@@ -279,16 +279,16 @@ class _LogprobRecorder:
     """Log-probabilities of the generated tokens, from the target forwards that verified them."""
 
     def __init__(self, params: GenerationParams, token_bytes: TokenBytes):
-        self._top, self._sampling = params.top_logprobs or 0, params.sampling
+        self._top = params.top_logprobs or 0
         self._token_bytes = token_bytes
         self._logprobs: deque[Tensor] = deque()  # (V,) float32 per token that is still to come
         self._probs: deque[Tensor] = deque()  # (V,) likewise, as they are sampled from
 
     @torch.inference_mode()
-    def on_logits(self, logits: Tensor) -> None:
-        """Take the logits (n, V) of the next n tokens."""
+    def on_logits(self, logits: Tensor, probs: Tensor) -> None:
+        """Take the logits (n, V) and the distributions (n, V) of the next n tokens."""
         self._logprobs.extend(logits.float().log_softmax(-1))
-        self._probs.extend(self._sampling.probs(logits))
+        self._probs.extend(probs)
 
     @torch.inference_mode()
     def take(self, token: int) -> TokenLogprobs:

@@ -149,6 +149,10 @@ COMMON = {
         "--top-k",
         "--top-p",
         "--seed",
+        "--min-p",
+        "--repetition-penalty",
+        "--presence-penalty",
+        "--frequency-penalty",
         "--deterministic",
     ),
     *(
