@@ -24,6 +24,7 @@ from decoding.app.options import (
     JobOptions,
     LongDocuments,
     QuestionsFile,
+    SchemaFile,
     SystemMessage,
     check_concurrency,
     option_parameter,
@@ -32,7 +33,7 @@ from decoding.app.options import (
 from decoding.app.server.options import ServeOptions
 from decoding.app.terminal.signals import Interrupts, signal_source
 from decoding.app.terminal.streams import advice_after_loss, say, warn
-from decoding.text.instructions import INSTRUCTION, PART_INSTRUCTION
+from decoding.text.instructions import INSTRUCTION, PART_INSTRUCTION, PromptFormat
 from offload.errors import TierForceError
 from parallel.ranks.environment import ignored_variables, is_launched, rank_from_env
 
@@ -114,6 +115,7 @@ def summarize(
             rich_help_panel=DOCUMENTS,
         ),
     ] = None,
+    schema: SchemaFile = None,
     long: Annotated[str, option_parameter(LongDocuments, "long", "split")] = "split",
     part_instruction: Annotated[
         str, option_parameter(LongDocuments, "part_instruction", PART_INSTRUCTION)
@@ -155,7 +157,7 @@ def summarize(
     from decoding.app.batch.assignment import Assignment
 
     long_documents = LongDocuments(long, part_instruction, merge_instruction)
-    assignment = Assignment.of(instruction, questions, system, template, long_documents)
+    assignment = Assignment.of(instruction, questions, system, template, schema, long_documents)
     if cluster is not None:
         if common.settings.prompt_cache is not None:
             raise TierForceError(
@@ -203,6 +205,7 @@ def generate(
         Path | None,
         typer.Option(help="JSON file to write times, counts and generated token ids to."),
     ] = None,
+    schema: SchemaFile = None,
 ) -> None:
     """Continue a prompt, or answer it with --chat.
 
@@ -213,10 +216,13 @@ def generate(
         raise TierForceError("give the prompt with either --prompt-file or --prompt.")
     if prompt is not None and not prompt.strip():
         raise TierForceError("--prompt is empty.")
+    from decoding.app.documents.option_files import read_schema
+
+    form = None if schema is None else read_schema(schema)
     interrupts = _start(common, "interrupted ({name})")
     from decoding.app.interactive.generate import run
 
-    run(common, prompt_file, prompt, chat, stats, interrupts)
+    run(common, prompt_file, prompt, chat, stats, form, interrupts)
 
 
 @_command("chat --model TARGET --document book.txt")
@@ -248,6 +254,7 @@ def ask(
     ] = None,
     questions: QuestionsFile = None,
     system: SystemMessage = None,
+    schema: SchemaFile = None,
     long: Annotated[str, option_parameter(LongDocuments, "long", "split")] = "split",
 ) -> None:
     """Answer a question, or a file of questions, optionally about a document.
@@ -256,7 +263,7 @@ def ask(
     merged. Every token is sampled from exactly the target model's distribution, and printed as soon
     as it is verified.
     """
-    from decoding.app.documents.option_files import read_questions
+    from decoding.app.documents.option_files import read_questions, read_schema
 
     if (question is None) == (questions is None):
         raise TierForceError("give either a question, in quotes, or --questions.")
@@ -264,10 +271,11 @@ def ask(
         raise TierForceError("the question is empty: ask something, in quotes.")
     asked = (question or "",) if questions is None else read_questions(questions)
     splits = LongDocuments(long).splits
+    format = PromptFormat(system=system, schema=None if schema is None else read_schema(schema))
     interrupts = _start(common, "interrupted ({name})")
     from decoding.app.interactive.ask import run
 
-    run(common, document, asked, system, splits, interrupts)
+    run(common, document, asked, format, splits, interrupts)
 
 
 @_command("prefill --model TARGET --document book.txt --prompt-cache prompts")

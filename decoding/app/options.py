@@ -17,6 +17,7 @@ from decoding.config.defaults import MAX_CONCURRENCY, NEW_TOKENS
 from decoding.config.option import (
     GROUPS,
     MEMORY,
+    SAMPLING,
     Option,
     check_options,
     option,
@@ -74,6 +75,16 @@ SystemMessage = Annotated[
         help="System message, for chat templates that have one.",
         metavar="TEXT",
         rich_help_panel=DOCUMENTS,
+    ),
+]
+
+SchemaFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON schema: an answer is JSON that is valid under it, sampled from the model's "
+        "distribution restricted to such answers.",
+        metavar="FILE",
+        rich_help_panel=SAMPLING,
     ),
 ]
 

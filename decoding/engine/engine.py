@@ -128,7 +128,7 @@ class Engine:
         room = self.context - max_new_tokens
         template = Template.chat(self.tokenizer) if chat else Template.plain(self.tokenizer)
         tokens, dropped = template.build(self.tokenizer, prompt, room, keep_end=True)
-        compiled = None if grammar is None else self.grammars.compile(grammar)
+        compiled = self.grammars.compile_optional(grammar)
         options = sampling or Sampling(), dropped, progress, name
         request = Request(tokens, max_new_tokens, *options, grammar=compiled)
         with closing(self.submit(request)) as new_tokens:
@@ -165,7 +165,7 @@ class Engine:
         check_request(prompt, max_new_tokens, sampling)
         if isinstance(prompt, str):
             prompt = Template.plain(self.tokenizer).fit(self.tokenizer, prompt, self.context)
-        compiled = None if grammar is None else self.grammars.compile(grammar)
+        compiled = self.grammars.compile_optional(grammar)
         options = sampling or Sampling(), 0, progress, name
         request = Request(list(prompt), max_new_tokens, *options, grammar=compiled)
         yield from self.submit(request)

@@ -137,6 +137,10 @@ class Sampling:
         own = {name: value for name, value in vars(self).items() if name not in _ALWAYS}
         return {name: value for name, value in own.items() if value != getattr(GREEDY, name)}
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return temperature, top-k, top-p and seed, and what else has an effect."""
+        return {name: getattr(self, name) for name in _ALWAYS} | self.changes()
+
     def probs(self, logits: Tensor) -> Tensor:
         """Return the probabilities (T, V) float32 of logits (T, V).
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from threading import Lock
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 1 << 20  # the longest grammar
 # between the parts of a JSON text, as printers indent it: some models go on with blanks without end
-_BLANKS = r"( |\n[ \t]{0,40})?"
+_BLANKS = r"( |\n[ \t]{0,20})?"
 _CACHED = 16  # grammars
 # without it, llguidance allows one of several tokens where the grammar leaves one string
 _ALL_TOKENS = '%llguidance {"no_forcing": true}'
 _ANSWER = "start: @answer"
+CUT = (
+    "the answer reached `max_new_tokens` before its JSON was complete: use more, or limit its "
+    "strings and arrays in the schema (maxLength, maxItems)."
+)
 # an answer in gpt-oss's response format: reasoning is free, and the final channel has the answer
 _IN_CHANNELS = r"""
 start: reasoning* <|channel|> "final" <|message|> @answer
@@ -115,6 +120,27 @@ class Grammar:
         )
 
 
+def json_value(answer: str, finish_reason: str | None) -> Any:
+    """Return the value of an answer in JSON.
+
+    Raises InvalidRequestError for one that was cut, and for a number that Python cannot hold.
+    """
+    if finish_reason == "length":
+        raise InvalidRequestError(CUT)
+    try:
+        return json.loads(answer, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"the answer's JSON cannot be read ({one_line(error)})."
+        ) from None
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"{digits[:40]} is too large")
+    return number
+
+
 @dataclass(frozen=True)
 class CompiledGrammar:
     """A grammar for a tokenizer; any number of requests use it."""
@@ -158,6 +184,10 @@ class GrammarCompiler:
             if len(self._compiled) > _CACHED:
                 del self._compiled[next(iter(self._compiled))]
             return compiled
+
+    def compile_optional(self, grammar: Grammar | None) -> CompiledGrammar | None:
+        """Return None for None; otherwise as `compile`."""
+        return None if grammar is None else self.compile(grammar)
 
     def _ll_tokenizer(self) -> LLTokenizer:
         """Return llguidance's form of the tokenizer, which takes a second to make."""

@@ -16,6 +16,7 @@ MERGE_QUESTION = (
     "Above are answers to one question, each from another part of a text, in order. Parts that do "
     "not answer it do not matter. Answer it for the whole text: {instruction}"
 )
+SCHEMA_INSTRUCTION = "{instruction}\n\nAnswer in JSON that is valid under this schema: {schema}"
 DOCUMENT, INSTRUCTION_MARK = "{document}", "{instruction}"
 _TEMPLATE = f"{DOCUMENT}\n\n{INSTRUCTION_MARK}"
 
@@ -40,6 +41,8 @@ class PromptFormat:
             part's number, and {parts} the number of parts.
         merge: the instruction for answers, in which {instruction} is that for the text; by default
             `MERGE_INSTRUCTION`, or `MERGE_QUESTION`.
+        schema: the JSON schema of final answers, which is added to their instructions; those about
+            parts, and those merged from some of them, are free text.
 
     Raises TierForceError for a template without the two.
     """
@@ -48,6 +51,7 @@ class PromptFormat:
     system: str | None = None
     part: str = PART_INSTRUCTION
     merge: str | None = None
+    schema: str | None = None
 
     def __post_init__(self) -> None:
         if self.template is None:
@@ -75,6 +79,13 @@ class PromptFormat:
             after.replace(INSTRUCTION_MARK, instruction),
         )
 
+    def for_answer(self, instruction: str) -> str:
+        """Return the instruction for the final answer to an instruction."""
+        if self.schema is None:
+            return instruction
+        filled = SCHEMA_INSTRUCTION.replace("{schema}", self.schema)
+        return filled.replace(INSTRUCTION_MARK, instruction, 1)
+
     def for_part(self, instruction: str, number: int, count: int) -> str:
         """Return the instruction for a part; the first one has number 1."""
         filled = self.part.replace("{part}", str(number)).replace("{parts}", str(count))
@@ -86,10 +97,14 @@ class PromptFormat:
             return self.merge
         return MERGE_QUESTION if instructions.are_questions else MERGE_INSTRUCTION
 
-    def for_merge(self, instructions: Instructions, index: int) -> str:
-        """Return the instruction that merges answers to the one with this index."""
-        merge = self.merge_instruction(instructions)
-        return merge.replace(INSTRUCTION_MARK, instructions.strings[index])
+    def for_merge(self, instructions: Instructions, index: int, is_last: bool) -> str:
+        """Return the instruction that merges answers to the one with this index.
+
+        `is_last`: to its final answer.
+        """
+        merge, own = self.merge_instruction(instructions), instructions.strings[index]
+        merge = merge.replace(INSTRUCTION_MARK, own)
+        return self.for_answer(merge) if is_last else merge
 
     def _template(self, is_plain: bool = False) -> str:
         if self.template is not None:

@@ -204,7 +204,7 @@ class PromptBuilder:
 
         Raises InvalidRequestError as `rounds`.
         """
-        longest, _ = self._longest(instructions.strings)
+        longest, _ = self._longest([self.format.for_answer(each) for each in instructions.strings])
         prompt, truncated = self._build(text, longest)
         if not (splits and self._is_too_long(prompt, truncated, instructions)):
             return len(prompt) + truncated, (len(prompt),), ()
@@ -220,7 +220,7 @@ class PromptBuilder:
 
     def _whole_tasks(self, text: str, instructions: Instructions, splits: bool) -> list[Task]:
         """Return the tasks for a whole text; none if it is to be split."""
-        own = instructions.strings
+        own = [self.format.for_answer(each) for each in instructions.strings]
         longest, _ = self._longest(own)
         prompt, truncated = self._build(text, longest)
         if splits and self._is_too_long(prompt, truncated, instructions):
@@ -305,7 +305,7 @@ class PromptBuilder:
     def _merge_room(self, instructions: Instructions, index: int | None = None) -> int:
         """Return how many tokens of answers the prompt for an instruction has room for, or any."""
         indices = range(len(instructions.strings)) if index is None else [index]
-        merges = [self.format.for_merge(instructions, each) for each in indices]
+        merges = [self.format.for_merge(instructions, each, is_last=True) for each in indices]
         return self.max_prompt - self._longest(merges)[1] - JOIN_TOKENS
 
     def _check_merges(self, instructions: Instructions) -> None:
@@ -332,7 +332,7 @@ def _merge(
     first, last = _range(group)
     return Task(
         "\n\n".join(each.labelled for each in group),
-        format.for_merge(instructions, index),
+        format.for_merge(instructions, index, is_last),
         _name(instructions, index, f"merge of parts {first} to {last}"),
         index,
         parts=(first, last),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from decoding.app.documents.option_files import read_questions, read_template
+from decoding.app.documents.option_files import read_questions, read_schema, read_template
 from decoding.app.options import LongDocuments
 from decoding.text.instructions import INSTRUCTION, Instructions, PromptFormat
 from offload.errors import TierForceError
@@ -26,6 +26,7 @@ class Assignment:
         questions: Path | None,
         system: str | None,
         template: Path | None,
+        schema: Path | None,
         long: LongDocuments,
     ) -> Assignment:
         """Return the assignment that options describe. Raises TierForceError."""
@@ -35,7 +36,8 @@ class Assignment:
         if questions is not None:
             instructions = Instructions(read_questions(questions), are_questions=True)
         text = None if template is None else read_template(template)
-        format = PromptFormat(text, system, long.part_instruction, long.merge_instruction)
+        form = None if schema is None else read_schema(schema)
+        format = PromptFormat(text, system, long.part_instruction, long.merge_instruction, form)
         return cls(instructions, format, long.splits)
 
     def warnings(self, deterministic: bool) -> list[str]:

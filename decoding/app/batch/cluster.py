@@ -117,7 +117,10 @@ def _summarise(progress: DocumentsInProgress, workers: _ClusterWorkers, display:
             remaining[next(numbers)] = group
         if not remaining:  # answers on disk have ended the last document
             continue
-        rows = [{"index": index, "prompts": group.prompts} for index, group in remaining.items()]
+        rows = [
+            {"index": index, "prompts": group.prompts, "is_last": group.works[0].task.is_last}
+            for index, group in remaining.items()
+        ]
         reported = set[int]()
         # Lost tasks go alone: one that crashes machines fails no others.
         for index, answers in workers.answers(rows, batched=not losses.keys() & remaining.keys()):

@@ -59,6 +59,7 @@ class ClusterWorker:
         try:
             _start_ranks(common, job, threads)
             self.engine = _load_engine(common, job)
+            self.engine.grammars.compile_optional(job.grammar)
         except RankLost:
             os._exit(1)
         except Exception as error:
@@ -73,7 +74,8 @@ class ClusterWorker:
         indices = batch["index"].tolist()
         answers = [""] * len(indices)
         if self.startup_error is None:
-            groups = [_requests(self.job, encoded) for encoded in batch["prompts"]]
+            pairs = zip(batch["prompts"], batch["is_last"].tolist(), strict=True)
+            groups = [self._requests(encoded, is_last) for encoded, is_last in pairs]
             answers = [json.dumps(each) for each in self._answers(groups)]
         else:
             time.sleep(_FAILURE_DELAY_S)
@@ -83,6 +85,18 @@ class ClusterWorker:
             "error": [self.startup_error or ""] * len(indices),
             "machine": [self.actor_id] * len(indices),
         }
+
+    def _requests(self, encoded: str, is_last: bool) -> list[Request]:
+        """Return requests for prompts that begin alike; `is_last`: for final answers."""
+        prompts, common = decode_prompts(encoded)
+        shared = max(0, common - JOIN_TOKENS) if len(prompts) > 1 else 0
+        rooms = rooms_for_later([len(each) for each in prompts])
+        options = self.job.max_new_tokens, self.job.sampling
+        grammar = self.engine.grammars.compile_optional(self.job.grammar if is_last else None)
+        return [
+            Request(prompt, *options, room=room, shared=shared, grammar=grammar)
+            for prompt, room in zip(prompts, rooms, strict=True)
+        ]
 
     def _answers(self, groups: Sequence[Sequence[Request]]) -> list[list[dict[str, Any]]]:
         """Return the answers to the requests of each group."""
@@ -100,17 +114,6 @@ class ClusterWorker:
         except BaseException:  # not an error of one request: the state is unknown
             os._exit(1)
         return [[answers[id(each)] for each in group] for group in groups]
-
-
-def _requests(job: BatchJob, encoded: str) -> list[Request]:
-    """Return requests for prompts that begin alike."""
-    prompts, common = decode_prompts(encoded)
-    shared = max(0, common - JOIN_TOKENS) if len(prompts) > 1 else 0
-    rooms = rooms_for_later([len(each) for each in prompts])
-    return [
-        Request(prompt, job.max_new_tokens, job.sampling, room=room, shared=shared)
-        for prompt, room in zip(prompts, rooms, strict=True)
-    ]
 
 
 def _actor_id() -> str:

@@ -14,6 +14,7 @@ from decoding.app.batch.part_answers import DEVICE_FIELDS, FIELDS, SUMS, PartAns
 from decoding.app.documents.document import DocumentText
 from decoding.app.environment import installed_version
 from decoding.app.options import as_flags
+from decoding.text.grammar import json_value
 from decoding.text.instructions import Instructions
 from decoding.text.long_text import PromptBuilder, Rounds, Task
 from offload.errors import TierForceError
@@ -174,6 +175,12 @@ class DocumentsInProgress:
         id, document = work.document, self._documents.get(work.document)
         if document is None:  # another task failed
             return
+        if work.task.is_last and self._job.grammar is not None:
+            try:
+                json_value(answer["summary"], answer["finish_reason"])
+            except TierForceError as error:
+                self.fail(work, *description(error))
+                return
         document.answers[work.index] = {**answer, "truncated_tokens": work.truncated_tokens}
         if len(document.answers) == len(document.tasks):
             answers = [document.answers[index] for index in range(len(document.tasks))]
@@ -213,7 +220,12 @@ class DocumentsInProgress:
             answers = [outcome.answer for outcome in outcomes]
             own = {
                 "answers": [
-                    {"question": question, "answer": outcome.answer["summary"], **_counts(outcome)}
+                    {
+                        "question": question,
+                        "answer": outcome.answer["summary"],
+                        **self._data(outcome),
+                        **_counts(outcome),
+                    }
                     for question, outcome in pairs
                 ],
                 **_totals(requests),
@@ -226,6 +238,7 @@ class DocumentsInProgress:
             if outcome.parts:
                 own = {"summary": own["summary"], **_counts(outcome)}
                 own |= {name: outcome.answer[name] for name in DEVICE_FIELDS}
+            own = {"summary": own.pop("summary"), **self._data(outcome), **own}
             own["instruction"] = instructions.strings[0]
         if outcomes[0].parts:
             own["part_instruction"] = self._job.format.part
@@ -238,6 +251,13 @@ class DocumentsInProgress:
             **document.fields,
             "versions": versions(),
         }
+
+    def _data(self, outcome: _Outcome) -> dict[str, Any]:
+        """Return the field with the value of an answer in JSON, if answers are."""
+        if self._job.grammar is None:
+            return {}
+        answer = outcome.answer
+        return {"data": json_value(answer["summary"], answer["finish_reason"])}
 
 
 def _add(document: _Document, task: Task, answer: dict[str, Any]) -> None:

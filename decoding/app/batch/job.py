@@ -13,6 +13,7 @@ from typing import Any
 
 from decoding.app.batch.records import Finished
 from decoding.speculation.sampling import Sampling
+from decoding.text.grammar import Grammar
 from decoding.text.instructions import Instructions, PromptFormat
 from offload.errors import TierForceError
 from offload.regular_files import read_regular
@@ -47,6 +48,11 @@ class BatchJob:
     deterministic: bool = False  # the same tokens as plain decoding
     splits: bool = True
 
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar of final answers; None if they are free text."""
+        return None if self.format.schema is None else Grammar(self.format.schema)
+
     def digest(self, document: str, instructions: Instructions) -> str:
         """Return 16 hexadecimal digits that identify the distribution of a summary, or of answers.
 
@@ -78,12 +84,14 @@ class BatchJob:
                 self.sampling.top_p,
                 self.sampling.seed,
             ],
+            **self.sampling.changes(),
         }
         own = {
             "rope": self.rope,
             "deterministic": self.deterministic or None,
             "system": self.format.system,
             "template": self.format.template,
+            "schema": self.format.schema,
         }
         content |= {name: value for name, value in own.items() if value is not None}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -102,9 +110,10 @@ class BatchJob:
             "draft": self.draft,
             "system": self.format.system,
             "template": self.format.template,
+            **({} if self.format.schema is None else {"schema": json.loads(self.format.schema)}),
             "max_new_tokens": self.max_new_tokens,
             "rope": self.rope,
-            **vars(self.sampling),
+            **self.sampling.as_dict(),
             "deterministic": self.deterministic,
         }
 

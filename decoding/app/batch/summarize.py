@@ -86,6 +86,7 @@ def run(
             return
         engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
         with group.sync_errors():
+            engine.grammars.compile_optional(job.grammar)
             builder = PromptBuilder(
                 engine.tokenizer, job.format, engine.context, job.max_new_tokens
             )
@@ -276,8 +277,8 @@ def due_documents(documents: Sequence[Document], records: Records, job: BatchJob
     if outdated:
         warn(
             f"{outdated} finished records in {records.path} are of another text, instruction, "
-            "question, template, system message, model, sampling or --long: their documents are "
-            "processed again, and the old records stay."
+            "question, template, system message, schema, model, sampling or --long: their "
+            "documents are processed again, and the old records stay."
         )
     return due
 
@@ -336,6 +337,7 @@ class Summaries:
     def _ready(self) -> Iterator[Request]:
         """Yield a request for each task that can be processed now."""
         max_new_tokens, display = self.job.max_new_tokens, self.display
+        grammar = self.engine.grammars.compile_optional(self.job.grammar)
         for work in self.progress.work():
             name = work.name
             if work.task.name:
@@ -350,6 +352,7 @@ class Summaries:
                 partial(display.decode, name, max_new_tokens),
                 room=work.task.room,
                 shared=work.task.shared(work.prompt),
+                grammar=grammar if work.task.is_last else None,
                 work=work,
             )
 

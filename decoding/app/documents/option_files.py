@@ -1,13 +1,14 @@
-"""Files of questions, and templates of prompts, which options name."""
+"""Files of questions, templates of prompts, and JSON schemas, which options name."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from decoding.app.documents.document import Document
 from decoding.app.documents.formats.kinds import TEXT
 from decoding.text.instructions import PromptFormat
-from offload.errors import InvalidRequestError, TierForceError
+from offload.errors import InvalidRequestError, TierForceError, one_line
 
 
 def read_questions(path: Path) -> tuple[str, ...]:
@@ -24,6 +25,21 @@ def read_template(path: Path) -> str:
     except TierForceError as error:
         raise TierForceError(f"--template {path}: {error}") from error
     return text
+
+
+def read_schema(path: Path) -> str:
+    """Return the JSON schema in a file, in one line. Raises TierForceError."""
+    from decoding.text.grammar import Grammar
+
+    text = _read("--schema", path)
+    try:
+        grammar = Grammar(json.dumps(json.loads(text), ensure_ascii=False))
+        grammar.check()
+    except (ValueError, RecursionError) as error:
+        raise TierForceError(f"--schema {path} is not JSON ({one_line(error)}).") from error
+    except InvalidRequestError as error:
+        raise TierForceError(f"--schema {path}: {error}") from error
+    return grammar.source
 
 
 def _read(option: str, path: Path) -> str:

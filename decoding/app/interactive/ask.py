@@ -10,7 +10,7 @@ from pathlib import Path
 
 from decoding.app.batch.summarize import answer_of, report
 from decoding.app.interactive.chat import conversation, load_chat
-from decoding.app.interactive.generate import generate, write
+from decoding.app.interactive.generate import check_complete, generate, write
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.messages import (
     LongestDocument,
@@ -24,6 +24,7 @@ from decoding.engine.chat import talk_room
 from decoding.engine.engine import Engine, Progress
 from decoding.engine.request import Request
 from decoding.text.detokenizer import detokenize_stream
+from decoding.text.grammar import CUT, CompiledGrammar, Grammar
 from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder, Rounds, Task
 from offload.errors import InvalidRequestError, TierForceError
@@ -33,28 +34,33 @@ def run(
     common: Common,
     document: Path | None,
     questions: tuple[str, ...],
-    system: str | None,
+    format: PromptFormat,
     splits: bool,
     interrupts: Interrupts,
 ) -> None:
     """Answer questions on standard output; all ranks call it.
 
-    A document longer than the context is truncated, or with `splits` each of its parts is asked,
-    and the answers are merged. Raises TierForceError on failure.
+    The system message and the schema of `format` are used. A document longer than the context is
+    truncated, or with `splits` each of its parts is asked, and the answers are merged. Raises
+    TierForceError on failure.
     """
-    engine, chat, text = load_chat(common, document, system)
+    engine, chat, text = load_chat(common, document, format.system)
+    grammar = None if format.schema is None else Grammar(format.schema)
+    with engine.group.sync_errors():
+        compiled = engine.grammars.compile_optional(grammar)
     splits = splits and chat is not None and chat.truncated_tokens > 0
     if engine.group.broadcast(splits):
         name = document.name if document is not None else ""
-        parts = _Parts(engine, common, questions, system, name)
+        parts = _Parts(engine, common, questions, format, compiled, name)
         parts.ask(text, interrupts)
         return
-    answers = _Answers(engine, questions, interrupts)
+    answers = _Answers(engine, questions, interrupts, compiled is not None)
     with conversation(engine, chat, common, "without --long cut it is read in parts") as opened:
         if opened is None:
             return
         for index, question in enumerate(questions):
-            answers.stream(index, partial(opened.ask, question))
+            asked = format.for_answer(question)
+            answers.stream(index, partial(opened.ask, asked, grammar=compiled))
             opened.clear()
     answers.conclude()
 
@@ -62,14 +68,18 @@ def run(
 class _Answers:
     """Answers on standard output; if there are several, each below its question."""
 
-    def __init__(self, engine: Engine, questions: Sequence[str], interrupts: Interrupts):
+    def __init__(
+        self, engine: Engine, questions: Sequence[str], interrupts: Interrupts, in_json: bool
+    ):
         self.engine, self.questions, self.interrupts = engine, questions, interrupts
+        self._in_json = in_json
         self._written = self._failed = 0
 
     def stream(self, index: int, pieces: Callable[[Progress], Iterator[str]]) -> None:
         """Write an answer as it is generated.
 
-        Raises InvalidRequestError if there is only one question, and it cannot be answered.
+        Raises InvalidRequestError if there is only one question, and it cannot be answered, or its
+        JSON was cut.
         """
         with Display(1, sys.stderr) as display:
             self.interrupts.stop_first(display.stop)
@@ -77,6 +87,8 @@ class _Answers:
                 generate(
                     self.engine, lambda progress: self._below(index, pieces(progress)), display
                 )
+                if self._in_json:
+                    check_complete(self.engine)
             except InvalidRequestError as error:
                 self.fail(index, error)
 
@@ -117,16 +129,18 @@ class _Parts:
         engine: Engine,
         common: Common,
         questions: tuple[str, ...],
-        system: str | None,
+        format: PromptFormat,
+        grammar: CompiledGrammar | None,
         name: str,
     ):
         """Prepare on all ranks. Raises TierForceError if the chat template is broken."""
         self.engine, self.common, self.name, self.questions = engine, common, name, questions
+        self._grammar = grammar
+        self._cut = set[int]()  # indices of answers in JSON that are incomplete
         context, new = engine.context, common.max_new_tokens
         # the parts do not depend on the questions, so that the prompt cache can hold them
         kept = talk_room(context, new)
         with engine.group.sync_errors():
-            format = PromptFormat(system=system)
             self.builder = PromptBuilder(engine.tokenizer, format, context, new, kept)
 
     def ask(self, text: str, interrupts: Interrupts) -> None:
@@ -136,7 +150,7 @@ class _Parts:
         """
         engine, common, new = self.engine, self.common, self.common.max_new_tokens
         tasks: Sequence[Task] = []
-        written = _Answers(engine, self.questions, interrupts)
+        written = _Answers(engine, self.questions, interrupts, self._grammar is not None)
         with engine.group.sync_errors():
             if engine.group.rank == 0:
                 asked = self._check(written)
@@ -154,7 +168,9 @@ class _Parts:
             interrupts.stop_first(display.stop)
             answers = self._answers(rounds, tasks, concurrency, display)
             for index, answer in sorted(answers.items()):
-                if isinstance(answer, str):
+                if index in self._cut:
+                    written.fail(asked[index], InvalidRequestError(CUT))
+                elif isinstance(answer, str):
                     written.write(asked[index], answer)
                 else:
                     written.stream(asked[index], partial(self._stream, answer, display))
@@ -188,7 +204,7 @@ class _Parts:
         """
         found = dict[int, str | Task]()
         while not all(task.is_last for task in tasks):
-            answers = dict[str, str]()
+            answers, cut = dict[str, str](), set[str]()
             requests = (self._request(task, display) for task in tasks)
             for state in self.engine.generate_batch(requests, concurrency):
                 name = state.request.name
@@ -197,8 +213,11 @@ class _Parts:
                 answer = answer_of(self.engine, state)
                 report(name, answer, display, is_part=True)
                 answers[name] = answer["summary"]
+                if answer["finish_reason"] == "length" and state.request.grammar is not None:
+                    cut.add(name)
             own = [answers[task.name_in(self.name)] for task in tasks]
             pairs = zip(tasks, own, strict=True)
+            self._cut |= {task.index for task in tasks if task.name_in(self.name) in cut}
             found |= {task.index: answer for task, answer in pairs if task.is_last}
             tasks = rounds.send(own)
         return found | {task.index: task for task in tasks}
@@ -225,4 +244,5 @@ class _Parts:
             partial(display.decode, name, new),
             room=task.room,
             shared=task.shared(prompt),
+            grammar=self._grammar if task.is_last else None,
         )

@@ -16,8 +16,9 @@ from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import silence_transformers, warn, without_controls
 from decoding.engine.engine import Engine, Progress
+from decoding.text.grammar import CUT, Grammar
 from decoding.text.prompt import Template
-from offload.errors import TierForceError
+from offload.errors import InvalidRequestError, TierForceError
 from parallel.ranks.process_group import TensorParallelGroup
 
 PROMPT = "prompt"  # name of the request in progress and warnings
@@ -30,12 +31,14 @@ def run(
     text: str | None,
     chat: bool,
     stats: Path | None,
+    schema: str | None,
     interrupts: Interrupts,
 ) -> None:
     """Continue a prompt, `text` or the contents of `file`, or answer it with `chat`; all ranks call
     it.
 
-    Times and counts are written to the JSON file `stats`. Raises TierForceError on failure.
+    With a JSON schema the answer is JSON that is valid under it. Times and counts are written to
+    the JSON file `stats`. Raises TierForceError on failure.
     """
     silence_transformers()
     group = TensorParallelGroup.from_environment(common.device, warn)
@@ -47,9 +50,11 @@ def run(
             check_writable("--stats", stats)
             check_overwrite("--stats", stats)
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
-    if chat:
-        with group.sync_errors():
-            Template.chat(engine.tokenizer)  # raises before anything is printed
+    grammar = None if schema is None else Grammar(schema)
+    with group.sync_errors():  # raises before anything is printed
+        engine.grammars.compile_optional(grammar)
+        if chat:
+            Template.chat(engine.tokenizer)
     say_what_fits(engine, None, common)
     if group.rank:
         engine.run_worker()
@@ -59,11 +64,13 @@ def run(
         sampling, max_new_tokens = common.sampling, common.max_new_tokens
         name = file.name if file is not None else PROMPT
         stream = partial(engine.stream, prompt, max_new_tokens, sampling, chat=chat, name=name)
-        generate(engine, stream, display)
+        generate(engine, partial(stream, grammar=grammar), display)
         if stats is not None:
             content = {**engine.stats.as_dict(), "token_ids": engine.stats.token_ids}
             write_json("--stats", stats, content)
     engine.close()
+    if grammar is not None:
+        check_complete(engine)
 
 
 def _read_prompt(file: Path, ranks: int) -> str:
@@ -107,6 +114,12 @@ def generate(engine: Engine, pieces: Callable[[Progress], Iterator[str]], displa
     display.begin(PROMPT)
     print_stream(pieces(progress), display)
     display.end(PROMPT, summary_line(engine.stats.as_dict()))
+
+
+def check_complete(engine: Engine) -> None:
+    """Raise InvalidRequestError if the last answer, in JSON, was cut."""
+    if engine.stats.finish_reason == "length":
+        raise InvalidRequestError(CUT)
 
 
 def print_stream(

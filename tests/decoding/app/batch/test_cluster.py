@@ -38,7 +38,7 @@ from decoding.app.documents.listing import find_documents
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.speculation.sampling import Sampling
-from decoding.text.instructions import Instructions
+from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder
 from offload.errors import TierForceError
 from support.batches import answer
@@ -356,7 +356,7 @@ def test_machines_that_cannot_start_end_the_job_after_some_rounds(answered: int)
     workers._job = make_job(common(), TARGET, Assignment())
     workers._threads, workers._on_gpus, workers.count = None, False, 2
     workers._has_answered, workers._rounds_without_answer = False, 0
-    rows = [{"index": index, "prompts": ""} for index in range(2)]
+    rows = [{"index": index, "prompts": "", "is_last": True} for index in range(2)]
     for _ in range(answered + 2):
         assert len(list(workers.answers(rows, batched=False))) == 2
     with pytest.raises(TierForceError, match="no machine can process documents: no GPU"):
@@ -377,7 +377,8 @@ def test_worker_and_command_write_the_same_summaries(
     builder = PromptBuilder(worker.engine.tokenizer, job.format, 4096, 12)
     tasks = [next(builder.rounds(text, job.instructions)) for text in contents]
     rows = [encode_prompts([builder.prompt(task)[0]]) for (task,) in tasks]
-    batch = worker({"index": np.array([4, 7, 5]), "prompts": np.array(rows, dtype=object)})
+    columns = {"index": [4, 7, 5], "prompts": rows, "is_last": [True] * 3}
+    batch = worker({name: np.array(column) for name, column in columns.items()})
     assert batch["index"] == [4, 7, 5]
     assert batch["machine"] == ["first"] * 3
     written = [each for answers in batch["answers"] for each in json.loads(answers)]
@@ -404,7 +405,7 @@ def test_questions_about_a_document_go_to_one_machine(
         def answers(self, rows: list[dict[str, Any]], batched: bool) -> Iterator[tuple[int, Any]]:
             assert batched
             sizes.extend(len(row["prompts"]) for row in rows)
-            columns = {name: [row[name] for row in rows] for name in ("index", "prompts")}
+            columns = {name: [row[name] for row in rows] for name in rows[0]}
             batch = worker({name: np.array(column) for name, column in columns.items()})
             answers = [json.loads(each) for each in batch["answers"]]
             yield from zip(batch["index"], answers, strict=True)
@@ -423,6 +424,22 @@ def test_questions_about_a_document_go_to_one_machine(
     alone = len(encode_prompts([array("i", range(a["answers"][0]["prompt_tokens"]))]))
     assert len(sizes) == 2
     assert max(sizes) < 1.5 * alone
+
+
+def test_machines_give_final_answers_under_the_schema(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_worker, "_start_ranks", lambda *_: None)
+    monkeypatch.setattr(cluster_worker, "_actor_id", lambda: "first")
+    schema = '{"enum": ["yes", "no"]}'
+    job = make_job(common(), TARGET, Assignment(format=PromptFormat(schema=schema)))
+    worker = cluster_worker.ClusterWorker(common(), job, 1)
+    rows = [encode_prompts([array("i", range(40))])] * 2
+    columns = {"index": [0, 1], "prompts": rows, "is_last": [True, False]}
+    batch = worker({name: np.array(column) for name, column in columns.items()})
+    (final,), (part,) = (json.loads(each) for each in batch["answers"])
+    assert final["summary"] in ('"yes"', '"no"')
+    assert part["summary"] not in ('"yes"', '"no"')
 
 
 @pytest.mark.parametrize(

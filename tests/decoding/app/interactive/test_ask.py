@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -121,3 +122,19 @@ def test_a_question_is_given_once(model: tuple[str, ...], document: Path, tmp_pa
     for more in ((), ("Who?", "--questions", str(path))):
         result = ask(tmp_path, model, document, *more)
         assert "give either a question, in quotes, or --questions" in refused(result)
+
+
+def test_answers_are_json_under_a_schema(
+    model: tuple[str, ...], document: Path, tmp_path: Path
+) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["yes", "no", 3]}')
+    for more in ((), ("--long", "cut")):
+        result = ask(tmp_path, model, document, "Who?", "--schema", str(schema), *more)
+        assert result.code == 0, result.err
+        assert json.loads(result.out) in ("yes", "no", 3)
+    short = ("--schema", str(schema), "--max-new-tokens", "1")
+    for more in ((), ("--context", "4000")):
+        cut = ask(tmp_path, model, document, "Who?", *short, *more)
+        assert cut.code == 1
+        assert "--max-new-tokens before its JSON was complete" in cut.err
