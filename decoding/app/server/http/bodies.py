@@ -10,25 +10,24 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
+from decoding.app.server.http.formats import parse_response_format, parse_structured_outputs
 from decoding.app.server.worker import limits
+from decoding.speculation.sampling import MAX_PENALTY
+from decoding.text.grammar import Grammar
 
 _Accepted = Mapping[str, tuple[Any, ...] | None]
 # accepted fields that change no answer, and their accepted values; None: any value
 _ACCEPTED: _Accepted = {
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
     "metadata": None,
     "modalities": (["text"],),
     "n": (1,),
     "parallel_tool_calls": None,
-    "presence_penalty": (0,),
     "prompt_cache_key": None,
     "prompt_cache_retention": None,
-    "response_format": ({"type": "text"},),
     "safety_identifier": None,
     "service_tier": None,
     "store": None,
@@ -38,6 +37,7 @@ _ACCEPTED: _Accepted = {
     "user": None,
 }
 MAX_TOP_LOGPROBS = 20
+_MAX_BIASES, _ID_DIGITS = 10_000, 9
 
 _Stop = Annotated[str, Field(min_length=1, max_length=limits.STOP_CHARACTERS)]
 _Stops = Annotated[list[_Stop], Field(max_length=limits.STOPS, fail_fast=True)]
@@ -87,6 +87,18 @@ def _single(prompt: Any) -> str | list[int]:
     return prompt
 
 
+def _by_token(bias: Any) -> dict[int, float] | None:
+    """Return biases by token id. Checked by hand, as in `_single`."""
+    if bias is None:
+        return None
+    if not isinstance(bias, dict) or len(bias) > _MAX_BIASES:
+        raise ValueError(f"send an object with at most {_MAX_BIASES:,} numbers by token id")
+    for token, value in bias.items():
+        if not token.isdecimal() or len(token) > _ID_DIGITS or type(value) not in (int, float):
+            raise ValueError(f"{token[:100]!a} must be a token id with a number")
+    return {int(token): value for token, value in bias.items()}
+
+
 class _Body(_Strict):
     """The common fields of chat and plain completions."""
 
@@ -100,7 +112,28 @@ class _Body(_Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=2**63)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
+    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    logit_bias: Annotated[dict[int, float] | None, PlainValidator(_by_token)] = None
     stop: _Stop | _Stops | None = None
+    response_format: Annotated[Grammar | None, PlainValidator(parse_response_format)] = None
+    structured_outputs: Annotated[Grammar | None, PlainValidator(parse_structured_outputs)] = None
+
+    @model_validator(mode="after")
+    def check_grammar(self) -> _Body:
+        """Raise ValueError for two grammars."""
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("response_format and structured_outputs: send one of them")
+        return self
+
+    @property
+    def grammar(self) -> tuple[str, Grammar | None]:
+        """Return the field that has a grammar of the answer, and the grammar if there is one."""
+        if self.structured_outputs is not None:
+            return "structured_outputs", self.structured_outputs
+        return "response_format", self.response_format
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -110,7 +110,7 @@ class RequestParser:
                 field,
                 length,
             )
-        names = {"temperature", "top_p", "top_k", "seed"}
+        names = {field.name for field in fields(Sampling)}
         options: dict[str, Any] = {"seed": secrets.randbits(_SEED_BITS)}
         options |= body.model_dump(include=names, exclude_none=True)
         options["seed"] %= _SEEDS  # adds 2**63 to a negative seed
@@ -118,8 +118,22 @@ class RequestParser:
             sampling = replace(self._served.sampling, **options)
         except TierForceError as error:
             raise RequestRefused(400, str(error)) from error
+        token = max(sampling.logit_bias or (), default=0)
+        if token >= self._served.vocab:
+            reason = f"logit_bias: token {token} is outside the model's vocabulary."
+            raise RequestRefused(400, reason, param="logit_bias")
+        field, grammar = body.grammar
+        try:
+            compiled = self._prompts.compile(grammar)
+        except TierForceError as error:
+            raise RequestRefused(400, f"{field}: {error}", param=field) from error
         return GenerationParams(
-            array("i", prompt), max_new_tokens, sampling, body.stops, body.num_top_logprobs
+            array("i", prompt),
+            max_new_tokens,
+            sampling,
+            body.stops,
+            body.num_top_logprobs,
+            compiled,
         )
 
     def _too_long(self, message: str, param: str, tokens: int) -> RequestRefused:

@@ -13,6 +13,7 @@ from typing import Any
 
 from decoding.app.server.worker import limits
 from decoding.speculation.sampling import Sampling
+from decoding.text.grammar import CompiledGrammar
 from offload.errors import TierForceError
 
 
@@ -25,6 +26,7 @@ class GenerationParams:
     sampling: Sampling
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None  # None: no log-probabilities are requested
+    grammar: CompiledGrammar | None = None  # the answer matches it
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class TokenLogprobs:
     """Log-probabilities of a generated token, and of the most likely tokens at its position."""
 
     token: bytes
-    logprob: float  # the target's, before temperature, top-k and top-p
+    logprob: float  # the target's, before all that changes its distribution
     sampled_logprob: float  # after them: in the distribution that the token was sampled from
     top: list[tuple[bytes, float]]
 

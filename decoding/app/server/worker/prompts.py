@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from threading import Lock
 from typing import Any
 
+from decoding.text.grammar import CompiledGrammar, Grammar, GrammarCompiler
 from decoding.text.prompt import Template, chat_tokens
 from offload.errors import InvalidRequestError, TierForceError
 
 
 class Prompts:
-    """Tokenizes prompts on other threads than the engine's, with a tokenizer of its own.
+    """Tokenizes prompts and compiles grammars on other threads than the engine's.
 
-    Using a tokenizer changes its state, so two threads cannot share one.
+    It has a tokenizer of its own: using one changes its state, so two threads cannot share it.
     """
 
-    def __init__(self, tokenizer: Any, context: int):
-        """Tokenize prompts for a context of `context` tokens."""
+    def __init__(self, tokenizer: Any, context: int, vocab: int, stop_tokens: Set[int]):
+        """Prepare for a model with `vocab` tokens, and a context of `context` tokens."""
         self._tokenizer, self._context = copy.deepcopy(tokenizer), context
+        self._grammars = GrammarCompiler(self._tokenizer, vocab, stop_tokens)
         self._lock = Lock()
         if tokenizer.chat_template:  # rendered once now, while the engine is idle
             with suppress(TierForceError):  # reported to clients that send messages
                 Template.chat(self._tokenizer)
+
+    def compile(self, grammar: Grammar | None) -> CompiledGrammar | None:
+        """Return a compiled grammar; None for None. Raises InvalidRequestError."""
+        with self._lock:
+            return self._grammars.compile_optional(grammar)
 
     def tokenize_text(self, text: str) -> list[int]:
         """Return the tokens of a text that is to be continued.

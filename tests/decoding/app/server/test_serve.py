@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import socket
 import sys
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import jsonschema
 import pytest
 
 pytest.importorskip("openai")
@@ -85,7 +87,7 @@ def test_a_prompt_is_continued(server: Serving, tokenizer: AutoTokenizer) -> Non
     prompt = STORY[:300]
     ask = partial(client.completions.create, model=server.model, max_tokens=20)
     whole = ask(prompt=prompt).choices[0]
-    tokens = Prompts(tokenizer, 131_072).tokenize_text(prompt)
+    tokens = Prompts(tokenizer, 131_072, 2048, set()).tokenize_text(prompt)
     assert ask(prompt=tokens).choices[0].text == whole.text
     assert ask(prompt=[prompt]).choices[0].text == whole.text
     # a stop string that begins in one token and ends in another
@@ -107,6 +109,74 @@ def test_a_prompt_is_continued(server: Serving, tokenizer: AutoTokenizer) -> Non
         assert ask(prompt=prompt, temperature=1.0, seed=seed).tierforce["seed"] == expected
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"enum": [1, 2]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+
+def json_schema(schema: object = SCHEMA, **fields: object) -> dict[str, object]:
+    """Return OpenAI's field that asks for an answer under a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **fields}}
+
+
+def test_an_answer_matches_the_format_that_is_asked_for(server: Serving) -> None:
+    client = server.client()
+    ask = partial(client.chat.completions.create, model=server.model, messages=WHO, max_tokens=400)
+    answer = ask(response_format=json_schema(strict=True), temperature=1.0, logprobs=True).choices[
+        0
+    ]
+    assert answer.finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+    assert all(each.model_extra["sampled_logprob"] <= 0 for each in answer.logprobs.content)
+    stream = ask(response_format=json_schema(), stream=True, temperature=1.0)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    jsonschema.validate(json.loads(text), SCHEMA)
+    for form, pattern in (
+        ({"regex": "[0-9]{3}(-[a-z]{2})?"}, "[0-9]{3}(-[a-z]{2})?"),
+        ({"choice": ["yes", 'no "way"']}, 'yes|no "way"'),
+        ({"grammar": 'start: "a" /b{3}/'}, "abbb"),
+        ({"json": json.dumps({"enum": [5]})}, "5"),
+    ):
+        found = ask(extra_body={"structured_outputs": form}).choices[0].message.content
+        assert re.fullmatch(pattern, found), (form, found)
+    text = client.completions.create(
+        model=server.model,
+        prompt="class",
+        max_tokens=9,
+        extra_body={"response_format": {"type": "json_object"}},
+    )
+    assert text.choices[0].text.startswith("{")
+    plain = ask(response_format={"type": "text"}, temperature=0).choices[0].message.content
+    assert plain == ask(temperature=0).choices[0].message.content
+
+
+def test_penalties_and_bias_change_the_answer(server: Serving, tokenizer: AutoTokenizer) -> None:
+    client = server.client()
+
+    def answer(**options: object) -> str:
+        return (
+            client.completions.create(
+                model=server.model,
+                prompt="a a a a a a a a a a",
+                max_tokens=12,
+                temperature=0,
+                extra_body=options,
+            )
+            .choices[0]
+            .text
+        )
+
+    plain = answer()
+    neutral = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "logit_bias": {}}
+    assert answer(**neutral, frequency_penalty=0.0) == plain
+    assert answer(repetition_penalty=5.0) != plain
+    assert answer(presence_penalty=2, frequency_penalty=2) != plain
+    assert answer(logit_bias={"100": 100}) == tokenizer.decode([100] * 12)
+
+
 def test_fields_without_effect_are_accepted(server: Serving) -> None:
     options = {"include_usage": None, "include_obfuscation": False}
     body = with_message("user", [part(), part()], name="me")
@@ -120,7 +190,7 @@ def test_logprobs_match_the_reference_model(
 ) -> None:
     """Drafts do not affect them: each token's are conditioned on all the tokens before it."""
     client = server.client()
-    prompt = Prompts(tokenizer, 131_072).tokenize_text(STORY[:500])
+    prompt = Prompts(tokenizer, 131_072, 2048, set()).tokenize_text(STORY[:500])
     answer = client.completions.create(
         model=server.model,
         prompt=prompt,
@@ -244,6 +314,45 @@ BAD = {
     "zero tokens": (CHAT, chat(max_tokens=0), 400, "max_tokens"),
     "two answers": (CHAT, chat(n=2), 400, "n is not supported"),
     "tools": (CHAT, chat(tools=[{"type": "function"}]), 400, "tools is not supported"),
+    "format": (CHAT, chat(response_format={"type": "xml"}), 400, "response_format: type must be"),
+    "format without a schema": (
+        CHAT,
+        chat(response_format={"type": "json_schema"}),
+        400,
+        "response_format: json_schema must be an object with a schema",
+    ),
+    "unsupported schema": (
+        CHAT,
+        chat(response_format=json_schema({"not": {}})),
+        400,
+        "response_format: the JSON schema is invalid, or has what is not supported: Unimplemented",
+    ),
+    "large schema": (CHAT, chat(response_format=json_schema({"enum": ["x" * 2**20]})), 400, "more"),
+    "field of a format": (
+        CHAT,
+        chat(response_format={"type": "json_object", "sc": 1}),
+        400,
+        "'sc' is not supported",
+    ),
+    "two grammars": (
+        CHAT,
+        chat(response_format=json_schema(), structured_outputs={"regex": "a"}),
+        400,
+        "send one of them",
+    ),
+    "two forms": (CHAT, chat(structured_outputs={"regex": "a", "choice": ["b"]}), 400, "found 2"),
+    "empty choice": (CHAT, chat(structured_outputs={"choice": []}), 400, "1 to 10,000 strings"),
+    "broken regex": (
+        CHAT,
+        chat(structured_outputs={"regex": "(a"}),
+        400,
+        "structured_outputs: the",
+    ),
+    "penalty": (CHAT, chat(frequency_penalty=3), 400, "frequency_penalty"),
+    "repetition penalty": (CHAT, chat(repetition_penalty=0), 400, "repetition_penalty"),
+    "biased word": (CHAT, chat(logit_bias={"a": 1}), 400, "'a' must be a token id"),
+    "great bias": (CHAT, chat(logit_bias={"1": 101}), 400, "from -100 to 100"),
+    "biased token": (CHAT, chat(logit_bias={"99999": 1}), 400, "outside the model's vocabulary"),
     "top_logprobs alone": (CHAT, chat(top_logprobs=2), 400, "logprobs: true"),
     "large seed": (CHAT, chat(seed=2**63), 400, "seed"),
     "small seed": (CHAT, chat(seed=-(2**63) - 1), 400, "seed"),
@@ -259,7 +368,7 @@ BAD = {
     "empty prompt": (TEXT, {"model": "model", "prompt": []}, 400, "empty"),
     "unknown token": (TEXT, {"model": "model", "prompt": [1, 99_999]}, 400, "vocabulary"),
     "long prompt": (TEXT, {"model": "model", "prompt": [5] * 131_072}, 400, "send a shorter one"),
-    "unknown field": (TEXT, {"model": "model", "prompt": "a", "min_p": 0.1}, 400, "min_p is not"),
+    "unknown field": (TEXT, {"model": "model", "prompt": "a", "min_q": 0.1}, 400, "min_q is not"),
     "invalid tokens": (
         TEXT,
         b'{"model": "model", "prompt": [' + b"1," * 200_000 + b'"x"]}',

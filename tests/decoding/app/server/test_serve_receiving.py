@@ -199,6 +199,9 @@ class _Prompts:
     def tokenize_text(self, _: str) -> list[int]:
         return [1, 2, 3]
 
+    def compile(self, _: object) -> None:
+        return None
+
 
 def test_the_body_of_a_queued_request_is_freed() -> None:
     """Its bytes and its parsed values, whether the answer is streamed or not."""

@@ -1,0 +1,94 @@
+"""Formats of an answer that a request may ask for, as grammars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from decoding.text.grammar import Grammar
+
+_JSON_SCHEMA = ("name", "description", "schema", "strict")  # fields; all but schema are ignored
+_MAX_CHOICES = 10_000
+
+
+def parse_response_format(value: Any) -> Grammar | None:
+    """Return the grammar of OpenAI's `response_format`, None for text. Raises ValueError."""
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ValueError("type must be text, json_object or json_schema")
+    _check_fields(value, ("type", "json_schema") if kind == "json_schema" else ("type",))
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar.json_object()
+    own = value.get("json_schema")
+    if not isinstance(own, dict) or "schema" not in own:
+        raise ValueError("json_schema must be an object with a schema")
+    _check_fields(own, _JSON_SCHEMA)
+    return _schema(own["schema"])
+
+
+def parse_structured_outputs(value: Any) -> Grammar | None:
+    """Return the grammar of vLLM's `structured_outputs`. Raises ValueError."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError(f"must be an object with one of {', '.join(_STRUCTURED)}")
+    _check_fields(value, tuple(_STRUCTURED))
+    given = {name: each for name, each in value.items() if each is not None}
+    if len(given) != 1:
+        raise ValueError(f"needs exactly one of {', '.join(_STRUCTURED)}, found {len(given)}")
+    ((name, own),) = given.items()
+    return _STRUCTURED[name](own)
+
+
+def _check_fields(value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in value:
+        if name not in known:
+            raise ValueError(f"{name[:100]!a} is not supported by this server: leave it out")
+
+
+def _schema(value: Any) -> Grammar:
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, dict | bool):
+        raise ValueError("a schema must be an object or a boolean")
+    return Grammar.json_schema(value)
+
+
+def _json_object(value: Any) -> Grammar | None:
+    if not isinstance(value, bool):
+        raise ValueError("json_object must be true or false")
+    return Grammar.json_object() if value else None
+
+
+def _regex(value: Any) -> Grammar:
+    return Grammar.regex(_string(value, "regex"))
+
+
+def _choice(value: Any) -> Grammar:
+    if not isinstance(value, list) or not 0 < len(value) <= _MAX_CHOICES:
+        raise ValueError(f"choice must be a list of 1 to {_MAX_CHOICES:,} strings")
+    return Grammar.choice([_string(each, "choice") for each in value])
+
+
+def _lark(value: Any) -> Grammar:
+    return Grammar(_string(value, "grammar"), is_schema=False)
+
+
+def _string(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must have strings, none of them empty")
+    return value
+
+
+_STRUCTURED: Mapping[str, Callable[[Any], Grammar | None]] = {
+    "json": _schema,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _lark,
+}
