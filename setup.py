@@ -68,6 +68,7 @@ setup(
             "pytest>=8.0",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.7",
+            "jsonschema>=4.20",
             "ruff>=0.12",
             "mypy>=1.14",
             # writes quantised checkpoints

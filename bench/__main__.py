@@ -20,6 +20,7 @@ COMMANDS = {  # name: module, summary
     "concurrency": ("bench.speed.concurrency", "concurrent requests compared with one at a time"),
     "conversation": ("bench.speed.conversation", "questions about a document, one after another"),
     "serve": ("bench.speed.serve", "a server with several clients at once"),
+    "schema": ("bench.speed.schema", "answers in JSON under a schema compared with free ones"),
     "reopening": ("bench.speed.reopening", "a document loaded from the prompt cache"),
     "prefill": ("bench.speed.prefill", "tokens/s and peak memory of prefill"),
     "transfer": ("bench.speed.transfer", "overlap of transfers and compute"),
