@@ -36,6 +36,7 @@ IMPORT_ORDER = (
     ("parallel.execution",),
     ("decoding.config",),
     ("decoding.text",),
+    ("decoding.grammars",),
     ("decoding.speculation",),
     ("decoding.planning",),
     ("decoding.prefix_cache",),

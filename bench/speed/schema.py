@@ -15,7 +15,7 @@ from bench.harness.tables import say
 from bench.harness.text import prompt_tokens, tokenizer_of
 from bench.speed.concurrency import settings_of
 from decoding import Engine, Sampling
-from decoding.text.grammar import Grammar
+from decoding.grammars.grammar import Grammar
 
 SCHEMA = {  # suitable for any novel
     "type": "object",

@@ -81,8 +81,9 @@ SystemMessage = Annotated[
 SchemaFile = Annotated[
     Path | None,
     typer.Option(
-        help="JSON schema: an answer is JSON that is valid under it, sampled from the model's "
-        "distribution restricted to such answers.",
+        help="JSON schema. An answer is JSON that is valid under it, with properties in its order: "
+        "each token is sampled from the model's distribution over those that can still lead there. "
+        "A cut answer is an error. summarize and ask add the schema to the instruction.",
         metavar="FILE",
         rich_help_panel=SAMPLING,
     ),

@@ -9,11 +9,11 @@ from decoding.config.defaults import NEW_TOKENS
 from decoding.engine.cached_sequence import DEFAULT_ROOM
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request, check_request
+from decoding.grammars.grammar import CompiledGrammar
 from decoding.speculation.sampling import Sampling
 from decoding.text.channels import answer_text
 from decoding.text.detokenizer import detokenize_stream
 from decoding.text.encoding import plain_tokens, truncate_to
-from decoding.text.grammar import CompiledGrammar
 from decoding.text.prompt import (
     JOIN_TOKENS,
     MARK,
@@ -44,6 +44,7 @@ class Chat:
         document: str | None = None,
         name: str = "",
         system: str | None = None,
+        added_tokens: int = 0,
     ):
         """Start a chat. Raises TierForceError if the model's chat template is unusable.
 
@@ -54,6 +55,7 @@ class Chat:
             document: a document to talk about. The end of one too long for the context is dropped.
             name: display name in the prompt cache (`Settings.prompt_cache`).
             system: the system message.
+            added_tokens: room kept after the document for what is added to every question.
         """
         self.name = name
         self.engine = engine
@@ -69,7 +71,7 @@ class Chat:
         # fails before any prefill if the template cannot render a second turn
         self._prefix([*_turn("a", "b"), *_turn(MARK)])
         if document is not None:
-            self._document_prefix = self._truncate(document) + "\n\n"
+            self._document_prefix = self._truncate(document, added_tokens) + "\n\n"
         # the last prompt and its answer
         self.tokens = self._prefix(_turn(self._document_prefix + MARK))
         # those that a conversation about the document begins with, whatever follows
@@ -151,10 +153,11 @@ class Chat:
         """Return the tokens that the template renders before `MARK`."""
         return tokens_around(self.engine.tokenizer, [*self._system, *messages], _WHAT)[0]
 
-    def _truncate(self, document: str) -> str:
+    def _truncate(self, document: str, added_tokens: int) -> str:
         """Return the beginning of the document that leaves room for a conversation."""
         context = self.engine.context
         room = context - self.max_new_tokens - talk_room(context, self.max_new_tokens)
+        room -= added_tokens
         for message in self._system:
             room -= len(plain_tokens(self.engine.tokenizer, message["content"]))
         if room < 1:

@@ -15,12 +15,12 @@ from decoding.engine.request import Request, RequestState, check_request
 from decoding.engine.scheduler import Scheduler
 from decoding.engine.session_manager import SequenceManager
 from decoding.engine.stats import Stats
+from decoding.grammars.grammar import Grammar, GrammarCompiler
 from decoding.models.loading import load
 from decoding.models.runtime import Runtime
 from decoding.planning.plan import Plan
 from decoding.speculation.sampling import Sampling
 from decoding.text.detokenizer import detokenize_stream
-from decoding.text.grammar import Grammar, GrammarCompiler
 from decoding.text.prompt import Template
 from offload.errors import TierForceError
 from parallel.execution.executor import Idle, Stop

@@ -15,6 +15,7 @@ from torch import Tensor
 from decoding.engine.cached_sequence import CachedSequence
 from decoding.engine.hierarchy import build_decoder
 from decoding.engine.stats import Stats
+from decoding.grammars.grammar import CompiledGrammar
 from decoding.speculation.coroutines import Steps
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import Lengths, draft_lengths
@@ -24,7 +25,6 @@ from decoding.speculation.randomness import make_randomness
 from decoding.speculation.rejection_sampler import to_host
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.sequence import TokenSequence
-from decoding.text.grammar import CompiledGrammar
 from offload.errors import InvalidRequestError, TierForceError
 from parallel.execution.batched_forward import ForwardRequest
 from parallel.model.pipeline import Progress
@@ -169,7 +169,7 @@ class RequestState:
         stats.plan = caches.plan
         randomness = make_randomness(sampling, caches.prompt.device, needs.settings.deterministic)
         processors = self._processors(caches.prompt, logits.shape[1])
-        probs = randomness.probs(sampling, processors.process(logits, []))
+        probs = randomness.probs(sampling, processors.process(logits, [], 0))
         tokens = to_host(randomness.draw(probs[0], len(request.prompt)), probs)
         sequence = TokenSequence([*caches.prompt.tolist(), *tokens])
         own_lengths = lengths.setdefault(needs.mode, draft_lengths(needs.settings))
@@ -190,8 +190,7 @@ class RequestState:
         """Return the rules on logits (T, vocab) that follow the prompt (P,)."""
         mask, grammar = None, self.request.grammar
         if grammar is not None:
-            matcher = grammar.start.deep_copy()
-            mask = GrammarMask(matcher, grammar.stop_tokens, grammar.vocab, vocab)
+            mask = GrammarMask(grammar.start, grammar.stop_tokens, grammar.vocab, vocab)
         return make_processors(self.request.sampling, prompt, mask)
 
     def feed(self, logits: Tensor) -> list[int] | None:

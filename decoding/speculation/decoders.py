@@ -133,9 +133,9 @@ class Decoder(Proposer):
         token less.
         """
         if self.processors:
-            start = self.processors.start
-            tokens = [*self.sequence.tokens_from(start), *self.unverified, *draft]
-            logits = self.processors.process(logits, tokens)
+            new = self.sequence.tokens_from(self.processors.start)
+            tokens = [*new, *self.unverified, *draft]
+            logits = self.processors.process(logits, tokens, len(new))
         return self.randomness.probs(self.sampling, logits)
 
     def _commit(self, tokens: list[int]) -> list[int]:
@@ -169,7 +169,7 @@ class Autoregressive(Decoder):
             self.cache.advance(len(tokens))
             # (1,), left on the device: no synchronization until the draft is complete
             tokens = self.randomness.draw(probs[0], position + len(sampled))
-            if self.processors:
+            if self.processors.reads_tokens:
                 draft += tokens.tolist()
             sampled.append(tokens)
             sampled_probs.append(probs)

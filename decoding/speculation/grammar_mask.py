@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+import time
+from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,48 +21,48 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _WORD = 32  # tokens per word of a mask
-_KEPT = 64  # positions whose masks are kept, more than all levels together are ahead
+_FIRST_S, _MASK_S = 5.0, 0.01  # limit of the seconds for all masks, and more for each of them
 
 
 class GrammarMask(LogitsProcessor):
     """Sets the logits of tokens after which no answer could match the grammar to -inf.
 
     The distribution is the model's, restricted to the others and renormalised, at every position
-    up to a stop token. What follows that is not restricted, and not part of the answer; neither is
-    what follows a draft token that the grammar forbids. All levels share the mask of a position.
+    up to a stop token. What follows that is not part of the answer, and not restricted; neither is
+    what follows a draft token that the grammar forbids, which is rejected. All levels share the
+    mask of a position.
     """
 
     def __init__(
-        self, matcher: LLMatcher, stop_tokens: Set[int], matcher_vocab: int, model_vocab: int
+        self, start: LLMatcher, stop_tokens: Set[int], matcher_vocab: int, model_vocab: int
     ):
         """Restrict an answer from its beginning.
 
         Args:
-            matcher: at the beginning of the grammar; nothing else uses it.
+            start: a matcher at the beginning of the grammar, which is copied.
             stop_tokens: ids of tokens that end an answer.
             matcher_vocab: number of tokens in the matcher's masks.
             model_vocab: number of tokens that the model has, at most as many.
         """
-        self._matcher, self._stop_tokens = matcher, stop_tokens
-        known = np.zeros(ceil_div(matcher_vocab, _WORD) * _WORD, dtype=np.uint8)
-        known[:model_vocab] = 1
-        packed = np.packbits(known, bitorder="little").view(np.int32)
-        self._known = torch.from_numpy(packed)  # (W,), the mask of the model's tokens
+        self._start, self._matcher = start, start.deep_copy()
+        self._stop_tokens = stop_tokens
+        self._known = _packed(range(model_vocab), matcher_vocab)
+        self._stops = _packed(stop_tokens, matcher_vocab)
         self._tokens: list[int] = []  # those that the state is for
-        self._masks: dict[int, Tensor | None] = {}  # (W,) int32 by number of tokens before it
-        self._consumed = 0  # tokens that the matcher is after
-        self._end: int | None = None  # the number of tokens from which on all are allowed
+        self._masks: dict[int, Tensor] = {}  # (W,) int32 by number of tokens before it
+        self._consumed = 0  # tokens that the matcher has taken
+        # the number of tokens from which on nothing is restricted, and why, if that is an error
+        self._end: tuple[int, str] | None = None
+        self._left_s = _FIRST_S
 
-    def process(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-        """Raises InvalidRequestError if the grammar is too complex, or allows none of the tokens.
+    def process(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
+        """Return the changed logits (T, V), as `LogitsProcessor.process`.
 
-        Otherwise as `LogitsProcessor.process`.
+        Raises InvalidRequestError if the sequence cannot be continued. A draft that cannot be
+        continued is no error: the target may reject it.
         """
-        masks = self._masks_of(tokens, len(logits))
-        if all(mask is None for mask in masks):
-            return logits
-        words = torch.stack([self._known if mask is None else mask for mask in masks])  # (T, W)
-        words = copy_to_device_async(words, logits.device)
+        masks = self._masks_of(tokens, len(logits), committed)
+        words = copy_to_device_async(torch.stack(masks), logits.device)  # (T, W)
         bits = torch.arange(_WORD, dtype=torch.int32, device=logits.device)
         is_allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]]
         return logits.masked_fill(is_allowed == 0, -math.inf)
@@ -69,61 +70,110 @@ class GrammarMask(LogitsProcessor):
     def count_possible(self, tokens: Sequence[int], draft: Sequence[int]) -> int:
         self._move_to([*tokens, *draft])
         self._consume(len(self._tokens))
-        return len(draft) if self._end is None else max(0, self._end - 1 - len(tokens))
+        return len(draft) if self._end is None else max(0, self._end[0] - 1 - len(tokens))
 
-    def _masks_of(self, tokens: Sequence[int], count: int) -> list[Tensor | None]:
-        """Return the masks (W,) of the last positions, the last of which follows all tokens.
-
-        None: all tokens are allowed.
-        """
+    def _masks_of(self, tokens: Sequence[int], count: int, committed: int) -> list[Tensor]:
+        """Return the masks (W,) of the last positions, the last of which follows all tokens."""
         self._move_to(tokens)
-        positions = range(len(tokens) - count + 1, len(tokens) + 1)
-        for position in positions:
-            if position not in self._masks:
-                self._masks[position] = self._compute(position)
-        masks = [self._masks[position] for position in positions]
-        while len(self._masks) > max(_KEPT, count):
-            del self._masks[next(iter(self._masks))]
+        masks = list[Tensor]()
+        for position in range(len(tokens) - count + 1, len(tokens) + 1):
+            self._consume(position)
+            if self._end is None or self._end[0] > position:
+                mask = self._mask(position)  # may be the end
+            is_free = self._end is not None and self._end[0] <= position
+            masks.append(self._free(committed) if is_free else mask)
+        self._masks = {at: mask for at, mask in self._masks.items() if at >= committed}
         return masks
+
+    def _free(self, committed: int) -> Tensor:
+        """Return the mask (W,) of a position that is not restricted.
+
+        Raises InvalidRequestError if the sequence, and not a draft, cannot be continued.
+        """
+        assert self._end is not None
+        end, reason = self._end
+        if not reason:
+            return self._known
+        if end <= committed:
+            raise InvalidRequestError(
+                f"the answer cannot follow the grammar after {end} tokens: {reason}."
+            )
+        # Should the draft be accepted, the answer does not end here: the error comes next.
+        return self._known & ~self._stops
 
     def _move_to(self, tokens: Sequence[int]) -> None:
         """Keep what holds for the common beginning of these tokens and those before."""
         old, tokens = self._tokens, list(tokens)
         is_longer = tokens[: len(old)] == old  # mostly, and fast
         common = len(old) if is_longer else common_prefix(old, tokens)
-        if common < len(old):
-            self._masks = {at: mask for at, mask in self._masks.items() if at <= common}
-            self._back_to(common)
-            if self._end is not None and self._end > common:
-                self._end = None
         self._tokens = tokens
-
-    def _compute(self, position: int) -> Tensor | None:
-        """Return the mask after the first `position` tokens. Raises InvalidRequestError."""
-        self._back_to(position)
-        self._consume(position)
-        if self._end is not None and self._end <= position:
-            return None
-        mask = torch.empty_like(self._known)
-        self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
-        mask &= self._known
-        if self._matcher.is_error() or not mask.any():
-            reason = self._matcher.get_error().partition("\n")[0] or "none of the model's tokens"
-            raise InvalidRequestError(
-                f"the answer cannot follow the grammar after {position} tokens: {reason}."
-            )
-        return mask
-
-    def _back_to(self, position: int) -> None:
-        if self._consumed > position:
-            self._matcher.rollback(self._consumed - position)
-            self._consumed = position
+        if common == len(old):
+            return
+        self._masks = {at: mask for at, mask in self._masks.items() if at <= common}
+        if self._end is not None and self._end[0] > common:
+            self._end = None
+        if self._consumed > common:
+            if not self._matcher.rollback(self._consumed - common):
+                self._restart()
+                return
+            self._consumed = common
+            # without a new mask here, llguidance 1.9 may allow what an abandoned draft allowed
+            self._masks.pop(common, None)
+            self._mask(common)
 
     def _consume(self, position: int) -> None:
         """Let the matcher take the first `position` tokens, or those before one that ends it."""
-        while self._consumed < (position if self._end is None else min(position, self._end - 1)):
-            token = self._tokens[self._consumed]
-            if token in self._stop_tokens or not self._matcher.try_consume_tokens([token]):
-                self._end = self._consumed + 1
-            else:
+        while self._consumed < position and self._end is None:
+            token, mask = self._tokens[self._consumed], self._mask(self._consumed)
+            if self._end is not None:  # there is none
+                return
+            is_allowed = bool(mask[token // _WORD] >> (token % _WORD) & 1)
+            if token in self._stop_tokens:
+                self._end = self._consumed + 1, "" if is_allowed else "it ends too early"
+            elif not is_allowed:
+                self._end = self._consumed + 1, "it does not allow the last one"
+            elif self._matcher.try_consume_tokens([token]):
                 self._consumed += 1
+            else:
+                self._fail(self._consumed + 1)
+
+    def _mask(self, position: int) -> Tensor:
+        """Return the mask (W,) of the matcher's position, or of one that has been computed.
+
+        A position without allowed tokens ends what is restricted.
+        """
+        if (known := self._masks.get(position)) is not None:
+            return known
+        assert position == self._consumed
+        started, mask = time.perf_counter(), torch.empty_like(self._known)
+        self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+        self._left_s += _MASK_S - (time.perf_counter() - started)
+        mask &= self._known & ~self._stops
+        if self._matcher.is_accepting():
+            mask |= self._stops
+        if self._matcher.is_error() or not mask.any():
+            self._fail(position)
+        elif self._left_s < 0:
+            raise InvalidRequestError("the grammar takes too long to follow: use a simpler one.")
+        else:
+            self._masks[position] = mask
+        return mask
+
+    def _fail(self, position: int) -> None:
+        """Note that the tokens up to a position cannot be continued."""
+        reason = self._matcher.get_error().partition("\n")[0]
+        if not reason or "NoExtension" in reason:
+            reason = "none of the model's tokens continues it"
+        self._end = position, reason
+        self._restart()
+
+    def _restart(self) -> None:
+        """Begin again: a matcher stays in error once it is."""
+        self._matcher, self._consumed = self._start.deep_copy(), 0
+
+
+def _packed(tokens: Iterable[int], vocab: int) -> Tensor:
+    """Return the mask (W,) int32 of these tokens, one bit for each of the vocabulary."""
+    bits = np.zeros(ceil_div(vocab, _WORD) * _WORD, dtype=np.uint8)
+    bits[[token for token in tokens if token < vocab]] = 1
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))

@@ -19,12 +19,17 @@ from parallel.ranks.process_group import ints_to_device_async
 class LogitsProcessor(ABC):
     """A rule on the logits of one request."""
 
+    reads_tokens = True  # whether it depends on the tokens before
+
     @abstractmethod
-    def process(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    def process(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
         """Return the changed logits (T, V) float32; the given ones stay as they are.
 
-        `tokens` are new ones, which follow the prompt. The last row of the logits follows all of
-        them, and each row before it one token less.
+        Args:
+            logits: (T, V). The last row follows all tokens, and each row before it one less.
+            tokens: new ones, which follow the prompt.
+            committed: how many of them are part of the sequence, at most those before the first
+                row; the others are drafts. It never decreases.
         """
 
     def count_possible(self, tokens: Sequence[int], draft: Sequence[int]) -> int:
@@ -32,7 +37,7 @@ class LogitsProcessor(ABC):
         return len(draft)
 
 
-class LogitsProcessors(LogitsProcessor):
+class LogitsProcessors:
     """All rules of a request, one after another; by default none.
 
     The new tokens begin at index `start` of the sequence.
@@ -40,16 +45,19 @@ class LogitsProcessors(LogitsProcessor):
 
     def __init__(self, processors: Sequence[LogitsProcessor] = (), start: int = 0):
         self._processors, self.start = list(processors), start
+        self.reads_tokens = any(each.reads_tokens for each in processors)
 
     def __bool__(self) -> bool:
         return bool(self._processors)
 
-    def process(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    def process(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
+        """Return the changed logits (T, V), as `LogitsProcessor.process`."""
         for each in self._processors:
-            logits = each.process(logits, tokens)
+            logits = each.process(logits, tokens, committed)
         return logits
 
     def count_possible(self, tokens: Sequence[int], draft: Sequence[int]) -> int:
+        """Return how many tokens of a draft may follow new tokens."""
         return min(
             (each.count_possible(tokens, draft) for each in self._processors), default=len(draft)
         )
@@ -58,13 +66,15 @@ class LogitsProcessors(LogitsProcessor):
 class LogitBias(LogitsProcessor):
     """Adds to the logits of some tokens."""
 
-    def __init__(self, bias: Mapping[int, float]):
-        """`bias`: what is added, by token id."""
-        self._tokens, self._values = list(bias), list(bias.values())
+    reads_tokens = False
 
-    def process(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-        ids = ints_to_device_async(self._tokens, logits.device)
-        return logits.index_add(1, ids, logits.new_tensor(self._values).expand(len(logits), -1))
+    def __init__(self, bias: Mapping[int, float], device: torch.device):
+        """`bias`: what is added, by token id."""
+        self._ids = torch.tensor(list(bias), device=device)
+        self._values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+
+    def process(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
+        return logits.index_add(1, self._ids, self._values.expand(len(logits), -1))
 
 
 class Penalties(LogitsProcessor):
@@ -77,32 +87,41 @@ class Penalties(LogitsProcessor):
     def __init__(self, sampling: Sampling, prompt: Tensor):
         """Take the penalties of `sampling`; `prompt` are the tokens (P,) of the prompt."""
         self._sampling, self._prompt = sampling, prompt
+        self._in_prompt: Tensor | None = None  # (V,) bool
+        self._counts: Tensor | None = None  # (V,) float32: how often new tokens occur
+        self._counted = 0  # new tokens that are counted
 
-    def process(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-        counts, sampling = self._counts(logits, tokens), self._sampling
+    def process(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
+        counts, sampling = self._row_counts(logits, tokens, committed), self._sampling
         if (penalty := sampling.repetition_penalty) != 1:
-            is_known = counts > 0
-            is_known[:, self._prompt] = True
+            if self._in_prompt is None:
+                unknown = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
+                self._in_prompt = unknown.index_fill_(0, self._prompt, value=True)
             weaker = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits = torch.where(is_known, weaker, logits)
+            logits = torch.where((counts > 0) | self._in_prompt, weaker, logits)
         if sampling.frequency_penalty:
             logits = logits - sampling.frequency_penalty * counts
         if sampling.presence_penalty:
             logits = logits - sampling.presence_penalty * (counts > 0)
         return logits
 
-    @staticmethod
-    def _counts(logits: Tensor, tokens: Sequence[int]) -> Tensor:
-        """Return how often each token occurs before each row, (T, V) float32."""
-        rows, columns = list[int](), list[int]()
+    def _row_counts(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
+        """Return how often each new token occurs before each row, (T, V) float32."""
         first = len(tokens) - len(logits) + 1  # tokens before the first row
-        for index, token in enumerate(tokens):
+        if self._counts is None:
+            self._counts = logits.new_zeros(logits.shape[1])
+        # those of the sequence stay, and are counted once
+        ids = ints_to_device_async(tokens[self._counted : committed], logits.device)
+        self._counts.index_add_(0, ids, logits.new_ones(len(ids)))
+        self._counted = committed
+        rows, columns = list[int](), list[int]()
+        for index, token in enumerate(tokens[committed:], committed):
             after = range(max(0, index + 1 - first), len(logits))  # rows that follow it
             rows += after
             columns += [token] * len(after)
         cells = [ints_to_device_async(each, logits.device) for each in (rows, columns)]
-        ones = logits.new_ones(len(rows))
-        return torch.zeros_like(logits).index_put_((cells[0], cells[1]), ones, accumulate=True)
+        counts = self._counts.repeat(len(logits), 1)
+        return counts.index_put_(tuple(cells), logits.new_ones(len(rows)), accumulate=True)
 
 
 def make_processors(
@@ -117,7 +136,7 @@ def make_processors(
     """
     rules = list[LogitsProcessor]()
     if sampling.logit_bias:
-        rules.append(LogitBias(sampling.logit_bias))
+        rules.append(LogitBias(sampling.logit_bias, prompt.device))
     if sampling.has_penalties:
         rules.append(Penalties(sampling, prompt))
     if grammar is not None:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 MIN_TEMPERATURE = 1e-30  # below it, logits / temperature overflow
 MIN_TOP_P = 1e-30  # smaller values are 0 in float32
 MAX_BIAS = 100
-MAX_PENALTY = 2
+MAX_PENALTY = 2  # presence and frequency penalties, in both directions
+MIN_REPETITION, MAX_REPETITION = 0.01, 100
 _ALWAYS = ("temperature", "top_k", "top_p", "seed")
 _TOP = 1024  # tokens with nearly all probability mass of most distributions
 
@@ -66,7 +67,8 @@ class Sampling:
     )
     repetition_penalty: float = option(
         "Divide the positive logits of tokens in the prompt or the answer so far by this number, "
-        "and multiply the negative ones by it. 1 is off.",
+        f"and multiply the negative ones by it: from {MIN_REPETITION} to {MAX_REPETITION}; 1 is "
+        "off.",
         value=1.0,
         group=SAMPLING,
     )
@@ -112,9 +114,9 @@ class Sampling:
             )
         if not 0 <= self.seed < 2**63:
             raise TierForceError(f"`seed` must be between 0 and 2**63 - 1, found {self.seed}.")
-        if not 0 < self.repetition_penalty < float("inf"):
+        if not MIN_REPETITION <= self.repetition_penalty <= MAX_REPETITION:
             raise TierForceError(
-                "`repetition_penalty` must be a finite number above 0, found "
+                f"`repetition_penalty` must be from {MIN_REPETITION} to {MAX_REPETITION}, found "
                 f"{self.repetition_penalty}."
             )
         for token, bias in (self.logit_bias or {}).items():

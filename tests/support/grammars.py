@@ -9,13 +9,13 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from decoding.grammars.grammar import Grammar
 from decoding.speculation.grammar_mask import GrammarMask
-from decoding.text.grammar import Grammar
 from support.toys import VOCAB
 
 TOKENS = [b"a", b"b", b"ab"]
 STOP = 3
-_LONGEST = 12  # characters of the strings that are enumerated
+_LONGEST = 14  # characters of the strings that are enumerated
 
 
 class ToyTokenizer:

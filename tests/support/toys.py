@@ -121,13 +121,11 @@ def nest(
     sampling: Sampling,
     source: Generator | Randomness,
     ngram: int = 0,
-    processors: LogitsProcessors | None = None,
 ) -> Decoder:
     """Return nested decoders of models, outermost first, at the end of PROMPT.
 
     `lengths` are the draft lengths of all models but the last. With an n-gram, prompt lookup drafts
-    before the last model, or below it if that has a draft length too. All levels apply the
-    `processors`.
+    before the last model, or below it if that has a draft length too.
     """
     randomness = IndependentNoise(source) if isinstance(source, Generator) else source
     sequence, cached = TokenSequence(PROMPT), PROMPT[:-1]
@@ -149,10 +147,14 @@ def nest(
             name = f"over {below.name}"
             below = Speculative(name, model, cache, below, draft_length, sampling, randomness)
     assert isinstance(below, Decoder)
-    for level in below.levels():
-        level.processors = processors or level.processors
     below.sync([])
     return below
+
+
+def apply_processors(decoder: Decoder, processors: LogitsProcessors) -> None:
+    """Let all levels of a decoder share processors of logits."""
+    for level in decoder.levels():
+        level.processors = processors
 
 
 def restart(decoder: Decoder) -> None:

@@ -14,10 +14,10 @@ from decoding.app.batch.part_answers import DEVICE_FIELDS, FIELDS, SUMS, PartAns
 from decoding.app.documents.document import DocumentText
 from decoding.app.environment import installed_version
 from decoding.app.options import as_flags
-from decoding.text.grammar import json_value
+from decoding.grammars.grammar import json_value
 from decoding.text.instructions import Instructions
 from decoding.text.long_text import PromptBuilder, Rounds, Task
-from offload.errors import TierForceError
+from offload.errors import InvalidRequestError, TierForceError
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class DocumentsInProgress:
             except TierForceError as error:
                 self.record_error(id, *description(error))
                 continue
-            digest = self._job.prompt_digest(prompt.tobytes(), document.instructions)
+            digest = self._job.prompt_digest(prompt.tobytes(), document.instructions, task.is_last)
             work = Work(id, task, index, prompt, truncated, digest)
             # the record has more than the answers on disk, if it has one answer
             answer = None if document.ends else self._answers.get(digest, id)
@@ -175,12 +175,10 @@ class DocumentsInProgress:
         id, document = work.document, self._documents.get(work.document)
         if document is None:  # another task failed
             return
-        if work.task.is_last and self._job.grammar is not None:
-            try:
-                json_value(answer["summary"], answer["finish_reason"])
-            except TierForceError as error:
-                self.fail(work, *description(error))
-                return
+        reason = self._data(answer).get("error") if work.task.is_last else None
+        if reason is not None and not document.instructions.are_questions:
+            self.fail(work, InvalidRequestError.__name__, reason)
+            return
         document.answers[work.index] = {**answer, "truncated_tokens": work.truncated_tokens}
         if len(document.answers) == len(document.tasks):
             answers = [document.answers[index] for index in range(len(document.tasks))]
@@ -223,7 +221,7 @@ class DocumentsInProgress:
                     {
                         "question": question,
                         "answer": outcome.answer["summary"],
-                        **self._data(outcome),
+                        **self._data(outcome.answer),
                         **_counts(outcome),
                     }
                     for question, outcome in pairs
@@ -238,7 +236,7 @@ class DocumentsInProgress:
             if outcome.parts:
                 own = {"summary": own["summary"], **_counts(outcome)}
                 own |= {name: outcome.answer[name] for name in DEVICE_FIELDS}
-            own = {"summary": own.pop("summary"), **self._data(outcome), **own}
+            own = {"summary": own.pop("summary"), **self._data(outcome.answer), **own}
             own["instruction"] = instructions.strings[0]
         if outcomes[0].parts:
             own["part_instruction"] = self._job.format.part
@@ -252,12 +250,17 @@ class DocumentsInProgress:
             "versions": versions(),
         }
 
-    def _data(self, outcome: _Outcome) -> dict[str, Any]:
-        """Return the field with the value of an answer in JSON, if answers are."""
+    def _data(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Return the field with the value of a final answer, if it is in JSON.
+
+        It is null, with an `error`, if the answer was cut.
+        """
         if self._job.grammar is None:
             return {}
-        answer = outcome.answer
-        return {"data": json_value(answer["summary"], answer["finish_reason"])}
+        try:
+            return {"data": json_value(answer["summary"], answer["finish_reason"])}
+        except InvalidRequestError as error:
+            return {"data": None, "error": as_flags(str(error))}
 
 
 def _add(document: _Document, task: Task, answer: dict[str, Any]) -> None:

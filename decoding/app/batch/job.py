@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from decoding.app.batch.records import Finished
+from decoding.grammars.grammar import Grammar
 from decoding.speculation.sampling import Sampling
-from decoding.text.grammar import Grammar
 from decoding.text.instructions import Instructions, PromptFormat
 from offload.errors import TierForceError
 from offload.regular_files import read_regular
@@ -65,9 +65,14 @@ class BatchJob:
             return self._digest({"text": document, "questions": instructions.strings})
         return self._digest({"text": document, "instruction": instructions.strings[0]})
 
-    def prompt_digest(self, prompt: bytes, instructions: Instructions) -> str:
-        """Return the same for the answer to a prompt of token ids (T,), as bytes."""
+    def prompt_digest(self, prompt: bytes, instructions: Instructions, is_last: bool) -> str:
+        """Return the same for the answer to a prompt of token ids (T,), as bytes.
+
+        `is_last`: for a final answer.
+        """
         content: dict[str, Any] = {"text": hashlib.sha256(prompt).hexdigest()}
+        if not is_last:
+            content["schema"] = None  # answers about parts are free
         if not instructions.are_questions:  # the prompt has one of them, and others may change
             content["instruction"] = instructions.strings[0]
         return self._digest(content)
@@ -93,7 +98,11 @@ class BatchJob:
             "template": self.format.template,
             "schema": self.format.schema,
         }
-        content |= {name: value for name, value in own.items() if value is not None}
+        content = {
+            name: value
+            for name, value in (own | content).items()
+            if name not in own or value is not None
+        }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def is_current(self, finished: Finished, instructions: Instructions) -> bool:

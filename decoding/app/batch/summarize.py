@@ -182,7 +182,7 @@ class Results:
     ):
         """Print the names of the documents that are already finished."""
         self.documents, self.records, self.display = documents, records, display
-        self.failed = 0
+        self.failed = self.cut = 0  # documents, and answers to questions
         is_due = {document.id for document in due}
         for document in documents:
             if document.id not in is_due:
@@ -196,6 +196,10 @@ class Results:
             line = f"failed: {record['error']}"
         else:
             line = summary_line(record)
+            answers = record.get("answers", ())
+            if cut := [each["error"] for each in answers if "error" in each]:
+                self.cut += len(cut)
+                line += f"; {len(cut)} of {len(answers)} answers have an error: {cut[0]}"
         self.display.end(record["id"], f"{record['id']}: {line}")
 
     def report_interrupt(self, name: str) -> None:
@@ -223,6 +227,11 @@ class Results:
         if self.failed:
             raise TierForceError(
                 f"{self.failed} of {count} documents failed; their records in {path} say why."
+            )
+        if self.cut:
+            raise TierForceError(
+                f"{self.cut} answers have an error in place of data; their records in {path} say "
+                "why."
             )
 
 

@@ -29,7 +29,7 @@ def read_template(path: Path) -> str:
 
 def read_schema(path: Path) -> str:
     """Return the JSON schema in a file, in one line. Raises TierForceError."""
-    from decoding.text.grammar import Grammar
+    from decoding.grammars.grammar import Grammar
 
     text = _read("--schema", path)
     try:

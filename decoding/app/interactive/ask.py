@@ -23,8 +23,8 @@ from decoding.app.terminal.streams import warn
 from decoding.engine.chat import talk_room
 from decoding.engine.engine import Engine, Progress
 from decoding.engine.request import Request
+from decoding.grammars.grammar import CUT, CompiledGrammar, Grammar
 from decoding.text.detokenizer import detokenize_stream
-from decoding.text.grammar import CUT, CompiledGrammar, Grammar
 from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder, Rounds, Task
 from offload.errors import InvalidRequestError, TierForceError
@@ -44,7 +44,7 @@ def run(
     truncated, or with `splits` each of its parts is asked, and the answers are merged. Raises
     TierForceError on failure.
     """
-    engine, chat, text = load_chat(common, document, format.system)
+    engine, chat, text = load_chat(common, document, format.system, format.for_answer(""))
     grammar = None if format.schema is None else Grammar(format.schema)
     with engine.group.sync_errors():
         compiled = engine.grammars.compile_optional(grammar)

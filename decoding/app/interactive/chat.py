@@ -24,6 +24,7 @@ from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.engine.chat import Chat
 from decoding.engine.engine import Engine
 from decoding.prefix_cache.store import MIN_TOKENS
+from decoding.text.encoding import plain_tokens
 from offload.errors import TierForceError
 from offload.regular_files import read_json
 from parallel.ranks.environment import RankLost
@@ -174,9 +175,12 @@ def _open_chat(common: Common, document: Path | None, system: str | None) -> Ite
 
 
 def load_chat(
-    common: Common, document: Path | None, system: str | None
+    common: Common, document: Path | None, system: str | None, added: str = ""
 ) -> tuple[Engine, Chat | None, str]:
-    """Load the models; return them, on rank 0 the chat, and the text of the document."""
+    """Load the models; return them, on rank 0 the chat, and the text of the document.
+
+    `added`: the text that is added to every question.
+    """
     silence_transformers()
     group = TensorParallelGroup.from_environment(common.device, warn)
     text: str | None = None
@@ -188,7 +192,9 @@ def load_chat(
     with group.sync_errors():
         if group.rank == 0:
             name = document.name if document else ""
-            chat = Chat(engine, common.max_new_tokens, common.sampling, text, name, system)
+            room = len(plain_tokens(engine.tokenizer, added))
+            options = common.max_new_tokens, common.sampling
+            chat = Chat(engine, *options, text, name, system, room)
     return engine, chat, text or ""
 
 

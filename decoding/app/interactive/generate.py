@@ -16,7 +16,7 @@ from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import silence_transformers, warn, without_controls
 from decoding.engine.engine import Engine, Progress
-from decoding.text.grammar import CUT, Grammar
+from decoding.grammars.grammar import CUT, Grammar
 from decoding.text.prompt import Template
 from offload.errors import InvalidRequestError, TierForceError
 from parallel.ranks.process_group import TensorParallelGroup

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.engine.request import Request
+from decoding.grammars.grammar import Grammar, GrammarCompiler
 from decoding.models.loading import load_tokenizer
-from decoding.text.grammar import Grammar, GrammarCompiler
 from offload.errors import InvalidRequestError
 from parallel.ranks.process_group import TensorParallelGroup
 from support.channels import MARKERS, make_tokenizer

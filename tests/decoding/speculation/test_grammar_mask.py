@@ -4,13 +4,18 @@ however the positions are visited.
 
 from __future__ import annotations
 
+import itertools
 import random
+from typing import Any, cast
 
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from decoding.grammars.grammar import Grammar
+from decoding.speculation.grammar_mask import GrammarMask
 from offload.errors import InvalidRequestError
-from support.grammars import STOP, allowed, toy_mask
+from support.grammars import STOP, ToyTokenizer, allowed, toy_mask
 from support.toys import VOCAB
 
 # the third leaves one string for a while, the last has no end
@@ -22,29 +27,24 @@ def visible(mask: torch.Tensor) -> set[int]:
     return set(mask.isfinite().nonzero().flatten().tolist())
 
 
-def follow(pattern: str, source: random.Random, length: int) -> list[int]:
-    """Return allowed tokens, chosen at random."""
-    tokens = list[int]()
-    while len(tokens) < length:
-        tokens.append(source.choice(sorted(allowed(pattern, tokens))))
-    return tokens
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_masks_are_those_of_the_language_wherever_a_level_moves(pattern: str) -> None:
     source, mask = random.Random(0), toy_mask(pattern)
-    path = list[int]()
-    for _ in range(200):
-        kept = path[: source.randint(0, len(path))]
-        path = [*kept, *follow_on(pattern, kept, source)][:7]
-        rows = source.randint(1, len(path) + 1)
+    path, committed = list[int](), 0
+    for _ in range(300):
+        if source.random() < 0.05:
+            path, committed, mask = [], 0, toy_mask(pattern)
+        kept = path[: source.randint(committed, len(path))]
+        path = [*kept, *follow_on(pattern, kept, source)][:5]
+        committed = source.randint(committed, len(path))
+        rows = source.randint(1, len(path) + 1 - committed)
         logits = torch.randn(rows, VOCAB)
         before = logits.clone()
-        processed = mask.process(logits, path)
+        processed = mask.process(logits, path, committed)
         assert torch.equal(logits, before)
         for row in range(rows):
             tokens = path[: len(path) - rows + 1 + row]
-            assert visible(processed[row]) == allowed(pattern, tokens)
+            assert visible(processed[row]) == allowed(pattern, tokens), tokens
         assert torch.equal(processed[processed.isfinite()], before[processed.isfinite()])
 
 
@@ -58,9 +58,12 @@ def follow_on(pattern: str, kept: list[int], source: random.Random) -> list[int]
 
 def test_what_follows_a_forbidden_draft_token_is_not_restricted() -> None:
     mask = toy_mask("ab")
-    rows = mask.process(torch.zeros(3, VOCAB), [1, 0])  # b, which no string begins with
-    assert [visible(row) for row in rows] == [{0, 2}, {0, 1, 2, 3}, {0, 1, 2, 3}]
-    assert visible(mask.process(torch.zeros(1, VOCAB), [0])[0]) == {1}
+    # b, which no string begins with; should it be accepted, the end would be an error
+    rows = mask.process(torch.zeros(3, VOCAB), [1, 0], 0)
+    assert [visible(row) for row in rows] == [{0, 2}, {0, 1, 2}, {0, 1, 2}]
+    assert visible(mask.process(torch.zeros(1, VOCAB), [0], 1)[0]) == {1}
+    with pytest.raises(InvalidRequestError, match="after 1 tokens: it does not allow"):
+        mask.process(torch.zeros(1, VOCAB), [1], 1)
 
 
 def test_the_beginning_of_a_draft_that_the_grammar_allows_is_counted() -> None:
@@ -69,10 +72,59 @@ def test_the_beginning_of_a_draft_that_the_grammar_allows_is_counted() -> None:
     assert mask.count_possible([0], [1, 0]) == 0
     assert mask.count_possible([0], [2]) == 1
     assert mask.count_possible([0, 0, 1, STOP], [0]) == 0
-    assert visible(mask.process(torch.zeros(1, VOCAB), [0, 0])[0]) == {1}
+    assert visible(mask.process(torch.zeros(1, VOCAB), [0, 0], 0)[0]) == {1}
 
 
-def test_a_position_without_any_token_is_an_error() -> None:
-    mask = toy_mask("cc")
-    with pytest.raises(InvalidRequestError, match="after 0 tokens"):
-        mask.process(torch.zeros(1, VOCAB), [])
+def test_a_position_without_any_token_is_an_error_of_the_sequence_alone() -> None:
+    with pytest.raises(InvalidRequestError, match="after 0 tokens: none of the model's tokens"):
+        toy_mask("cc").process(torch.zeros(1, VOCAB), [], 0)
+    mask = toy_mask("ab|bc")
+    for _ in range(2):  # after a draft that leads nowhere the others are what they were
+        rows = mask.process(torch.zeros(2, VOCAB), [1], 0)
+        assert [visible(row) for row in rows] == [{0, 1, 2}, {0, 1, 2}]
+        assert visible(mask.process(torch.zeros(1, VOCAB), [0], 0)[0]) == {1}
+    with pytest.raises(InvalidRequestError, match="after 1 tokens: none of the model's tokens"):
+        mask.process(torch.zeros(1, VOCAB), [1], 1)
+
+
+def test_a_stop_token_that_is_text_ends_a_whole_answer_only() -> None:
+    tokenizer: Any = TokenizerWrapper(ToyTokenizer())
+    own = LLTokenizer(tokenizer, n_vocab=VOCAB, eos_token=[STOP])
+    matcher = LLMatcher(own, Grammar.regex("(a|b){2}").compose(in_channels=False), log_level=0)
+    mask = GrammarMask(matcher, {0, STOP}, VOCAB, VOCAB)  # a ends an answer, too
+    assert visible(mask.process(torch.zeros(1, VOCAB), [], 0)[0]) == {1, 2}
+    assert visible(mask.process(torch.zeros(1, VOCAB), [2], 1)[0]) == {0, STOP}
+
+
+def test_a_matcher_that_fails_is_an_error_and_never_ends_the_restriction() -> None:
+    """It stays in error once it is, as when it exceeds a limit."""
+    mask = toy_mask("(a|b)*")
+    failing = mask._matcher
+
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(failing, name)
+
+        def try_consume_tokens(self, tokens: list[int]) -> int:
+            return 0
+
+        def get_error(self) -> str:
+            return "too many items"
+
+    mask._matcher = cast(LLMatcher, Failing())
+    assert visible(mask.process(torch.zeros(1, VOCAB), [0], 0)[0]) == {0, 1, 2}
+    mask = toy_mask("(a|b)*")
+    mask._matcher = cast(LLMatcher, Failing())
+    with pytest.raises(InvalidRequestError, match="after 1 tokens: too many items"):
+        mask.process(torch.zeros(1, VOCAB), [0], 1)
+
+
+def test_a_grammar_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = toy_mask("(a|b)*")
+    seconds = itertools.count(0, 3.0)
+    monkeypatch.setattr(
+        "decoding.speculation.grammar_mask.time.perf_counter", lambda: next(seconds)
+    )
+    mask.process(torch.zeros(1, VOCAB), [], 0)
+    with pytest.raises(InvalidRequestError, match="takes too long"):
+        mask.process(torch.zeros(1, VOCAB), [0], 1)

@@ -4,7 +4,9 @@ and however deep they nest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from decoding.speculation.draft_length import DraftLength
 from decoding.speculation.logits_processors import LogitsProcessors, make_processors
 from decoding.speculation.randomness import make_randomness
 from decoding.speculation.rejection_sampler import Draft
+from offload.errors import InvalidRequestError
 from support.distributions import BROKEN, LIKELY, frequencies, p_value
 from support.grammars import allowed, toy_mask
 from support.slow import slow_except
@@ -27,6 +30,7 @@ from support.toys import (
     ErraticLength,
     Rule,
     Toy,
+    apply_processors,
     continuation_index,
     generate,
     nest,
@@ -55,11 +59,18 @@ def hierarchy(below: str) -> list[Toy]:
 
 
 @torch.inference_mode()  # as engines do
-def continuation_counts(decoder: Decoder, tokens: int = TOKENS) -> Tensor:
-    """Return how often each continuation of the prompt is sampled, (V ** tokens,)."""
+def continuation_counts(
+    decoder: Decoder, tokens: int = TOKENS, processors: Callable[[], LogitsProcessors] | None = None
+) -> Tensor:
+    """Return how often each continuation of the prompt is sampled, (V ** tokens,).
+
+    Each is a request of its own, with its own processors.
+    """
     indices = []
     for _ in range(SAMPLES):
         restart(decoder)
+        if processors is not None:
+            apply_processors(decoder, processors())
         indices.append(continuation_index(generate(decoder, tokens)))
     return frequencies(indices, VOCAB**tokens)
 
@@ -248,28 +259,38 @@ def test_output_follows_the_distribution_under_rules(
 ) -> None:
     sampling, pattern = RULES[rules]
     models = hierarchy(below)[: len(lengths) + 1]
-    processors = processors_of(sampling, pattern)
-    decoder = nest(models, lengths, sampling, generator(11), ngram, processors)
+    decoder = nest(models, lengths, sampling, generator(11), ngram)
     expected = models[0].continuation_probs(sampling, TOKENS, rule_of(sampling, pattern))
-    assert p_value(continuation_counts(decoder), expected) > LIKELY
+    counts = continuation_counts(decoder, processors=partial(processors_of, sampling, pattern))
+    assert p_value(counts, expected) > LIKELY
 
 
 @pytest.mark.parametrize("rules", ["penalties", "grammar"])
 def test_rules_that_overlook_the_tokens_of_a_draft_are_detected(
     rules: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An answer that a grammar does not allow is an error of its own."""
     sampling, pattern = RULES[rules]
-    models, processors = hierarchy("skewed"), processors_of(sampling, pattern)
-    decoder = nest(models, [4, 2], sampling, generator(12), 0, processors)
-    process = processors.process
+    models = hierarchy("skewed")
+    decoder = nest(models, [4, 2], sampling, generator(12))
+    process = LogitsProcessors.process
 
-    def overlooking(logits: Tensor, tokens: list[int]) -> Tensor:
-        committed = tokens[: len(tokens) - len(logits) + 1]
-        return torch.cat([process(row[None], committed) for row in logits])
+    def overlooking(
+        own: LogitsProcessors, logits: Tensor, tokens: list[int], committed: int
+    ) -> Tensor:
+        before = tokens[: len(tokens) - len(logits) + 1]
+        return torch.cat([process(own, row[None], before, committed) for row in logits])
 
-    monkeypatch.setattr(processors, "process", overlooking)
+    monkeypatch.setattr(LogitsProcessors, "process", overlooking)
+    sample = partial(
+        continuation_counts, decoder, processors=partial(processors_of, sampling, pattern)
+    )
+    if pattern is not None:
+        with pytest.raises(InvalidRequestError, match="does not allow the last one"):
+            sample()
+        return
     expected = models[0].continuation_probs(sampling, TOKENS, rule_of(sampling, pattern))
-    assert p_value(continuation_counts(decoder), expected) < BROKEN
+    assert p_value(sample(), expected) < BROKEN
 
 
 @pytest.mark.parametrize("rules", RULES)
@@ -281,8 +302,9 @@ def test_coupled_output_under_rules_is_that_of_plain_decoding(rules: str, ngram:
     def output(lengths: list[int | DraftLength], ngram: int, seed: int) -> list[int]:
         randomness = make_randomness(replace(sampling, seed=seed), torch.device("cpu"), True)
         own = models[: len(lengths) + 1]
-        processors = processors_of(sampling, pattern)
-        return generate(nest(own, lengths, sampling, randomness, ngram, processors), 12)
+        decoder = nest(own, lengths, sampling, randomness, ngram)
+        apply_processors(decoder, processors_of(sampling, pattern))
+        return generate(decoder, 12)
 
     for seed in range(20):
         plain = output([], 0, seed)

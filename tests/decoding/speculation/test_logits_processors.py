@@ -52,11 +52,14 @@ def test_each_row_is_changed_by_the_tokens_before_it(sampling: Sampling, rows: i
     source = random.Random(rows)
     processors = make_processors(sampling, torch.tensor(PROMPT))
     assert processors
-    for length in (rows - 1, rows + 12):
-        tokens = [source.randrange(VOCAB) for _ in range(length)]
+    tokens = list[int]()
+    for length, committed in ((rows - 1, 0), (rows + 12, 5), (rows + 12, 5), (rows + 20, 21)):
+        drafted = length - committed
+        kept = [*tokens, *(source.randrange(VOCAB) for _ in range(committed))][:committed]
+        tokens = [*kept, *(source.randrange(VOCAB) for _ in range(drafted))]
         logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(length))
         before = logits.clone()
-        found = processors.process(logits, tokens)
+        found = processors.process(logits, tokens, committed)
         assert torch.equal(logits, before)
         ends = range(length - rows + 1, length + 1)
         expected = [
@@ -67,11 +70,11 @@ def test_each_row_is_changed_by_the_tokens_before_it(sampling: Sampling, rows: i
 
 
 def test_rows_do_not_depend_on_how_many_are_processed_together() -> None:
-    processors = make_processors(ALL, torch.tensor(PROMPT))
+    processors, single = (make_processors(ALL, torch.tensor(PROMPT)) for _ in range(2))
     tokens = [1, 5, 5, 3, 20, 1]
     logits = torch.randn(7, VOCAB)
-    together = processors.process(logits, tokens)
-    alone = [processors.process(logits[end : end + 1], tokens[:end]) for end in range(7)]
+    together = processors.process(logits, tokens, 0)
+    alone = [single.process(logits[end : end + 1], tokens[:end], end) for end in range(7)]
     assert torch.equal(together, torch.cat(alone))
 
 

@@ -27,10 +27,10 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX a
 
 import decoding.text.gguf_tokenizer
 from bench.harness.text import long_text
+from decoding.grammars.grammar import Grammar, GrammarCompiler
 from decoding.text.detokenizer import detokenize_stream
 from decoding.text.gguf_tokenizer import SPLITS, gguf_tokenizer
 from decoding.text.gguf_vocabulary import MAX_MERGES, MAX_TOKENS, check_vocabulary
-from decoding.text.grammar import Grammar, GrammarCompiler
 from decoding.text.prompt import Template
 from offload.errors import TierForceError
 

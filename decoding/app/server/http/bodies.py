@@ -8,12 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from decoding.app.server.http.formats import parse_response_format, parse_structured_outputs
 from decoding.app.server.worker import limits
-from decoding.speculation.sampling import MAX_PENALTY
-from decoding.text.grammar import Grammar
+from decoding.grammars.grammar import Grammar
+from decoding.speculation.sampling import (
+    MAX_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MIN_REPETITION,
+)
 
 _Accepted = Mapping[str, tuple[Any, ...] | None]
 # accepted fields that change no answer, and their accepted values; None: any value
@@ -35,6 +48,10 @@ _ACCEPTED: _Accepted = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "user": None,
+}
+# fields of other servers that restrict an answer
+_OTHER_FORMATS = {"format", "grammar", "json_schema", "regex"} | {
+    f"guided_{name}" for name in ("json", "regex", "choice", "grammar")
 }
 MAX_TOP_LOGPROBS = 20
 _MAX_BIASES, _ID_DIGITS = 10_000, 9
@@ -59,7 +76,10 @@ class _Strict(BaseModel):
                 values = cls.accepted.get(name, ())
                 if not (name in cls.model_fields or values is None or value in (None, *values)):
                     shown = name if name.isidentifier() and len(name) <= 100 else ascii(name[:100])
-                    raise ValueError(f"{shown} is not supported by this server: leave it out")
+                    hint = "leave it out"
+                    if name in _OTHER_FORMATS:
+                        hint = "use response_format, or structured_outputs"
+                    raise ValueError(f"{shown} is not supported by this server: {hint}")
         return data
 
 
@@ -96,10 +116,26 @@ def _by_token(bias: Any) -> dict[int, float] | None:
     for token, value in bias.items():
         if not token.isdecimal() or len(token) > _ID_DIGITS or type(value) not in (int, float):
             raise ValueError(f"{token[:100]!a} must be a token id with a number")
+        if not -MAX_BIAS <= value <= MAX_BIAS:
+            raise ValueError(f"the bias of token {token} must be from -{MAX_BIAS} to {MAX_BIAS}")
     return {int(token): value for token, value in bias.items()}
 
 
-class _Body(_Strict):
+class _SamplingBody(_Strict):
+    """The fields that are options of sampling."""
+
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION, le=MAX_REPETITION)
+    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    logit_bias: Annotated[dict[int, float] | None, PlainValidator(_by_token)] = None
+
+
+class _Body(_SamplingBody):
     """The common fields of chat and plain completions."""
 
     accepted = _ACCEPTED
@@ -108,25 +144,17 @@ class _Body(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, lt=2**63)
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, lt=2**63)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
-    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    logit_bias: Annotated[dict[int, float] | None, PlainValidator(_by_token)] = None
     stop: _Stop | _Stops | None = None
     response_format: Annotated[Grammar | None, PlainValidator(parse_response_format)] = None
     structured_outputs: Annotated[Grammar | None, PlainValidator(parse_structured_outputs)] = None
 
-    @model_validator(mode="after")
-    def check_grammar(self) -> _Body:
+    @field_validator("structured_outputs", mode="after")
+    @classmethod
+    def check_one_grammar(cls, value: Grammar | None, info: ValidationInfo) -> Grammar | None:
         """Raise ValueError for two grammars."""
-        if self.response_format is not None and self.structured_outputs is not None:
-            raise ValueError("response_format and structured_outputs: send one of them")
-        return self
+        if value is not None and info.data.get("response_format") is not None:
+            raise ValueError("send this or response_format, not both")
+        return value
 
     @property
     def grammar(self) -> tuple[str, Grammar | None]:

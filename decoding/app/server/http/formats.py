@@ -6,8 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from decoding.text.grammar import Grammar
+from decoding.grammars.grammar import MAX_CHARACTERS, Grammar
+from offload.errors import one_line
 
+_FIELDS = {  # keys: types
+    "text": ("type",),
+    "json_object": ("type", "schema"),
+    "json_schema": ("type", "json_schema"),
+}
 _JSON_SCHEMA = ("name", "description", "schema", "strict")  # fields; all but schema are ignored
 _MAX_CHOICES = 10_000
 
@@ -17,13 +23,13 @@ def parse_response_format(value: Any) -> Grammar | None:
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in ("text", "json_object", "json_schema"):
+    if kind not in _FIELDS:
         raise ValueError("type must be text, json_object or json_schema")
-    _check_fields(value, ("type", "json_schema") if kind == "json_schema" else ("type",))
+    _check_fields(value, _FIELDS[kind])
     if kind == "text":
         return None
-    if kind == "json_object":
-        return Grammar.json_object()
+    if kind == "json_object":  # llama.cpp's may have a schema
+        return _schema(value.get("schema") or {"type": "object"})
     own = value.get("json_schema")
     if not isinstance(own, dict) or "schema" not in own:
         raise ValueError("json_schema must be an object with a schema")
@@ -46,14 +52,17 @@ def parse_structured_outputs(value: Any) -> Grammar | None:
 
 
 def _check_fields(value: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name in value:
-        if name not in known:
+    for name, own in value.items():
+        if own is not None and name not in known:
             raise ValueError(f"{name[:100]!a} is not supported by this server: leave it out")
 
 
 def _schema(value: Any) -> Grammar:
     if isinstance(value, str):
-        value = json.loads(value)
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValueError("the string of a schema is not JSON") from None
     if not isinstance(value, dict | bool):
         raise ValueError("a schema must be an object or a boolean")
     return Grammar.json_schema(value)
@@ -75,8 +84,18 @@ def _choice(value: Any) -> Grammar:
     return Grammar.choice([_string(each, "choice") for each in value])
 
 
-def _lark(value: Any) -> Grammar:
-    return Grammar(_string(value, "grammar"), is_schema=False)
+def _grammar(value: Any) -> Grammar:
+    """Return a grammar in Lark's syntax, or in GBNF."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    source = _string(value, "grammar")
+    if len(source) > MAX_CHARACTERS:
+        raise ValueError(f"grammar has more than {MAX_CHARACTERS:,} characters")
+    try:
+        source = any_to_lark(source)
+    except Exception as error:
+        raise ValueError(f"grammar is not valid GBNF ({one_line(error)[:100]})") from error
+    return Grammar(source, is_schema=False)
 
 
 def _string(value: Any, name: str) -> str:
@@ -90,5 +109,5 @@ _STRUCTURED: Mapping[str, Callable[[Any], Grammar | None]] = {
     "json_object": _json_object,
     "regex": _regex,
     "choice": _choice,
-    "grammar": _lark,
+    "grammar": _grammar,
 }

@@ -124,7 +124,7 @@ class RequestParser:
             raise RequestRefused(400, reason, param="logit_bias")
         field, grammar = body.grammar
         try:
-            compiled = self._prompts.compile(grammar)
+            self._prompts.check_grammar(grammar)
         except TierForceError as error:
             raise RequestRefused(400, f"{field}: {error}", param=field) from error
         return GenerationParams(
@@ -133,7 +133,7 @@ class RequestParser:
             sampling,
             body.stops,
             body.num_top_logprobs,
-            compiled,
+            grammar,
         )
 
     def _too_long(self, message: str, param: str, tokens: int) -> RequestRefused:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,27 @@ import jsonschema
 import pytest
 from transformers import AutoTokenizer
 
-from support.batches import exit_after_answers
-from support.commands import GREEDY_FP32, MODELS, TARGET, Finished, forked, refused, summarized
+from decoding import GREEDY
+from decoding.app.batch.documents_in_progress import DocumentsInProgress
+from decoding.app.batch.job import BatchJob
+from decoding.app.batch.records import Records
+from decoding.app.batch.summarize import Results
+from decoding.app.documents.document import DocumentText, Identity
+from decoding.app.terminal.progress import Display
+from decoding.text.instructions import Instructions, PromptFormat
+from decoding.text.long_text import PromptBuilder
+from offload.errors import TierForceError
+from support.batches import answer, exit_after_answers
+from support.commands import (
+    GREEDY_FP32,
+    MODELS,
+    TARGET,
+    Finished,
+    forked,
+    records,
+    refused,
+    summarized,
+)
 from support.prompts import passages
 
 SCHEMA = {
@@ -87,8 +108,18 @@ def test_parts_are_free_and_the_last_merge_is_under_the_schema(
     for part in record["parts"]:
         assert not part["summary"].startswith("{")
     # the schema is in the prompt of the final answer alone
-    free, _ = run(tmp_path / "free", source, "--context", "800")
-    assert free.code == 0, free.err
+    path = tmp_path / "out.jsonl.parts"
+    assert not path.exists()
+    killed, _ = run(tmp_path / "a", source, *options, before=partial(exit_after_answers, 2))
+    assert killed.code == 9
+    other = (*schema(tmp_path, {"enum": ["yes"]}), "--context", "800")
+    result, found = run(tmp_path / "a", source, *other)
+    assert found[LONG]["data"] == "yes"
+    assert [each["summary"] for each in found[LONG]["parts"]] == [
+        each["summary"] for each in record["parts"]
+    ]
+    # two of their answers were on disk
+    assert len(re.findall(r"part \d+ of", result.err)) == len(record["parts"]) - 2
 
 
 def test_answers_to_questions_are_under_the_schema_after_a_kill_too(
@@ -101,6 +132,7 @@ def test_answers_to_questions_are_under_the_schema_after_a_kill_too(
     assert killed.code == 9
     result, found = run(tmp_path, source, *options)
     assert result.code == 0, result.err
+    assert result.err.count("question 1 of 2:") + result.err.count("question 2 of 2:") == 3
     for record in found.values():
         assert [each["question"] for each in record["answers"]] == QUESTIONS
         for each in record["answers"]:
@@ -111,11 +143,35 @@ def test_an_answer_that_was_cut_is_an_error_of_its_document(source: Path, tmp_pa
     result, found = run(tmp_path, source, *schema(tmp_path), new=6)
     assert result.code == 1
     for record in found.values():
-        assert "--max-new-tokens before its JSON was complete" in record["error"]
+        assert "use more --max-new-tokens" in record["error"]
         assert "summary" not in record
     result, found = run(tmp_path, source, *schema(tmp_path))
     assert result.code == 0, result.err
     assert all("data" in record for record in found.values())
+
+
+def test_an_answer_that_was_cut_leaves_those_to_other_questions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = Instructions(("Who?", "Why?"), are_questions=True)
+    format = PromptFormat(schema='{"enum": ["yes", "no"]}')
+    job = BatchJob("model", None, "weights", questions, format, 12, 400, "float32", None, GREEDY)
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), format, 400, 12)
+    with Records(tmp_path / "out.jsonl") as output, Display(1, sys.stderr) as display:
+        results = Results([], [], output, display)
+        progress = DocumentsInProgress(builder, job, output.parts, results.add)
+        progress.begin("a", DocumentText("It was.", {}, Identity("1")))
+        first, second = progress.work()
+        progress.finish(first, answer('"yes"'))
+        progress.finish(second, {**answer('"n'), "finish_reason": "length"})
+        with pytest.raises(TierForceError, match="1 answers have an error in place of data"):
+            results.conclude(400)
+    (record,) = records(tmp_path / "out.jsonl")
+    whole, cut = record["answers"]
+    assert (whole["data"], cut["data"], cut["answer"]) == ("yes", None, '"n')
+    assert "--max-new-tokens" in cut["error"]
+    assert "error" not in whole
+    assert "1 of 2 answers have an error" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -146,4 +202,4 @@ def test_generate_prints_json(tmp_path: Path) -> None:
     jsonschema.validate(json.loads(result.out), SCHEMA)
     cut = forked(tmp_path, "generate", *own, "--prompt", "class", "--max-new-tokens", "5")
     assert cut.code == 1
-    assert "--max-new-tokens before its JSON was complete" in cut.err
+    assert "use more --max-new-tokens" in cut.err

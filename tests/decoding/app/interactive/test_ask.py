@@ -133,8 +133,15 @@ def test_answers_are_json_under_a_schema(
         result = ask(tmp_path, model, document, "Who?", "--schema", str(schema), *more)
         assert result.code == 0, result.err
         assert json.loads(result.out) in ("yes", "no", 3)
+    # the document leaves room for the schema, too
+    values = {"enum": ["yes", *(f"a long answer, number {number}" for number in range(12))]}
+    schema.write_text(json.dumps(values))
+    whole = ("--schema", str(schema), "--long", "cut", "--max-new-tokens", "40")
+    result = ask(tmp_path, model, document, "Who?", *whole)
+    assert result.code == 0, result.err
+    assert json.loads(result.out) in values["enum"]
     short = ("--schema", str(schema), "--max-new-tokens", "1")
     for more in ((), ("--context", "4000")):
         cut = ask(tmp_path, model, document, "Who?", *short, *more)
         assert cut.code == 1
-        assert "--max-new-tokens before its JSON was complete" in cut.err
+        assert "use more --max-new-tokens" in cut.err

@@ -338,9 +338,35 @@ BAD = {
         CHAT,
         chat(response_format=json_schema(), structured_outputs={"regex": "a"}),
         400,
-        "send one of them",
+        "structured_outputs: send this or response_format",
     ),
     "two forms": (CHAT, chat(structured_outputs={"regex": "a", "choice": ["b"]}), 400, "found 2"),
+    "deep schema": (
+        CHAT,
+        chat(structured_outputs={"json": "[" * 200_000}),
+        400,
+        "structured_outputs: the string of a schema is not JSON",
+    ),
+    "chain of references": (
+        CHAT,
+        chat(
+            response_format=json_schema(
+                {
+                    "$ref": "#/$defs/a0",
+                    "$defs": {f"a{at}": {"$ref": f"#/$defs/a{at + 1}"} for at in range(5_000)},
+                }
+            )
+        ),
+        400,
+        "response_format: the JSON schema is invalid",
+    ),
+    "slow schema": (
+        CHAT,
+        chat(response_format=json_schema({"type": "integer", "multipleOf": 1000003})),
+        400,
+        "takes more than",
+    ),
+    "vLLM's old field": (CHAT, chat(guided_json={}), 400, "use response_format, or structured"),
     "empty choice": (CHAT, chat(structured_outputs={"choice": []}), 400, "1 to 10,000 strings"),
     "broken regex": (
         CHAT,

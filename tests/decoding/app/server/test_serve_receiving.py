@@ -199,8 +199,8 @@ class _Prompts:
     def tokenize_text(self, _: str) -> list[int]:
         return [1, 2, 3]
 
-    def compile(self, _: object) -> None:
-        return None
+    def check_grammar(self, _: object) -> None:
+        pass
 
 
 def test_the_body_of_a_queued_request_is_freed() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from decoding.grammars.grammar import Grammar, GrammarCompiler
 from decoding.models.loading import load_tokenizer
-from decoding.text.grammar import Grammar, GrammarCompiler
 from offload.errors import InvalidRequestError
 from support.channels import MARKERS
 from support.engines import DEMO
@@ -73,15 +73,44 @@ def test_a_model_answers_in_its_final_channel() -> None:
         assert not takes(matcher, tokenizer(text, add_special_tokens=False).input_ids), text
 
 
+def test_grammars_with_many_alternatives_are_followed() -> None:
+    tokenizer = load_tokenizer(DEMO / "target")
+    properties = {f"p{at}": {"type": "integer"} for at in range(1_000)}
+    wide = {"type": "object", "properties": properties, "additionalProperties": False}
+    choices = Grammar.choice([f"option {at}" for at in range(10_000)])
+    for grammar, text in (
+        (choices, "option 9999"),
+        (Grammar.json_schema(wide), '{"p0": 1, "p999": 2}'),
+        (Grammar.choice(['\x7f\u2028\n"\\', "\U0001f600"]), '\x7f\u2028\n"\\'),
+        (chain(50), "1"),
+    ):
+        tokens = tokenizer(text, add_special_tokens=False).input_ids
+        assert takes(matcher_of(grammar, tokenizer), tokens), text
+    with pytest.raises(InvalidRequestError, match="at least one"):
+        Grammar.choice([])
+
+
 def test_compiled_grammars_are_kept_for_later_requests() -> None:
     compiler = GrammarCompiler(load_tokenizer(DEMO / "target"), VOCAB, {0})
     first = compiler.compile(OBJECT)
     assert compiler.compile(Grammar(OBJECT.source)) is first
-    for number in range(16):
+    for number in range(8):
         compiler.compile(Grammar.json_schema({"const": number}))
     again = compiler.compile(OBJECT)
     assert again is not first
     assert json.loads(again.grammar.source)["type"] == "object"
+
+
+def chain(links: int) -> Grammar:
+    """Return a schema whose references form a chain."""
+    kinds: dict[str, Any] = {f"d{at}": {"$ref": f"#/$defs/d{at + 1}"} for at in range(links)}
+    return Grammar.json_schema({"$ref": "#/$defs/d0", "$defs": {**kinds, f"d{links}": {}}})
+
+
+def rules(links: int) -> Grammar:
+    """Return a grammar whose rules form a chain."""
+    lines = ["start: a0", *(f"a{at}: a{at + 1}" for at in range(links)), f'a{links}: "x"']
+    return Grammar("\n".join(lines), is_schema=False)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +124,22 @@ def test_compiled_grammars_are_kept_for_later_requests() -> None:
         (Grammar("false"), "Unsatisfiable"),
         (Grammar('{"type": "string", "pattern": "(a"}'), "unclosed group"),
         (Grammar('{"x-guidance": {"lenient": true}, "not": {}}'), '"not"'),
+        (Grammar('{"const": NaN}'), "NaN is not JSON"),
+        (Grammar('{"const": "\ud83d"}'), "half a character"),
+        (Grammar('{"$ref": "#"}'), "no answer can match it"),
+        (Grammar.regex(r"[^\s\S]"), "no answer can match it"),
         (Grammar("start: other", is_schema=False), "other"),
+        (Grammar('start: A "x"\nA[max_tokens=4]: /.*/', is_schema=False), "not supported"),
+        # each of them would end, or fill, the process that reads it
+        (chain(5_000), "nested too deeply"),
+        (rules(8_000), "nested too deeply"),
+        (Grammar('{"type": "integer", "multipleOf": 1000003}'), "takes more than"),
+        (
+            Grammar.json_schema(
+                {"allOf": [{"pattern": f"^(a|b)*a(a|b){{{at}}}$"} for at in range(30, 60)]}
+            ),
+            "takes more than",
+        ),
         (Grammar('{"enum": ["' + "a" * (1 << 20) + '"]}'), "1,048,576"),
         (Grammar('{"items":' * 10_000 + "{}" + "}" * 10_000), "invalid"),
     ],

@@ -9,12 +9,16 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from decoding.grammars.check import error_of
+from decoding.grammars.checker import MAX_ITEMS
 from decoding.text.channels import has_channels
+from decoding.text.encoding import check_whole_characters
 from offload.errors import InvalidRequestError, one_line
 
 if TYPE_CHECKING:
@@ -23,12 +27,13 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 1 << 20  # the longest grammar
 # between the parts of a JSON text, as printers indent it: some models go on with blanks without end
 _BLANKS = r"( |\n[ \t]{0,20})?"
-_CACHED = 16  # grammars
+_CACHED = 8  # grammars
+_POSITION = re.compile(r" at line \d+ column \d+")  # in what llguidance gets, not in the source
 # without it, llguidance allows one of several tokens where the grammar leaves one string
 _ALL_TOKENS = '%llguidance {"no_forcing": true}'
 _ANSWER = "start: @answer"
 CUT = (
-    "the answer reached `max_new_tokens` before its JSON was complete: use more, or limit its "
+    "the answer was cut before its JSON was complete: use more `max_new_tokens`, or limit its "
     "strings and arrays in the schema (maxLength, maxItems)."
 )
 # an answer in gpt-oss's response format: reasoning is free, and the final channel has the answer
@@ -53,8 +58,14 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | bool) -> Grammar:
-        """Return the grammar of JSON that is valid under a schema."""
-        return cls(json.dumps(schema, ensure_ascii=False))
+        """Return the grammar of JSON that is valid under a schema.
+
+        Raises InvalidRequestError for one that is nested too deeply.
+        """
+        try:
+            return cls(json.dumps(schema, ensure_ascii=False))
+        except RecursionError:
+            raise InvalidRequestError("the JSON schema is nested too deeply.") from None
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -63,9 +74,11 @@ class Grammar:
 
     @classmethod
     def choice(cls, options: Sequence[str]) -> Grammar:
-        """Return the grammar of these strings."""
-        quoted = (json.dumps(option, ensure_ascii=False) for option in options)
-        return cls(f"start: {' | '.join(quoted)}", is_schema=False)
+        """Return the grammar of these strings. Raises InvalidRequestError if there are none."""
+        if not options:
+            raise InvalidRequestError("a choice needs at least one string.")
+        # as one terminal, which may have many more alternatives than a rule
+        return cls(f"start: ANSWER\nANSWER: {' | '.join(map(_quoted, options))}", is_schema=False)
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -76,19 +89,20 @@ class Grammar:
 
     def check(self) -> None:
         """Raise InvalidRequestError for an invalid or unsupported grammar, without a tokenizer."""
-        from llguidance import LLMatcher
-
         if len(self.source) > MAX_CHARACTERS:
             raise InvalidRequestError(
                 f"the {self._kind} has {len(self.source):,} characters, more than "
                 f"{MAX_CHARACTERS:,}: use a smaller one."
             )
+        check_whole_characters(self.source)
         try:
-            is_invalid, messages = LLMatcher.validate_grammar_with_warnings(self.compose(False))
-        except (ValueError, RecursionError) as error:
-            is_invalid, messages = True, [str(error)]
-        if is_invalid:
-            raise self._error(messages[0])
+            composed = self.compose(in_channels=False)
+        except RecursionError:
+            raise self.error("it is nested too deeply") from None
+        except ValueError as error:
+            raise self.error(f"it is not JSON ({one_line(error)})") from error
+        if reason := error_of(composed):
+            raise self.error(_POSITION.sub("", reason) if self.is_schema else reason)
 
     def compose(self, in_channels: bool) -> str:
         """Return it in the format of llguidance.
@@ -99,7 +113,7 @@ class Grammar:
         """
         own: dict[str, Any] = {"lark_grammar": self.source}
         if self.is_schema:
-            schema = json.loads(self.source)
+            schema = json.loads(self.source, parse_constant=_not_json)
             if schema is True:
                 schema = {}
             if isinstance(schema, dict):  # in place of any such options of its own
@@ -113,7 +127,8 @@ class Grammar:
     def _kind(self) -> str:
         return "JSON schema" if self.is_schema else "grammar"
 
-    def _error(self, message: str) -> InvalidRequestError:
+    def error(self, message: str) -> InvalidRequestError:
+        """Return the error of a grammar that cannot be followed."""
         reason = " ".join(message.split())[:300]
         return InvalidRequestError(
             f"the {self._kind} is invalid, or has what is not supported: {reason}."
@@ -133,6 +148,16 @@ def json_value(answer: str, finish_reason: str | None) -> Any:
         raise InvalidRequestError(
             f"the answer's JSON cannot be read ({one_line(error)})."
         ) from None
+
+
+def _quoted(text: str) -> str:
+    """Return a string in Lark's syntax: as in JSON, but with all control characters as escapes."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in quoted)
+
+
+def _not_json(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(digits: str) -> float:
@@ -159,6 +184,7 @@ class GrammarCompiler:
         self._tokenizer, self._model_vocab, self._stop_tokens = tokenizer, vocab, stop_tokens
         self._compiled: dict[Grammar, CompiledGrammar] = {}  # the latest last
         self._own: LLTokenizer | None = None
+        self._has_channels = False
         self._lock = Lock()
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
@@ -171,40 +197,50 @@ class GrammarCompiler:
 
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
-            if compiled is None:
-                grammar.check()
-                limits = LLParserLimits(verbose_errors=False)
-                composed = grammar.compose(has_channels(self._tokenizer))
-                matcher = LLMatcher(self._ll_tokenizer(), composed, log_level=0, limits=limits)
-                if matcher.is_error():
-                    raise grammar._error(matcher.get_error())
-                vocab = self._ll_tokenizer().vocab_size
-                compiled = CompiledGrammar(grammar, matcher, self._stop_tokens, vocab)
+            if compiled is not None:  # now the latest
+                self._compiled[grammar] = compiled
+                return compiled
+        grammar.check()
+        tokenizer = self.prepare()
+        composed = grammar.compose(self._has_channels)
+        limits = LLParserLimits(max_items_in_row=MAX_ITEMS, verbose_errors=False)
+        matcher = LLMatcher(tokenizer, composed, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise grammar.error(matcher.get_error())
+        compiled = CompiledGrammar(grammar, matcher, self._stop_tokens, tokenizer.vocab_size)
+        with self._lock:
             self._compiled[grammar] = compiled
-            if len(self._compiled) > _CACHED:
+            while len(self._compiled) > _CACHED:
                 del self._compiled[next(iter(self._compiled))]
-            return compiled
+        return compiled
 
     def compile_optional(self, grammar: Grammar | None) -> CompiledGrammar | None:
         """Return None for None; otherwise as `compile`."""
         return None if grammar is None else self.compile(grammar)
 
-    def _ll_tokenizer(self) -> LLTokenizer:
-        """Return llguidance's form of the tokenizer, which takes a second to make."""
+    def prepare(self) -> LLTokenizer:
+        """Return llguidance's form of the tokenizer, which takes a second to make at first.
+
+        Only this uses the tokenizer, which others must not use meanwhile. Raises
+        InvalidRequestError for one without.
+        """
         from llguidance import LLTokenizer
 
-        if self._own is None:
-            try:
-                backend = copy.copy(self._tokenizer.backend_tokenizer)
-                backend.no_padding()
-                backend.no_truncation()
-                vocab, stops = (
-                    max(self._model_vocab, len(self._tokenizer)),
-                    sorted(self._stop_tokens),
-                )
-                self._own = LLTokenizer(backend.to_str(), n_vocab=vocab, eos_token=stops)
-            except (AttributeError, ValueError) as error:
-                raise InvalidRequestError(
-                    f"grammars do not work with this model's tokenizer ({one_line(error)})."
-                ) from error
-        return self._own
+        with self._lock:
+            if self._own is None:
+                try:
+                    backend = copy.copy(self._tokenizer.backend_tokenizer)
+                    backend.no_padding()
+                    backend.no_truncation()
+                    vocab, known = self._model_vocab, len(self._tokenizer)
+                    # others are allowed by `GrammarMask`
+                    stops = [token for token in sorted(self._stop_tokens) if token < known]
+                    self._has_channels = has_channels(self._tokenizer)
+                    self._own = LLTokenizer(
+                        backend.to_str(), n_vocab=max(vocab, known), eos_token=stops
+                    )
+                except (AttributeError, ValueError) as error:
+                    raise InvalidRequestError(
+                        f"grammars do not work with this model's tokenizer ({one_line(error)})."
+                    ) from error
+            return self._own
