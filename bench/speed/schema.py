@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import jsonschema
 import typer
 
 from bench.harness import options as opt
@@ -15,7 +18,9 @@ from bench.harness.tables import say
 from bench.harness.text import prompt_tokens, tokenizer_of
 from bench.speed.concurrency import settings_of
 from decoding import Engine, Sampling
+from decoding.engine.request import Request
 from decoding.grammars.grammar import Grammar
+from decoding.text.channels import answer_text
 
 SCHEMA = {  # suitable for any novel
     "type": "object",
@@ -31,6 +36,7 @@ SCHEMA = {  # suitable for any novel
 }
 QUESTION = "\n\nThe title, people, places, year and mood of the text above in JSON:\n"
 WARMUP = 32  # new tokens of a warm-up request
+SHORT, CONCURRENCY = 100, 24  # prompt tokens of answers that are checked; concurrent ones
 
 
 def counts(
@@ -40,6 +46,33 @@ def counts(
     list(engine.generate(prompt, new_tokens, sampling, grammar=grammar))
     stats = engine.stats.as_dict()
     return stats["ms_per_token"] or 0.0, stats["tokens_per_verification"] or 1.0
+
+
+def validity(
+    engine: Engine, prompts: Sequence[list[int]], answers: int, new_tokens: int
+) -> dict[str, int]:
+    """Return how many of several sampled answers are valid, invalid, and cut."""
+    grammar = engine.grammars.compile(Grammar.json_schema(SCHEMA))
+    requests = [
+        Request(
+            prompts[seed % len(prompts)],
+            new_tokens,
+            Sampling(1.0, top_p=1, seed=seed),
+            grammar=grammar,
+        )
+        for seed in range(answers)
+    ]
+    found = {"answers": answers, "valid": 0, "invalid": 0, "cut": 0}
+    for state in engine.generate_batch(requests, CONCURRENCY):
+        text = answer_text(engine.tokenizer, state.tokens)
+        try:
+            jsonschema.validate(json.loads(text), SCHEMA)
+            kind = "valid"
+        except (ValueError, jsonschema.ValidationError):
+            kind = "cut" if state.stats.finish_reason == "length" else "invalid"
+        found[kind] += 1
+    say(f"{found}")
+    return found
 
 
 def row(name: str, free: list[tuple[float, float]], under: list[tuple[float, float]]) -> Row:
@@ -72,6 +105,9 @@ def main(
     variants: opt.Variants = "plain@resident,retrieval@resident",
     new_tokens: opt.NewTokens = 128,
     dtype: opt.Dtype = "bfloat16",
+    answers: Annotated[
+        int, typer.Option(min=0, help="Further answers, at T 1, that are checked for validity.")
+    ] = 0,
     temperature: opt.Temperature = 0.6,
     top_p: opt.TopP = 0.9,
     threads: opt.Threads = 0,
@@ -97,3 +133,8 @@ def main(
         engine.close()
         rows.append(row(f"{mode}, {link}", *pairs))
         yield {"rows": rows}
+    if answers:
+        engine = Engine.from_pretrained(target, draft, settings_of("plain", "resident", dtype))
+        parts = [prompt[at : at + SHORT] + question for at in range(0, context - SHORT, SHORT)]
+        yield {"rows": rows, "validity": validity(engine, parts, answers, new_tokens)}
+        engine.close()

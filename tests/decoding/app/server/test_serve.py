@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import jsonschema
@@ -19,6 +20,8 @@ import pytest
 pytest.importorskip("openai")
 import openai
 import torch
+from pydantic import BaseModel
+from pydantic import Field as PydanticField
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoding.app.server.worker.prompts import Prompts
@@ -138,6 +141,7 @@ def test_an_answer_matches_the_format_that_is_asked_for(server: Serving) -> None
         ({"regex": "[0-9]{3}(-[a-z]{2})?"}, "[0-9]{3}(-[a-z]{2})?"),
         ({"choice": ["yes", 'no "way"']}, 'yes|no "way"'),
         ({"grammar": 'start: "a" /b{3}/'}, "abbb"),
+        ({"grammar": 'root ::= "a" [b-c] end\nend ::= "!"?'}, "a[bc]!?"),  # llama.cpp's GBNF
         ({"json": json.dumps({"enum": [5]})}, "5"),
     ):
         found = ask(extra_body={"structured_outputs": form}).choices[0].message.content
@@ -151,6 +155,20 @@ def test_an_answer_matches_the_format_that_is_asked_for(server: Serving) -> None
     assert text.choices[0].text.startswith("{")
     plain = ask(response_format={"type": "text"}, temperature=0).choices[0].message.content
     assert plain == ask(temperature=0).choices[0].message.content
+
+
+class House(BaseModel):
+    rooms: Literal[1, 2, 3]
+    owner: str | None = PydanticField(max_length=5)
+    kinds: list[Literal["stone", "wood"]] = PydanticField(max_length=2)
+
+
+def test_typed_answers_of_the_client_are_parsed(server: Serving) -> None:
+    answer = server.client().chat.completions.parse(
+        model=server.model, messages=WHO, max_tokens=400, response_format=House, temperature=1.0
+    )
+    house = answer.choices[0].message.parsed
+    assert isinstance(house, House)
 
 
 def test_penalties_and_bias_change_the_answer(server: Serving, tokenizer: AutoTokenizer) -> None:
