@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from decoding.config.settings import Settings
     from decoding.engine.engine import Engine
+    from decoding.grammars.grammar import Grammar
     from decoding.speculation.sampling import GREEDY, Sampling
 
-__all__ = ["GREEDY", "Engine", "Sampling", "Settings"]
+__all__ = ["GREEDY", "Engine", "Grammar", "Sampling", "Settings"]
 _MODULES = {
     "Engine": "decoding.engine.engine",
+    "Grammar": "decoding.grammars.grammar",
     "GREEDY": "decoding.speculation.sampling",
     "Sampling": "decoding.speculation.sampling",
     "Settings": "decoding.config.settings",

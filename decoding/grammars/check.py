@@ -26,7 +26,7 @@ _REASONS = {
 def error_of(grammar: str) -> str:
     """Return why answers cannot follow a grammar in llguidance's format; empty if they can.
 
-    Raises InvalidRequestError if no process can be started.
+    Raises InvalidRequestError if that cannot be found out.
     """
     command = [sys.executable, "-I", *module_arguments(_MODULE), str(os.getpid())]
     variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
@@ -41,11 +41,16 @@ def error_of(grammar: str) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return _REASONS[signal.SIGXCPU]
+        raise InvalidRequestError(
+            f"the grammar could not be checked within {_TIMEOUT_S:.0f} s: the machine is busy."
+        ) from None
     except OSError as error:
-        raise InvalidRequestError(f"no process can be started to check it: {error}.") from error
+        raise InvalidRequestError(
+            f"no process can be started to check the grammar: {error}."
+        ) from error
     if done.returncode == 0:
-        return str(json.loads(done.stdout)["error"]).removesuffix(" <non-verbose/>")
+        reason = str(json.loads(done.stdout)["error"]).removesuffix(" <non-verbose/>")
+        return "special tokens are not supported" if "special token" in reason else reason
     for number, reason in _REASONS.items():
         if done.returncode == -number:
             return reason

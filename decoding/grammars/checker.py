@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 PROCESSOR_S = 3  # seconds; common schemas take milliseconds
-MEMORY_MB = 128  # beyond what the process has before; common schemas take less than one
+MEMORY_MB = 64  # beyond what the process has before; common schemas take less than one
 _STACK_BYTES = 1 << 20  # an eighth of a thread's
 MAX_ITEMS = 20_000  # in a row of the parser: a schema with optional properties has four for each
 _END = 256  # token that ends an answer; the others are the bytes
@@ -66,14 +66,14 @@ def _follow(matcher: LLMatcher) -> str:
 
 
 def _limit_resources() -> None:
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
     limits = {
-        resource.RLIMIT_AS: now + MEMORY_MB * 10**6,
         resource.RLIMIT_CPU: PROCESSOR_S,
         resource.RLIMIT_STACK: _STACK_BYTES,
         resource.RLIMIT_CORE: 0,
     }
+    with suppress(OSError), open("/proc/self/statm") as file:  # not Linux
+        now = int(file.read().split()[0]) * resource.getpagesize()
+        limits[resource.RLIMIT_AS] = now + MEMORY_MB * 10**6
     for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]
         resource.setrlimit(kind, (limit if hard < 0 else min(limit, hard), hard))

@@ -153,7 +153,10 @@ def json_value(answer: str, finish_reason: str | None) -> Any:
 def _quoted(text: str) -> str:
     """Return a string in Lark's syntax: as in JSON, but with all control characters as escapes."""
     quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in quoted)
+    return "".join(
+        each if each.isprintable() or ord(each) > 0xFFFF else f"\\u{ord(each):04x}"
+        for each in quoted
+    )
 
 
 def _not_json(name: str) -> float:

@@ -1,9 +1,9 @@
 """A draft model whose vocabulary is padded to another size than the target's.
 
 The tokenizer is the same: Qwen2.5-7B is padded to 152,064 tokens, Qwen2.5-0.5B to 151,936. A token
-that only one of the two models has gets no draft probability. Where the sequence has a token that
-the draft model lacks, the draft model reads token 0 instead. That only affects what it drafts:
-verification is exact for any draft.
+that only one of the two models has gets no draft probability, or next to none under rules that may
+forbid all others. Where the sequence has a token that the draft model lacks, the draft model reads
+token 0 instead. That only affects what it drafts: verification is exact for any draft.
 """
 
 from __future__ import annotations

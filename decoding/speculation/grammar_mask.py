@@ -29,8 +29,9 @@ class GrammarMask(LogitsProcessor):
 
     The distribution is the model's, restricted to the others and renormalised, at every position
     up to a stop token. What follows that is not part of the answer, and not restricted; neither is
-    what follows a draft token that the grammar forbids, which is rejected. All levels share the
-    mask of a position.
+    what follows a draft token that the grammar forbids, which is rejected, or a draft that nothing
+    can follow: should it be accepted, the request ends with an error in the next round. All levels
+    share the mask of a position.
     """
 
     def __init__(
@@ -44,16 +45,15 @@ class GrammarMask(LogitsProcessor):
             matcher_vocab: number of tokens in the matcher's masks.
             model_vocab: number of tokens that the model has, at most as many.
         """
-        self._start, self._matcher = start, start.deep_copy()
+        self._matcher = _Matcher(start)
         self._stop_tokens = stop_tokens
         self._known = _packed(range(model_vocab), matcher_vocab)
-        self._stops = _packed(stop_tokens, matcher_vocab)
+        self._stops = _packed(stop_tokens, matcher_vocab) & self._known
         self._tokens: list[int] = []  # those that the state is for
         self._masks: dict[int, Tensor] = {}  # (W,) int32 by number of tokens before it
-        self._consumed = 0  # tokens that the matcher has taken
+        self._committed = 0  # tokens that are no drafts
         # the number of tokens from which on nothing is restricted, and why, if that is an error
         self._end: tuple[int, str] | None = None
-        self._left_s = _FIRST_S
 
     def process(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
         """Return the changed logits (T, V), as `LogitsProcessor.process`.
@@ -70,10 +70,12 @@ class GrammarMask(LogitsProcessor):
     def count_possible(self, tokens: Sequence[int], draft: Sequence[int]) -> int:
         self._move_to([*tokens, *draft])
         self._consume(len(self._tokens))
+        self._prune()
         return len(draft) if self._end is None else max(0, self._end[0] - 1 - len(tokens))
 
     def _masks_of(self, tokens: Sequence[int], count: int, committed: int) -> list[Tensor]:
         """Return the masks (W,) of the last positions, the last of which follows all tokens."""
+        self._committed = committed
         self._move_to(tokens)
         masks = list[Tensor]()
         for position in range(len(tokens) - count + 1, len(tokens) + 1):
@@ -81,11 +83,15 @@ class GrammarMask(LogitsProcessor):
             if self._end is None or self._end[0] > position:
                 mask = self._mask(position)  # may be the end
             is_free = self._end is not None and self._end[0] <= position
-            masks.append(self._free(committed) if is_free else mask)
-        self._masks = {at: mask for at, mask in self._masks.items() if at >= committed}
+            masks.append(self._free() if is_free else mask)
+        self._prune()
         return masks
 
-    def _free(self, committed: int) -> Tensor:
+    def _prune(self) -> None:
+        """Drop the masks of positions that no level needs any more."""
+        self._masks = {at: mask for at, mask in self._masks.items() if at >= self._committed}
+
+    def _free(self) -> Tensor:
         """Return the mask (W,) of a position that is not restricted.
 
         Raises InvalidRequestError if the sequence, and not a draft, cannot be continued.
@@ -94,7 +100,7 @@ class GrammarMask(LogitsProcessor):
         end, reason = self._end
         if not reason:
             return self._known
-        if end <= committed:
+        if end <= self._committed:
             raise InvalidRequestError(
                 f"the answer cannot follow the grammar after {end} tokens: {reason}."
             )
@@ -112,30 +118,27 @@ class GrammarMask(LogitsProcessor):
         self._masks = {at: mask for at, mask in self._masks.items() if at <= common}
         if self._end is not None and self._end[0] > common:
             self._end = None
-        if self._consumed > common:
-            if not self._matcher.rollback(self._consumed - common):
+        if self._matcher.taken > common:
+            if not self._matcher.back_to(common):
                 self._restart()
                 return
-            self._consumed = common
             # without a new mask here, llguidance 1.9 may allow what an abandoned draft allowed
             self._masks.pop(common, None)
             self._mask(common)
 
     def _consume(self, position: int) -> None:
         """Let the matcher take the first `position` tokens, or those before one that ends it."""
-        while self._consumed < position and self._end is None:
-            token, mask = self._tokens[self._consumed], self._mask(self._consumed)
+        while (taken := self._matcher.taken) < position and self._end is None:
+            token, mask = self._tokens[taken], self._mask(taken)
             if self._end is not None:  # there is none
                 return
             is_allowed = bool(mask[token // _WORD] >> (token % _WORD) & 1)
             if token in self._stop_tokens:
-                self._end = self._consumed + 1, "" if is_allowed else "it ends too early"
+                self._end = taken + 1, "" if is_allowed else "it ends too early"
             elif not is_allowed:
-                self._end = self._consumed + 1, "it does not allow the last one"
-            elif self._matcher.try_consume_tokens([token]):
-                self._consumed += 1
-            else:
-                self._fail(self._consumed + 1)
+                self._end = taken + 1, "it does not allow the last one"
+            elif not self._matcher.take([token]):
+                self._fail(taken + 1)
 
     def _mask(self, position: int) -> Tensor:
         """Return the mask (W,) of the matcher's position, or of one that has been computed.
@@ -144,24 +147,21 @@ class GrammarMask(LogitsProcessor):
         """
         if (known := self._masks.get(position)) is not None:
             return known
-        assert position == self._consumed
-        started, mask = time.perf_counter(), torch.empty_like(self._known)
-        self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
-        self._left_s += _MASK_S - (time.perf_counter() - started)
+        assert position == self._matcher.taken
+        mask = torch.empty_like(self._known)
+        is_complete = self._matcher.fill(mask)
         mask &= self._known & ~self._stops
-        if self._matcher.is_accepting():
+        if is_complete:
             mask |= self._stops
-        if self._matcher.is_error() or not mask.any():
+        if self._matcher.error or not mask.any():
             self._fail(position)
-        elif self._left_s < 0:
-            raise InvalidRequestError("the grammar takes too long to follow: use a simpler one.")
         else:
             self._masks[position] = mask
         return mask
 
     def _fail(self, position: int) -> None:
         """Note that the tokens up to a position cannot be continued."""
-        reason = self._matcher.get_error().partition("\n")[0]
+        reason = self._matcher.error
         if not reason or "NoExtension" in reason:
             reason = "none of the model's tokens continues it"
         self._end = position, reason
@@ -169,7 +169,54 @@ class GrammarMask(LogitsProcessor):
 
     def _restart(self) -> None:
         """Begin again: a matcher stays in error once it is."""
-        self._matcher, self._consumed = self._start.deep_copy(), 0
+        # the tokens that are no drafts have been taken before, one by one
+        self._matcher.restart(self._tokens[: self._committed])
+
+
+class _Matcher:
+    """A matcher, how many tokens it has taken, and how much time it may still take."""
+
+    def __init__(self, start: LLMatcher):
+        """Begin with a copy of `start`."""
+        self._start, self._current = start, start.deep_copy()
+        self.taken = 0
+        self._left_s, self._timed = _FIRST_S, -1  # seconds, and the last position they are for
+
+    @property
+    def error(self) -> str:
+        """Return why it cannot go on, in one line; empty if it can."""
+        return self._current.get_error().partition("\n")[0]
+
+    def take(self, tokens: list[int]) -> bool:
+        """Take tokens; return whether all of them could be."""
+        count = self._current.try_consume_tokens(tokens)
+        self.taken += count
+        return count == len(tokens)
+
+    def back_to(self, taken: int) -> bool:
+        """Return whether it could be taken back to where it had taken fewer tokens."""
+        is_back = self._current.rollback(self.taken - taken)
+        self.taken = taken
+        return is_back
+
+    def restart(self, tokens: list[int]) -> None:
+        """Begin again, and take tokens."""
+        self._current, self.taken = self._start.deep_copy(), 0
+        self.take(tokens)
+
+    def fill(self, mask: Tensor) -> bool:
+        """Fill a mask (W,) for the next token; return whether what it has taken is complete.
+
+        Raises InvalidRequestError if masks have taken too much time.
+        """
+        started = time.perf_counter()
+        self._current.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+        self._left_s -= time.perf_counter() - started
+        if self.taken > self._timed:
+            self._left_s, self._timed = self._left_s + _MASK_S, self.taken
+        if self._left_s < 0:
+            raise InvalidRequestError("the grammar takes too long to follow: use a simpler one.")
+        return self._current.is_accepting()
 
 
 def _packed(tokens: Iterable[int], vocab: int) -> Tensor:

@@ -111,6 +111,7 @@ class Penalties(LogitsProcessor):
         if self._counts is None:
             self._counts = logits.new_zeros(logits.shape[1])
         # those of the sequence stay, and are counted once
+        assert committed >= self._counted
         ids = ints_to_device_async(tokens[self._counted : committed], logits.device)
         self._counts.index_add_(0, ids, logits.new_ones(len(ids)))
         self._counted = committed

@@ -137,6 +137,7 @@ class Sampling:
     def changes(self) -> dict[str, Any]:
         """Return the options beside temperature, top-k, top-p and seed that have an effect."""
         own = {name: value for name, value in vars(self).items() if name not in _ALWAYS}
+        own["logit_bias"] = self.logit_bias or None
         return {name: value for name, value in own.items() if value != getattr(GREEDY, name)}
 
     def as_dict(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from decoding.app.batch.summarize import (
     Results,
     Source,
     begin,
+    check_answers,
     due_documents,
     list_documents,
     make_job,
@@ -89,6 +90,7 @@ def run(
         due = due_documents(documents, records, job)
         if not due:
             say(f"all {len(documents)} documents are already finished in {output}")
+            check_answers(documents, records)
             return
         with Display(len(documents), sys.stderr) as display:
             results = Results(documents, due, records, display)

@@ -32,6 +32,7 @@ class Finished:
     is_truncated: bool  # the document's end was dropped
     # those for parts and for merging, if the document was split
     part_instructions: tuple[str, str] | None = None
+    cut: int = 0  # answers that have an error in place of data
 
 
 class Records:
@@ -95,7 +96,10 @@ class Records:
         if "part_instruction" in record:
             instructions = record["part_instruction"], record.get("merge_instruction", "")
         self.finished[record["id"]] = Finished(
-            record.get("digest"), bool(record.get("truncated_tokens")), instructions
+            record.get("digest"),
+            bool(record.get("truncated_tokens")),
+            instructions,
+            sum("error" in each for each in record.get("answers", ())),
         )
 
     def _lock(self, file: FileIO) -> FileIO:

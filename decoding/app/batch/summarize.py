@@ -83,6 +83,8 @@ def run(
                 due = due_documents(documents, records, job)
         if group.broadcast(not due):
             say(f"all {len(documents)} documents are already finished in {output}")
+            if records is not None:
+                check_answers(documents, records)
             return
         engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
         with group.sync_errors():
@@ -182,7 +184,7 @@ class Results:
     ):
         """Print the names of the documents that are already finished."""
         self.documents, self.records, self.display = documents, records, display
-        self.failed = self.cut = 0  # documents, and answers to questions
+        self.failed = 0
         is_due = {document.id for document in due}
         for document in documents:
             if document.id not in is_due:
@@ -198,7 +200,6 @@ class Results:
             line = summary_line(record)
             answers = record.get("answers", ())
             if cut := [each["error"] for each in answers if "error" in each]:
-                self.cut += len(cut)
                 line += f"; {len(cut)} of {len(answers)} answers have an error: {cut[0]}"
         self.display.end(record["id"], f"{record['id']}: {line}")
 
@@ -228,11 +229,17 @@ class Results:
             raise TierForceError(
                 f"{self.failed} of {count} documents failed; their records in {path} say why."
             )
-        if self.cut:
-            raise TierForceError(
-                f"{self.cut} answers have an error in place of data; their records in {path} say "
-                "why."
-            )
+        check_answers(self.documents, self.records)
+
+
+def check_answers(documents: Sequence[Document], records: Records) -> None:
+    """Raise TierForceError if answers about documents have an error in place of data."""
+    finished = [records.finished.get(document.id) for document in documents]
+    if cut := sum(record.cut for record in finished if record is not None):
+        raise TierForceError(
+            f"{cut} answers have an error in place of data; their records in {records.path} say "
+            "why."
+        )
 
 
 def longest_document(

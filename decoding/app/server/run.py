@@ -84,7 +84,6 @@ def run(
     metrics = Metrics(queue, engine.sessions)
     stop_tokens = engine.scheduler.stop_tokens
     prompts = Prompts(engine.tokenizer, engine.context, served.vocab, stop_tokens)
-    engine.grammars = prompts.grammars  # compiled when a request is parsed
     swap_space = None if options.swap_space is None else options.swap_space * 10**9
     server = Server(queue, prompts, metrics, served, options.max_body * 10**6)
     hosts = None if keys else [*_LOCAL_NAMES, _url_host(options.host)]

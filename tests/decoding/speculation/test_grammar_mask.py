@@ -98,25 +98,31 @@ def test_a_stop_token_that_is_text_ends_a_whole_answer_only() -> None:
 
 def test_a_matcher_that_fails_is_an_error_and_never_ends_the_restriction() -> None:
     """It stays in error once it is, as when it exceeds a limit."""
-    mask = toy_mask("(a|b)*")
-    failing = mask._matcher
 
     class Failing:
+        error = ""
+
+        def __init__(self, matcher: LLMatcher):
+            self.matcher = matcher
+
         def __getattr__(self, name: str) -> Any:
-            return getattr(failing, name)
+            return getattr(self.matcher, name)
 
         def try_consume_tokens(self, tokens: list[int]) -> int:
+            self.error = "too many items"
             return 0
 
         def get_error(self) -> str:
-            return "too many items"
+            return self.error
 
-    mask._matcher = cast(LLMatcher, Failing())
-    assert visible(mask.process(torch.zeros(1, VOCAB), [0], 0)[0]) == {0, 1, 2}
-    mask = toy_mask("(a|b)*")
-    mask._matcher = cast(LLMatcher, Failing())
-    with pytest.raises(InvalidRequestError, match="after 1 tokens: too many items"):
-        mask.process(torch.zeros(1, VOCAB), [0], 1)
+    for committed in (0, 1):
+        mask = toy_mask("(a|b)*")
+        mask._matcher._current = cast(LLMatcher, Failing(mask._matcher._current))
+        if committed:
+            with pytest.raises(InvalidRequestError, match="after 1 tokens: too many items"):
+                mask.process(torch.zeros(1, VOCAB), [0], committed)
+        else:
+            assert visible(mask.process(torch.zeros(1, VOCAB), [0], committed)[0]) == {0, 1, 2}
 
 
 def test_a_grammar_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,3 +134,21 @@ def test_a_grammar_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPat
     mask.process(torch.zeros(1, VOCAB), [], 0)
     with pytest.raises(InvalidRequestError, match="takes too long"):
         mask.process(torch.zeros(1, VOCAB), [0], 1)
+
+
+def test_drafts_that_lead_nowhere_cost_no_masks_of_the_sequence() -> None:
+    """After each the matcher begins again."""
+    mask, tokens = toy_mask("(a|bc)*"), list[int]()
+    for _ in range(200):
+        assert mask.count_possible(tokens, [1, 0]) == 0
+        rows = mask.process(torch.zeros(2, VOCAB), [*tokens, 1], len(tokens))
+        assert [visible(row) for row in rows] == [{0, 1, 2, 3}, {0, 1, 2}]
+        tokens.append(0)
+    assert mask._matcher._timed == len(tokens)
+    assert len(mask._masks) <= 2
+
+
+def test_stop_tokens_that_the_model_lacks_are_not_allowed() -> None:
+    mask = GrammarMask(toy_mask("a")._matcher._start, {STOP}, VOCAB, STOP)
+    with pytest.raises(InvalidRequestError, match="after 1 tokens: none of the model's tokens"):
+        mask.process(torch.zeros(1, STOP), [0], 1)

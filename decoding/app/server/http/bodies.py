@@ -157,11 +157,11 @@ class _Body(_SamplingBody):
         return value
 
     @property
-    def grammar(self) -> tuple[str, Grammar | None]:
-        """Return the field that has a grammar of the answer, and the grammar if there is one."""
+    def grammar(self) -> tuple[str, Grammar] | None:
+        """Return the field that has a grammar of the answer, and the grammar; None without one."""
         if self.structured_outputs is not None:
             return "structured_outputs", self.structured_outputs
-        return "response_format", self.response_format
+        return None if self.response_format is None else ("response_format", self.response_format)
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from decoding.grammars.grammar import MAX_CHARACTERS, Grammar
-from offload.errors import one_line
+from decoding.grammars.grammar import Grammar
 
 _FIELDS = {  # keys: types
     "text": ("type",),
@@ -23,13 +22,14 @@ def parse_response_format(value: Any) -> Grammar | None:
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in _FIELDS:
+    if not isinstance(kind, str) or kind not in _FIELDS:
         raise ValueError("type must be text, json_object or json_schema")
     _check_fields(value, _FIELDS[kind])
     if kind == "text":
         return None
     if kind == "json_object":  # llama.cpp's may have a schema
-        return _schema(value.get("schema") or {"type": "object"})
+        own = value.get("schema")
+        return Grammar.json_object() if own is None else _schema(own)
     own = value.get("json_schema")
     if not isinstance(own, dict) or "schema" not in own:
         raise ValueError("json_schema must be an object with a schema")
@@ -85,16 +85,9 @@ def _choice(value: Any) -> Grammar:
 
 
 def _grammar(value: Any) -> Grammar:
-    """Return a grammar in Lark's syntax, or in GBNF."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
     source = _string(value, "grammar")
-    if len(source) > MAX_CHARACTERS:
-        raise ValueError(f"grammar has more than {MAX_CHARACTERS:,} characters")
-    try:
-        source = any_to_lark(source)
-    except Exception as error:
-        raise ValueError(f"grammar is not valid GBNF ({one_line(error)[:100]})") from error
+    if "::=" in source:
+        raise ValueError("GBNF is not supported: write the grammar in Lark's syntax")
     return Grammar(source, is_schema=False)
 
 

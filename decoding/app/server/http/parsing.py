@@ -15,6 +15,7 @@ from decoding.app.server.http.receiving import parse_json
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.jobs import GenerationParams
 from decoding.app.server.worker.prompts import Prompts
+from decoding.grammars.grammar import CompiledGrammar, Grammar
 from decoding.speculation.sampling import Sampling
 from decoding.text.encoding import ContextLengthError
 from offload.errors import TierForceError
@@ -43,8 +44,9 @@ class RequestParser:
 
     def parse(
         self, text: bytes, kind: type[AnyBody]
-    ) -> tuple[GenerationParams, StreamOptions | None]:
-        """Return the parameters in a body, and the stream options if the answer is streamed.
+    ) -> tuple[GenerationParams, StreamOptions | None, tuple[str, Grammar] | None]:
+        """Return the parameters in a body; the stream options if the answer is streamed; and, if it
+        is to match a grammar, the field and the grammar, for `compile`.
 
         Slow for a long prompt. Raises RequestRefused for an invalid or unsupported request.
         """
@@ -62,7 +64,17 @@ class RequestParser:
         except TierForceError as error:
             raise RequestRefused(400, str(error), param=param) from error
         options = (body.stream_options or StreamOptions()) if body.stream else None
-        return self._params(body, prompt, param), options
+        return self._params(body, prompt, param), options, body.grammar
+
+    def compile(self, field: str, grammar: Grammar) -> CompiledGrammar:
+        """Return a field's grammar for the model's tokenizer.
+
+        May take seconds. Raises RequestRefused for one that cannot be followed.
+        """
+        try:
+            return self._prompts.compile(grammar)
+        except TierForceError as error:
+            raise RequestRefused(400, f"{field}: {error}", param=field) from error
 
     def check_model(self, name: str) -> None:
         """Raise RequestRefused for a model that is not served."""
@@ -122,18 +134,12 @@ class RequestParser:
         if token >= self._served.vocab:
             reason = f"logit_bias: token {token} is outside the model's vocabulary."
             raise RequestRefused(400, reason, param="logit_bias")
-        field, grammar = body.grammar
-        try:
-            self._prompts.check_grammar(grammar)
-        except TierForceError as error:
-            raise RequestRefused(400, f"{field}: {error}", param=field) from error
         return GenerationParams(
             array("i", prompt),
             max_new_tokens,
             sampling,
             body.stops,
             body.num_top_logprobs,
-            grammar,
         )
 
     def _too_long(self, message: str, param: str, tokens: int) -> RequestRefused:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -66,6 +67,7 @@ class Server:
         self._parser = RequestParser(prompts, served)
         self._uploads = Uploads(max_body)
         self._parsing = asyncio.Semaphore(limits.CONCURRENT_PARSES)
+        self._compiling = asyncio.Semaphore(1)  # grammars, one at a time
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
@@ -149,7 +151,12 @@ class Server:
     ) -> tuple[GenerationParams, StreamOptions | None]:
         """Return a request's parameters, and the stream options if the answer is streamed."""
         async with self._uploads.receive(request) as body, self._parsing:
-            return await run_sync(self._parser.parse, body, kind)
+            params, stream_options, requested = await run_sync(self._parser.parse, body, kind)
+        if requested is not None:
+            async with self._compiling:
+                compiled = await run_sync(self._parser.compile, *requested)
+            params = replace(params, grammar=compiled)
+        return params, stream_options
 
     async def _whole(
         self, queued: QueuedRequest, builder: ResponseBuilder, request: Request

@@ -156,7 +156,7 @@ class _Answer:
             name=prompt_name(engine.tokenizer, params.prompt) if has_names else "",
             on_logits=self._logprobs.on_logits if self._logprobs is not None else None,
             is_cancelled=lambda: queued.is_over,
-            grammar=engine.grammars.compile_optional(params.grammar),
+            grammar=params.grammar,
         )
         self.state = engine.scheduler.add(request)
 

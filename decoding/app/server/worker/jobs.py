@@ -12,7 +12,7 @@ from threading import Condition
 from typing import Any
 
 from decoding.app.server.worker import limits
-from decoding.grammars.grammar import Grammar
+from decoding.grammars.grammar import CompiledGrammar
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 
@@ -26,7 +26,7 @@ class GenerationParams:
     sampling: Sampling
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None  # None: no log-probabilities are requested
-    grammar: Grammar | None = None  # the answer matches it
+    grammar: CompiledGrammar | None = None  # the answer matches it
 
 
 @dataclass(frozen=True)

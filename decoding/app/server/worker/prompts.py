@@ -8,7 +8,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any
 
-from decoding.grammars.grammar import Grammar, GrammarCompiler
+from decoding.grammars.grammar import CompiledGrammar, Grammar, GrammarCompiler
 from decoding.text.prompt import Template, chat_tokens
 from offload.errors import InvalidRequestError, TierForceError
 
@@ -22,19 +22,17 @@ class Prompts:
     def __init__(self, tokenizer: Any, context: int, vocab: int, stop_tokens: Set[int]):
         """Prepare for a model with `vocab` tokens, and a context of `context` tokens."""
         self._tokenizer, self._context = copy.deepcopy(tokenizer), context
-        self.grammars = GrammarCompiler(self._tokenizer, vocab, stop_tokens)
+        self._grammars = GrammarCompiler(self._tokenizer, vocab, stop_tokens)
         self._lock = Lock()
         if tokenizer.chat_template:  # rendered once now, while the engine is idle
             with suppress(TierForceError):  # reported to clients that send messages
                 Template.chat(self._tokenizer)
 
-    def check_grammar(self, grammar: Grammar | None) -> None:
-        """Compile a grammar, if there is one. Raises InvalidRequestError."""
-        if grammar is None:
-            return
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Return a grammar for the tokenizer. Raises InvalidRequestError."""
         with self._lock:
-            self.grammars.prepare()  # uses the tokenizer
-        self.grammars.compile(grammar)
+            self._grammars.prepare()  # uses the tokenizer
+        return self._grammars.compile(grammar)
 
     def tokenize_text(self, text: str) -> list[int]:
         """Return the tokens of a text that is to be continued.

@@ -17,8 +17,8 @@ from decoding import GREEDY
 from decoding.app.batch.documents_in_progress import DocumentsInProgress
 from decoding.app.batch.job import BatchJob
 from decoding.app.batch.records import Records
-from decoding.app.batch.summarize import Results
-from decoding.app.documents.document import DocumentText, Identity
+from decoding.app.batch.summarize import Results, check_answers
+from decoding.app.documents.document import Document, DocumentText, Identity
 from decoding.app.terminal.progress import Display
 from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder
@@ -158,7 +158,8 @@ def test_an_answer_that_was_cut_leaves_those_to_other_questions(
     job = BatchJob("model", None, "weights", questions, format, 12, 400, "float32", None, GREEDY)
     builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), format, 400, 12)
     with Records(tmp_path / "out.jsonl") as output, Display(1, sys.stderr) as display:
-        results = Results([], [], output, display)
+        document = Document("a", tmp_path / "a")
+        results = Results([document], [document], output, display)
         progress = DocumentsInProgress(builder, job, output.parts, results.add)
         progress.begin("a", DocumentText("It was.", {}, Identity("1")))
         first, second = progress.work()
@@ -166,6 +167,11 @@ def test_an_answer_that_was_cut_leaves_those_to_other_questions(
         progress.finish(second, {**answer('"n'), "finish_reason": "length"})
         with pytest.raises(TierForceError, match="1 answers have an error in place of data"):
             results.conclude(400)
+    with (
+        Records(tmp_path / "out.jsonl") as output,
+        pytest.raises(TierForceError, match="1 answers have an error in place of data"),
+    ):
+        check_answers([document], output)
     (record,) = records(tmp_path / "out.jsonl")
     whole, cut = record["answers"]
     assert (whole["data"], cut["data"], cut["answer"]) == ("yes", None, '"n')

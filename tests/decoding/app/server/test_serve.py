@@ -141,7 +141,6 @@ def test_an_answer_matches_the_format_that_is_asked_for(server: Serving) -> None
         ({"regex": "[0-9]{3}(-[a-z]{2})?"}, "[0-9]{3}(-[a-z]{2})?"),
         ({"choice": ["yes", 'no "way"']}, 'yes|no "way"'),
         ({"grammar": 'start: "a" /b{3}/'}, "abbb"),
-        ({"grammar": 'root ::= "a" [b-c] end\nend ::= "!"?'}, "a[bc]!?"),  # llama.cpp's GBNF
         ({"json": json.dumps({"enum": [5]})}, "5"),
     ):
         found = ask(extra_body={"structured_outputs": form}).choices[0].message.content
@@ -383,6 +382,20 @@ BAD = {
         chat(response_format=json_schema({"type": "integer", "multipleOf": 1000003})),
         400,
         "takes more than",
+    ),
+    "GBNF": (CHAT, chat(structured_outputs={"grammar": 'root ::= "a"'}), 400, "GBNF is not"),
+    "type of a format": (CHAT, chat(response_format={"type": ["text"]}), 400, "type must be"),
+    "impossible schema": (
+        CHAT,
+        chat(response_format={"type": "json_object", "schema": False}),
+        400,
+        "schema is false",
+    ),
+    "special token": (
+        CHAT,
+        chat(structured_outputs={"grammar": "start: <|think|>"}),
+        400,
+        "special tokens are not supported",
     ),
     "vLLM's old field": (CHAT, chat(guided_json={}), 400, "use response_format, or structured"),
     "empty choice": (CHAT, chat(structured_outputs={"choice": []}), 400, "1 to 10,000 strings"),

@@ -199,9 +199,6 @@ class _Prompts:
     def tokenize_text(self, _: str) -> list[int]:
         return [1, 2, 3]
 
-    def check_grammar(self, _: object) -> None:
-        pass
-
 
 def test_the_body_of_a_queued_request_is_freed() -> None:
     """Its bytes and its parsed values, whether the answer is streamed or not."""
