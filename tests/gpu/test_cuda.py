@@ -29,6 +29,7 @@ from decoding.app.options import Common
 from decoding.app.terminal.messages import say_what_fits
 from decoding.engine.request import Request
 from decoding.engine.session import SequenceState
+from decoding.grammars.grammar import Grammar
 from decoding.probe.kernels import _Kernels
 from offload.cache.static_shape import StaticCache
 from offload.errors import InsufficientMemoryError, TierForceError
@@ -103,6 +104,24 @@ def expected() -> list[int]:
 def test_greedy_output_matches_the_cpu(mode: str, resident: int, expected: list[int]) -> None:
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     assert generate(group, mode, gpu_kv_layers=resident) == expected
+
+
+def constrained(group: TensorParallelGroup, mode: str, **choices: Any) -> list[int]:
+    """Return greedy float32 output under a grammar, penalties and a bias."""
+    engine = open_engine(group, mode, **choices)
+    sampling = Sampling(
+        temperature=0, repetition_penalty=1.3, frequency_penalty=0.3, logit_bias={300: 2.0}
+    )
+    grammar = Grammar.regex("[a-z ,]{200,}")
+    tokens = list(engine.generate(PROMPT[:200], NEW, sampling, grammar=grammar))
+    engine.close()
+    return tokens
+
+
+@pytest.mark.parametrize("mode", slow_except(["plain", "hierarchical"], 1))
+def test_rules_on_logits_are_those_on_the_cpu(mode: str) -> None:
+    group = TensorParallelGroup(device=torch.device("cuda", 0))
+    assert constrained(group, mode, gpu_kv_layers=2) == constrained(TensorParallelGroup(), "plain")
 
 
 def test_deterministic_output_matches_plain_decoding() -> None:
