@@ -191,6 +191,7 @@ COMMON = {
                 "--questions",
                 "--system",
                 "--template",
+                "--schema",
                 "--long",
                 "--part-instruction",
                 "--merge-instruction",
@@ -199,7 +200,7 @@ COMMON = {
                 "--machines",
             },
         ),
-        ("generate", {"--prompt", "--prompt-file", "--chat", "--stats"}),
+        ("generate", {"--prompt", "--prompt-file", "--chat", "--stats", "--schema"}),
     ],
 )
 def test_help_lists_every_option(command: str, own: set[str], tmp_path: Path) -> None:
