@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import lru_cache
 
 from decoding.grammars.checker import MEMORY_MB, PROCESSOR_S
 from offload.errors import InvalidRequestError
@@ -23,6 +24,7 @@ _REASONS = {
 }
 
 
+@lru_cache(maxsize=8)  # a command checks a schema before models load, and then compiles it
 def error_of(grammar: str) -> str:
     """Return why answers cannot follow a grammar in llguidance's format; empty if they can.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -28,6 +28,15 @@ def prompt(name: str) -> list[int]:
         else "".join(topics[key] for key in sorted(topics))
     )
     return AutoTokenizer.from_pretrained(DEMO / "target")(text[:40_000]).input_ids[: LENGTHS[name]]
+
+
+def write_passages(folder: Path, lengths: Mapping[str, int]) -> Path:
+    """Write files of about these numbers of the demo's tokens; return their folder."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
+    found = passages(None, tokenizer, list(lengths.values()))
+    for name, text in zip(lengths, found, strict=True):
+        (folder / name).write_text(text)
+    return folder
 
 
 def passages(text: Path | None, tokenizer: Any, lengths: Sequence[int]) -> list[str]:

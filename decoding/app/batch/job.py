@@ -61,9 +61,10 @@ class BatchJob:
         The draft, the device and memory settings are left out: they change the speed, not the
         distribution. So is what only concerns documents longer than the context (`is_current`).
         """
+        content: dict[str, Any] = {"text": document, "schema": self.format.schema}
         if instructions.are_questions:
-            return self._digest({"text": document, "questions": instructions.strings})
-        return self._digest({"text": document, "instruction": instructions.strings[0]})
+            return self._digest({**content, "questions": instructions.strings})
+        return self._digest({**content, "instruction": instructions.strings[0]})
 
     def prompt_digest(self, prompt: bytes, instructions: Instructions, is_last: bool) -> str:
         """Return the same for the answer to a prompt of token ids (T,), as bytes.
@@ -71,8 +72,8 @@ class BatchJob:
         `is_last`: for a final answer.
         """
         content: dict[str, Any] = {"text": hashlib.sha256(prompt).hexdigest()}
-        if not is_last:
-            content["schema"] = None  # answers about parts are free
+        if is_last:  # answers about parts are free
+            content["schema"] = self.format.schema
         if not instructions.are_questions:  # the prompt has one of them, and others may change
             content["instruction"] = instructions.strings[0]
         return self._digest(content)
@@ -96,13 +97,9 @@ class BatchJob:
             "deterministic": self.deterministic or None,
             "system": self.format.system,
             "template": self.format.template,
-            "schema": self.format.schema,
+            "schema": content.pop("schema", None),
         }
-        content = {
-            name: value
-            for name, value in (own | content).items()
-            if name not in own or value is not None
-        }
+        content |= {name: value for name, value in own.items() if value is not None}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def is_current(self, finished: Finished, instructions: Instructions) -> bool:

@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from support.batches import exit_after_answers
 from support.commands import (
     GREEDY_FP32,
     MODELS,
-    TARGET,
     Finished,
     forked,
     refused,
     summarized,
 )
-from support.prompts import passages
+from support.prompts import write_passages
 
 NEW = ("--max-new-tokens", "12")
 QUESTIONS = ["Who?", "What became of the man who is named first, and why?", "Why not?"]
@@ -33,11 +31,7 @@ WHOLE, LONG = "whole.txt", "long.txt"
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with two documents, one of which has several parts in a context of 700."""
-    folder = tmp_path_factory.mktemp("in")
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    for name, text in zip((LONG, WHOLE), passages(None, tokenizer, [1600, 500]), strict=True):
-        (folder / name).write_text(text)
-    return folder
+    return write_passages(tmp_path_factory.mktemp("in"), {LONG: 1600, WHOLE: 500})
 
 
 def run(

@@ -28,7 +28,7 @@ from decoding.text.long_text import PromptBuilder
 from offload.errors import TierForceError
 from support.batches import answer, exit_after_answers
 from support.commands import TARGET, Finished, refused, summarized
-from support.prompts import passages
+from support.prompts import write_passages
 
 SHORT = ("--max-new-tokens", "12", "--context", "400", "--instruction", "Sum up.")
 WHOLE, LONG = "whole.txt", "long.txt"
@@ -37,11 +37,7 @@ WHOLE, LONG = "whole.txt", "long.txt"
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a document of several parts, and one that fits."""
-    folder = tmp_path_factory.mktemp("in")
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    for name, text in zip((LONG, WHOLE), passages(None, tokenizer, [1200, 100]), strict=True):
-        (folder / name).write_text(text)
-    return folder
+    return write_passages(tmp_path_factory.mktemp("in"), {LONG: 1200, WHOLE: 100})
 
 
 def summarize(

@@ -34,7 +34,7 @@ from support.commands import (
     refused,
     summarized,
 )
-from support.prompts import passages
+from support.prompts import write_passages
 
 SCHEMA = {
     "type": "object",
@@ -53,11 +53,7 @@ WHOLE, LONG = "whole.txt", "long.txt"
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with two documents, one of which has parts in a context of 800."""
-    folder = tmp_path_factory.mktemp("in")
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    for name, text in zip((LONG, WHOLE), passages(None, tokenizer, [1500, 300]), strict=True):
-        (folder / name).write_text(text)
-    return folder
+    return write_passages(tmp_path_factory.mktemp("in"), {LONG: 1500, WHOLE: 300})
 
 
 def schema(folder: Path, content: Any = SCHEMA) -> tuple[str, str]:
