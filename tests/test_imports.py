@@ -48,6 +48,7 @@ IMPORT_ORDER = (
     ("decoding.app.terminal",),
     ("decoding.app.documents.formats",),
     ("decoding.app.documents",),
+    ("decoding.app.results",),
     ("decoding.app.hardware",),
     ("decoding.app.batch",),
     ("decoding.app.interactive",),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from decoding import Engine, Sampling
-from decoding.app.batch.part_answers import PartAnswers
+from decoding.app.results.part_answers import PartAnswers
 from decoding.engine.request import Request, RequestState
 from decoding.engine.stats import Stats
 from support import engines

@@ -24,7 +24,6 @@ from decoding.app.batch.cluster_guard import ClusterGuard
 from decoding.app.batch.cluster_prompts import encode_prompts
 from decoding.app.batch.documents_in_progress import DocumentsInProgress, Work
 from decoding.app.batch.job import BatchJob
-from decoding.app.batch.records import Records
 from decoding.app.batch.summarize import (
     Results,
     Source,
@@ -37,6 +36,7 @@ from decoding.app.batch.summarize import (
     say_assignment,
 )
 from decoding.app.options import Common
+from decoding.app.results.records import Records
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import advice_after_loss, say, silence_transformers

@@ -10,10 +10,10 @@ from datetime import datetime, timezone
 from typing import Any, cast
 
 from decoding.app.batch.job import BatchJob
-from decoding.app.batch.part_answers import DEVICE_FIELDS, FIELDS, SUMS, PartAnswers
 from decoding.app.documents.document import DocumentText
 from decoding.app.environment import installed_version
 from decoding.app.options import as_flags
+from decoding.app.results.part_answers import DEVICE_FIELDS, FIELDS, SUMS, PartAnswers
 from decoding.grammars.grammar import json_value
 from decoding.text.instructions import Instructions
 from decoding.text.long_text import PromptBuilder, Rounds, Task

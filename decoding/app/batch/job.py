@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoding.app.batch.records import Finished
+from decoding.app.results.records import Finished
 from decoding.grammars.grammar import Grammar
 from decoding.speculation.sampling import Sampling
 from decoding.text.instructions import Instructions, PromptFormat

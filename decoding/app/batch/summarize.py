@@ -17,10 +17,10 @@ import torch
 from decoding.app.batch.assignment import Assignment
 from decoding.app.batch.documents_in_progress import DocumentsInProgress, Work, description
 from decoding.app.batch.job import BatchJob, model_digest, model_name
-from decoding.app.batch.records import Records
 from decoding.app.documents.document import Document, DocumentText
 from decoding.app.documents.listing import find_documents
 from decoding.app.options import Common
+from decoding.app.results.records import Records
 from decoding.app.terminal.messages import (
     LongestDocument,
     fitting_concurrency,

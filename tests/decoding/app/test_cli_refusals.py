@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import parallel.formats.hub
-from decoding.app.batch.records import Records
+from decoding.app.results.records import Records
 from support.commands import MODELS, TARGET, Fork, forked, records, refused, variant
 
 GENERATE = ("generate", "--prompt", "It was")

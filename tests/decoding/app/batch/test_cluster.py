@@ -31,11 +31,11 @@ from decoding.app.batch.cluster import Cluster, _ClusterWorkers, _summarise
 from decoding.app.batch.cluster_prompts import decode_prompts, encode_prompts
 from decoding.app.batch.documents_in_progress import DocumentsInProgress
 from decoding.app.batch.job import model_digest
-from decoding.app.batch.records import Records
 from decoding.app.batch.summarize import Results, make_job
 from decoding.app.documents.document import DocumentText, Identity
 from decoding.app.documents.listing import find_documents
 from decoding.app.options import Common
+from decoding.app.results.records import Records
 from decoding.app.terminal.progress import Display
 from decoding.speculation.sampling import Sampling
 from decoding.text.instructions import Instructions, PromptFormat

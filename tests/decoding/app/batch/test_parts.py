@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 
 from decoding.app.batch.documents_in_progress import DocumentsInProgress
 from decoding.app.batch.job import BatchJob
-from decoding.app.batch.part_answers import PartAnswers
-from decoding.app.batch.records import Records
 from decoding.app.batch.summarize import Results
 from decoding.app.documents.document import DocumentText, Identity
+from decoding.app.results.part_answers import PartAnswers
+from decoding.app.results.records import Records
 from decoding.app.terminal.progress import Display
 from decoding.speculation.sampling import Sampling
 from decoding.text.instructions import Instructions, PromptFormat

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 from decoding import GREEDY
 from decoding.app.batch.documents_in_progress import DocumentsInProgress
 from decoding.app.batch.job import BatchJob
-from decoding.app.batch.records import Records
 from decoding.app.batch.summarize import Results, check_answers
 from decoding.app.documents.document import Document, DocumentText, Identity
+from decoding.app.results.records import Records
 from decoding.app.terminal.progress import Display
 from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder

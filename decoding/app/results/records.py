@@ -15,10 +15,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from decoding.app.batch.durable import PADDING, write_all
-from decoding.app.batch.part_answers import PartAnswers
 from decoding.app.documents.formats.encodings import MAX_BYTES
 from decoding.app.documents.listing import REPAIR_SUFFIX
+from decoding.app.results.durable import PADDING, write_all
+from decoding.app.results.part_answers import PartAnswers
 from decoding.prefix_cache.files import sync_folder
 from offload.errors import InvalidRequestError, TierForceError
 from offload.regular_files import bounded_lines, open_regular

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import decoding.app.batch.records
-from decoding.app.batch.records import Records
+import decoding.app.results.records
+from decoding.app.results.records import Records
 from offload.errors import TierForceError
 from support.batches import answer
 from support.commands import records
@@ -215,7 +215,7 @@ def test_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with Records(path) as output:
         assert output.finished.keys() == {"a"}
     assert path.read_bytes() == one + one
-    monkeypatch.setattr(decoding.app.batch.records, "MAX_BYTES", len(one))
+    monkeypatch.setattr(decoding.app.results.records, "MAX_BYTES", len(one))
     for size, content in ((1 << 40, one), (1 << 40, b""), (0, b"[" * 100_000)):
         path.write_bytes(content)
         if size:
@@ -228,7 +228,7 @@ def test_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_record_that_a_later_run_would_not_read_becomes_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding.app.batch.records, "MAX_BYTES", 1000)
+    monkeypatch.setattr(decoding.app.results.records, "MAX_BYTES", 1000)
     path = tmp_path / "out.jsonl"
     with Records(path) as output:
         output.parts.add("1", "b", answer("kept"))

@@ -11,9 +11,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from decoding.app.batch.durable import PADDING, write_all
 from decoding.app.documents.formats.encodings import MAX_BYTES
 from decoding.app.documents.listing import PARTS_SUFFIX
+from decoding.app.results.durable import PADDING, write_all
 from decoding.prefix_cache.files import sync_folder
 from offload.errors import TierForceError
 from offload.regular_files import bounded_lines, open_regular
