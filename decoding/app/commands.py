@@ -1,5 +1,5 @@
-"""The commands: `summarize`, `generate`, `chat`, `ask`, `prefill`, `serve`, `prompt-cache`, `plan`
-and `probe`.
+"""The commands: `summarize`, `show`, `generate`, `chat`, `ask`, `prefill`, `serve`, `prompt-cache`,
+`plan` and `probe`.
 
 This module holds only what typer needs to answer `--help` and mistyped options at once. Slow
 imports happen inside the functions, from modules named after the commands.
@@ -24,6 +24,7 @@ from decoding.app.options import (
     JobOptions,
     LongDocuments,
     QuestionsFile,
+    ResultFormat,
     SchemaFile,
     SystemMessage,
     check_concurrency,
@@ -96,13 +97,16 @@ def summarize(
         ),
     ],
     output: Annotated[
-        Path,
+        str,
         typer.Option(
-            help="JSONL file: one record per document, written as it finishes. An existing file is "
-            "resumed."
+            help="Where results go, each as its document finishes: a .jsonl file of records, a .md "
+            "or .txt file to read, or a folder (with / at the end, if it is new) with a file for "
+            "each document. If they exist, the job resumes.",
+            metavar="PATH",
         ),
     ],
     include: IncludedFiles = None,
+    format: ResultFormat = None,
     instruction: Annotated[str, typer.Option(help="Instruction for each document.")] = INSTRUCTION,
     questions: QuestionsFile = None,
     system: SystemMessage = None,
@@ -155,7 +159,9 @@ def summarize(
     if common.settings.deterministic:
         check_concurrency(concurrency)
     from decoding.app.batch.assignment import Assignment
+    from decoding.app.results.destination import Destination
 
+    destination = Destination.of(output, format)
     long_documents = LongDocuments(long, part_instruction, merge_instruction)
     assignment = Assignment.of(instruction, questions, system, template, schema, long_documents)
     if cluster is not None:
@@ -174,13 +180,36 @@ def summarize(
 
     source = Source(input, include or [])
     if cluster is None:
-        run(common, source, output, assignment, concurrency, interrupts)
+        run(common, source, destination, assignment, concurrency, interrupts)
         return
     from decoding.app.batch.cluster import Cluster
     from decoding.app.batch.cluster import run as run_on_cluster
 
     options = Cluster(cluster, machines, concurrency or 1)
-    run_on_cluster(common, source, output, assignment, options, interrupts)
+    run_on_cluster(common, source, destination, assignment, options, interrupts)
+
+
+@_command("show summaries.jsonl")
+def show(
+    results: Annotated[
+        str, typer.Argument(help="A file of records, or what --output named.", show_default=False)
+    ],
+    documents: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Ids of documents, or patterns such as '*.pdf'. Default: all.",
+            metavar="[ID]...",
+            show_default=False,
+        ),
+    ] = None,
+    format: Annotated[
+        str, typer.Option(help="txt, md, or jsonl (the records).", metavar="NAME")
+    ] = "txt",
+) -> None:
+    """Print the results of summarize."""
+    from decoding.app.results.show import run
+
+    run(results, documents or [], format)
 
 
 @_command("generate --model TARGET --draft DRAFT --prompt-file book.txt")

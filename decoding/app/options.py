@@ -31,6 +31,7 @@ from offload.errors import TierForceError
 
 DOCUMENTS = "Documents"  # a help panel
 DEVICES = ("auto", "cpu", "cuda")
+FORMATS = ("jsonl", "md", "txt")
 EXIT_CODES = (
     "Exit codes: 0 success; 1 failure, explained in one line; 2 invalid command line; 128 + n "
     "terminated by signal n. TIERFORCE_DEBUG=1 in the environment shows the traceback of an "
@@ -86,6 +87,17 @@ SchemaFile = Annotated[
         "A cut answer is an error. summarize and ask add the schema to the instruction.",
         metavar="FILE",
         rich_help_panel=SAMPLING,
+    ),
+]
+
+ResultFormat = Annotated[
+    str | None,
+    typer.Option(
+        help="How results are written: jsonl, the records, one JSON object per line; md or txt, to "
+        "read, with the records beside them. Default: by the name of --output, md for a folder.",
+        metavar="NAME",
+        show_default=False,
+        rich_help_panel=DOCUMENTS,
     ),
 ]
 

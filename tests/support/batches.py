@@ -9,6 +9,7 @@ from typing import Any
 
 from decoding import Engine, Sampling
 from decoding.app.results.part_answers import PartAnswers
+from decoding.app.results.records import Records
 from decoding.engine.request import Request, RequestState
 from decoding.engine.stats import Stats
 from support import engines
@@ -48,6 +49,20 @@ def requests(sampling: Sampling, sizes: Iterable[tuple[int, int]]) -> list[Reque
     return [
         Request(random_tokens(prompt, seed=prompt).tolist(), new, sampling) for prompt, new in sizes
     ]
+
+
+def exit_after_records(count: int) -> None:
+    """Let the job be killed at the moment when it has written so many records to disk."""
+    append, appended = Records.append, list[str]()
+
+    def append_or_exit(self: Records, record: dict[str, Any]) -> dict[str, Any]:
+        written = append(self, record)
+        appended.append(record["id"])
+        if len(appended) == count:
+            os._exit(9)
+        return written
+
+    Records.append = append_or_exit  # type: ignore[method-assign]
 
 
 def run_batch(engine: Engine, batch: list[Request], concurrency: int) -> list[RequestState]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count, groupby, islice
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,19 +23,18 @@ from decoding.app.batch.cluster_guard import ClusterGuard
 from decoding.app.batch.cluster_prompts import encode_prompts
 from decoding.app.batch.documents_in_progress import DocumentsInProgress, Work
 from decoding.app.batch.job import BatchJob
+from decoding.app.batch.report import Report, conclude_finished
 from decoding.app.batch.summarize import (
-    Results,
     Source,
     begin,
-    check_answers,
     due_documents,
     list_documents,
     make_job,
-    report,
+    report_answer,
     say_assignment,
 )
 from decoding.app.options import Common
-from decoding.app.results.records import Records
+from decoding.app.results.destination import Destination, ResultFiles
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import advice_after_loss, say, silence_transformers
@@ -68,17 +66,17 @@ class Cluster:
 def run(
     common: Common,
     source: Source,
-    output: Path,
+    destination: Destination,
     assignment: Assignment,
     cluster: Cluster,
     interrupts: Interrupts,
 ) -> None:
-    """Summarise the documents of `source` into `output` on the machines of a cluster.
+    """Summarise the documents of `source` into `destination` on the machines of a cluster.
 
     Raises TierForceError if the job cannot start or continue, and at the end if documents failed.
     """
     silence_transformers()
-    documents = list_documents(source, output)
+    documents = list_documents(source, destination)
     say_assignment(assignment, common)
     folder = resolve(common.model, TensorParallelGroup())
     job = make_job(common, folder, assignment)
@@ -86,16 +84,16 @@ def run(
     context = common.settings.context or limit
     tokenizer = load_tokenizer(folder)
     builder = PromptBuilder(tokenizer, job.format, context, job.max_new_tokens)
-    with Records(output) as records:
-        due = due_documents(documents, records, job)
+    with ResultFiles(destination, [document.id for document in documents]) as results:
+        due = due_documents(documents, results.records, job)
+        results.start({document.id for document in due})
         if not due:
-            say(f"all {len(documents)} documents are already finished in {output}")
-            check_answers(documents, records)
+            conclude_finished(documents, results)
             return
         with Display(len(documents), sys.stderr) as display:
-            results = Results(documents, due, records, display)
-            interrupts.on_exit = _with_cleanup(results.report_interrupt)
-            progress = DocumentsInProgress(builder, job, records.parts, results.add)
+            report = Report(documents, due, results, display)
+            interrupts.on_exit = _with_cleanup(report.interrupt)
+            progress = DocumentsInProgress(builder, job, results.records.parts, report.add)
             for document in due:
                 begin(progress, document.id, document.read, context, display)
             if progress:
@@ -106,7 +104,7 @@ def run(
                     _summarise(progress, workers, display)
                 finally:
                     workers.close()
-    results.conclude(context)
+        report.conclude(context)
 
 
 def _summarise(progress: DocumentsInProgress, workers: _ClusterWorkers, display: Display) -> None:
@@ -165,7 +163,7 @@ def _finish(
     if "error" in answer:
         progress.fail(work, answer["kind"], answer["error"])
         return
-    report(work.name, answer, display, is_part=bool(work.task.name))
+    report_answer(work.name, answer, display, is_part=bool(work.task.name))
     progress.finish(work, answer)
 
 

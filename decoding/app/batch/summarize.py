@@ -17,9 +17,11 @@ import torch
 from decoding.app.batch.assignment import Assignment
 from decoding.app.batch.documents_in_progress import DocumentsInProgress, Work, description
 from decoding.app.batch.job import BatchJob, model_digest, model_name
+from decoding.app.batch.report import Report, conclude_finished
 from decoding.app.documents.document import Document, DocumentText
 from decoding.app.documents.listing import find_documents
 from decoding.app.options import Common
+from decoding.app.results.destination import Destination, ResultFiles
 from decoding.app.results.records import Records
 from decoding.app.terminal.messages import (
     LongestDocument,
@@ -28,7 +30,7 @@ from decoding.app.terminal.messages import (
     summary_line,
 )
 from decoding.app.terminal.progress import Display
-from decoding.app.terminal.signals import Interrupts, signal_source
+from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request, RequestState
@@ -55,12 +57,12 @@ class Source:
 def run(
     common: Common,
     source: Source,
-    output: Path,
+    destination: Destination,
     assignment: Assignment,
     concurrency: int | None,
     interrupts: Interrupts,
 ) -> None:
-    """Summarise the documents of `source` into `output`; every rank calls it.
+    """Summarise the documents of `source` into `destination`; every rank calls it.
 
     `concurrency` requests are decoded together; None for as many as fit at no cost to each. Raises
     TierForceError if the job cannot start, and at the end if documents failed.
@@ -70,21 +72,22 @@ def run(
     documents: list[Document] = []
     with group.sync_errors():
         if group.rank == 0:
-            documents = list_documents(source, output)
+            documents = list_documents(source, destination)
             say_assignment(assignment, common)
     folder = resolve(common.model, group)
     with ExitStack() as files:
-        records = None
+        results = None
         due: list[Document] = []
         with group.sync_errors():
             job = make_job(common, folder, assignment)
             if group.rank == 0:
-                records = files.enter_context(Records(output))
-                due = due_documents(documents, records, job)
+                ids = [document.id for document in documents]
+                results = files.enter_context(ResultFiles(destination, ids))
+                due = due_documents(documents, results.records, job)
+                results.start({document.id for document in due})
         if group.broadcast(not due):
-            say(f"all {len(documents)} documents are already finished in {output}")
-            if records is not None:
-                check_answers(documents, records)
+            if results is not None:
+                conclude_finished(documents, results)
             return
         engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
         with group.sync_errors():
@@ -103,25 +106,27 @@ def run(
             or fitting_concurrency(engine, longest.tokens if longest else 0, common.max_new_tokens),
         )
         say_what_fits(engine, longest, common, concurrency)
-        if records is None:
+        if results is None:
             engine.run_worker()
             return
         with Display(len(documents), sys.stderr) as display:
-            results = Results(documents, due, records, display)
-            interrupts.on_exit = results.report_interrupt
-            progress = DocumentsInProgress(builder, job, records.parts, results.add)
+            report = Report(documents, due, results, display)
+            interrupts.on_exit = report.interrupt
+            progress = DocumentsInProgress(builder, job, results.records.parts, report.add)
             summaries = Summaries(engine, progress, job, concurrency, display)
             summaries.generate({document.id: document.read for document in due})
         engine.close()
-    results.conclude(engine.context)
+        report.conclude(engine.context)
 
 
-def list_documents(source: Source, output: Path) -> list[Document]:
+def list_documents(source: Source, destination: Destination) -> list[Document]:
     """Return the documents, and print which files are skipped and which fields are not read.
 
-    Raises as `find_documents`.
+    Raises as `find_documents`, and if the input is in the folder of results.
     """
-    listing = find_documents(source.path, output, source.include)
+    destination.check_input(source.path)
+    own = {destination.path, destination.records}
+    listing = find_documents(source.path, own, source.include)
     if listing.unknown_fields:
         fields = [
             f'"{name}" ({count} line{"s" if count > 1 else ""})'
@@ -170,76 +175,6 @@ def make_job(common: Common, folder: Path, assignment: Assignment) -> BatchJob:
         deterministic=common.settings.deterministic,
         splits=assignment.splits,
     )
-
-
-class Results:
-    """The results of a batch: records on disk, and lines on the terminal."""
-
-    def __init__(
-        self,
-        documents: Sequence[Document],
-        due: Sequence[Document],
-        records: Records,
-        display: Display,
-    ):
-        """Print the names of the documents that are already finished."""
-        self.documents, self.records, self.display = documents, records, display
-        self.failed = 0
-        is_due = {document.id for document in due}
-        for document in documents:
-            if document.id not in is_due:
-                display.end(document.id, f"{document.id}: already finished, skipped")
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Write the record of a document, and print its line. Raises TierForceError."""
-        record = self.records.append(record)
-        if "error" in record:
-            self.failed += 1
-            line = f"failed: {record['error']}"
-        else:
-            line = summary_line(record)
-            answers = record.get("answers", ())
-            if cut := [each["error"] for each in answers if "error" in each]:
-                line += f"; {len(cut)} of {len(answers)} answers have an error: {cut[0]}"
-        self.display.end(record["id"], f"{record['id']}: {line}")
-
-    def report_interrupt(self, name: str) -> None:
-        """Print how many documents were finished when a signal ended the batch."""
-        self.display.stop()
-        safe = f"{len(self.records.finished)} finished records are safe in {self.records.path}"
-        if parts := self.records.parts.count:
-            safe += f", and {parts} answers about others in {self.records.parts.path}"
-        say(f"interrupted ({signal_source(name)}); {safe}: run the same command to resume")
-
-    def conclude(self, context: int) -> None:
-        """Print the totals of the batch. Raises TierForceError if documents failed."""
-        finished = [self.records.finished.get(document.id) for document in self.documents]
-        truncated = sum(record.is_truncated for record in finished if record is not None)
-        split = sum(
-            record.part_instructions is not None for record in finished if record is not None
-        )
-        count, path = len(self.documents), self.records.path
-        line = f"{count - self.failed} of {count} documents finished in {path}"
-        if split:
-            line += f", {split} of them in parts, longer than the context of {context:,} tokens"
-        if truncated:
-            line += f", {truncated} of them truncated to the context of {context:,} tokens"
-        say(line)
-        if self.failed:
-            raise TierForceError(
-                f"{self.failed} of {count} documents failed; their records in {path} say why."
-            )
-        check_answers(self.documents, self.records)
-
-
-def check_answers(documents: Sequence[Document], records: Records) -> None:
-    """Raise TierForceError if answers about documents have an error in place of data."""
-    finished = [records.finished.get(document.id) for document in documents]
-    if cut := sum(record.cut for record in finished if record is not None):
-        raise TierForceError(
-            f"{cut} answers have an error in place of data; their records in {records.path} say "
-            "why."
-        )
 
 
 def longest_document(
@@ -331,7 +266,7 @@ class Summaries:
                 self.display.remove(work.name)
                 continue
             answer = answer_of(self.engine, state)
-            report(work.name, answer, self.display, is_part=bool(work.task.name))
+            report_answer(work.name, answer, self.display, is_part=bool(work.task.name))
             self.progress.finish(work, answer)
             self.display.parts(work.document, *self.progress.count_tasks(work.document))
 
@@ -395,7 +330,7 @@ def begin(
         )
 
 
-def report(name: str, answer: Mapping[str, Any], display: Display, is_part: bool) -> None:
+def report_answer(name: str, answer: Mapping[str, Any], display: Display, is_part: bool) -> None:
     """Warn if none of an answer's tokens are for the reader; print the line of a part."""
     if answer["new_tokens"] and not answer["summary"]:
         display.warn(

@@ -40,13 +40,14 @@ class Listing:
 
 
 def find_documents(
-    source: Path, output: Path | None = None, include: Sequence[str] = ()
+    source: Path, outputs: Collection[Path] = (), include: Sequence[str] = ()
 ) -> Listing:
     """List the documents of a folder (recursively, sorted by name), of a .zip, a file or a .jsonl.
 
     Args:
         source: the folder or file.
-        output: a file that may be in the folder, and is left out, as is what a job puts beside it.
+        outputs: files, and folders, that may be in the folder and are left out, as is what a job
+            puts beside them.
         include: patterns such as `*.py` for names or paths below `source`. Files that match are
             documents, as text if their suffix is unknown; others are left out.
 
@@ -56,7 +57,7 @@ def find_documents(
     listing = Listing()
     try:
         if source.is_dir():
-            _list_folder(source, output, include, listing)
+            _list_folder(source, outputs, include, listing)
         elif source.exists() and not source.is_file():
             raise TierForceError(
                 f"--input {source} is a pipe or a device: give a folder or a regular file."
@@ -108,17 +109,19 @@ def _list_file(source: Path, include: Sequence[str], listing: Listing) -> None:
 
 
 def _list_folder(
-    source: Path, output: Path | None, include: Sequence[str], listing: Listing
+    source: Path, outputs: Collection[Path], include: Sequence[str], listing: Listing
 ) -> None:
-    own = set[Path]()
-    if output is not None:
-        path = output.resolve()
-        own = {path, *(path.with_name(path.name + suffix) for suffix in OUTPUT_SUFFIXES)}
+    own = {
+        output.with_name(output.name + suffix)
+        for output in map(Path.resolve, outputs)
+        for suffix in ("", *OUTPUT_SUFFIXES)
+    }
     files, unreadable = _walk(source, listing)
     listing.unreadable = sorted(unreadable)
     for path in sorted(files):
         name = str(path.relative_to(source))
-        if path.resolve() in own:
+        resolved = path.resolve()
+        if not own.isdisjoint((resolved, *resolved.parents)):
             continue
         kind = _kind(name, include, listing)
         if kind == kinds.ARCHIVE:

@@ -8,9 +8,9 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from decoding.app.batch.summarize import answer_of, report
+from decoding.app.batch.summarize import answer_of, report_answer
 from decoding.app.interactive.chat import conversation, load_chat
-from decoding.app.interactive.generate import check_complete, generate, write
+from decoding.app.interactive.generate import check_complete, generate
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.messages import (
     LongestDocument,
@@ -19,7 +19,7 @@ from decoding.app.terminal.messages import (
 )
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
-from decoding.app.terminal.streams import warn
+from decoding.app.terminal.streams import warn, write
 from decoding.engine.chat import talk_room
 from decoding.engine.engine import Engine, Progress
 from decoding.engine.request import Request
@@ -211,7 +211,7 @@ class _Parts:
                 if state.error is not None:
                     raise TierForceError(f"{name}: {state.error}") from state.error
                 answer = answer_of(self.engine, state)
-                report(name, answer, display, is_part=True)
+                report_answer(name, answer, display, is_part=True)
                 answers[name] = answer["summary"]
                 if answer["finish_reason"] == "length" and state.request.grammar is not None:
                     cut.add(name)

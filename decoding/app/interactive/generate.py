@@ -14,7 +14,7 @@ from decoding.app.terminal.files import check_overwrite, check_writable, write_j
 from decoding.app.terminal.messages import say_what_fits, summary_line
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
-from decoding.app.terminal.streams import silence_transformers, warn, without_controls
+from decoding.app.terminal.streams import silence_transformers, warn, write
 from decoding.engine.engine import Engine, Progress
 from decoding.grammars.grammar import CUT, Grammar
 from decoding.text.prompt import Template
@@ -132,12 +132,3 @@ def print_stream(
         if is_stopped():
             break
     write("\n")
-
-
-def write(text: str) -> None:
-    """Write to standard output, and flush. Raises TierForceError if that fails.
-
-    For a terminal, control characters are escaped; files and pipes get the text unchanged.
-    """
-    sys.stdout.write(without_controls(text) if sys.stdout.isatty() else text)
-    sys.stdout.flush()

@@ -104,6 +104,15 @@ def without_controls(text: str) -> str:
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def write(text: str) -> None:
+    """Write to standard output, and flush. Raises TierForceError if that fails.
+
+    For a terminal, control characters are escaped; files and pipes get the text unchanged.
+    """
+    sys.stdout.write(without_controls(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
 def silence_transformers() -> None:
     """Turn off the warnings and progress bars of transformers."""
     from transformers.utils import logging

@@ -150,9 +150,16 @@ def duplicate_ids(folder: Path) -> tuple[str, ...]:
     return summarize(folder / "in.jsonl", folder / "out.jsonl")
 
 
-@case("--output", "Is a directory")
-def output_that_is_a_folder(folder: Path) -> tuple[str, ...]:
+@case("--output", "is the folder of --input", "name another folder")
+def output_that_is_the_folder_of_the_input(folder: Path) -> tuple[str, ...]:
     return summarize(write_text(folder), folder)
+
+
+@case("--output", "a folder with other files, such as a.txt", "name a new one")
+def output_that_is_a_folder_of_other_files(folder: Path) -> tuple[str, ...]:
+    (folder / "notes").mkdir()
+    write_text(folder / "notes")
+    return summarize(write_text(folder), folder / "notes")
 
 
 @case("--output", "No such file or directory")
@@ -160,9 +167,25 @@ def output_in_a_missing_folder(folder: Path) -> tuple[str, ...]:
     return summarize(write_text(folder), folder / "missing/out.jsonl")
 
 
-@case("--output", "not a summary record", "choose another file")
+@case("--output", "was not written by a job", "choose another file")
 def output_that_is_the_input(folder: Path) -> tuple[str, ...]:
     return summarize(write_text(folder), folder / "a.txt")
+
+
+@case("--output", "in.jsonl", "not a summary record", "choose another file")
+def records_in_place_of_the_input(folder: Path) -> tuple[str, ...]:
+    (folder / "in.jsonl").write_text('{"id": "a", "text": "It was"}')
+    return summarize(folder / "in.jsonl", folder / "in.md")
+
+
+@case("--output", "name of a file of records", "out.md")
+def text_in_place_of_records(folder: Path) -> tuple[str, ...]:
+    return *summarize(write_text(folder), folder / "out.jsonl"), "--format", "md"
+
+
+@case("--format pdf is not known", "jsonl, md, txt")
+def unknown_format(folder: Path) -> tuple[str, ...]:
+    return *summarize(write_text(folder), folder / "out.jsonl"), "--format", "pdf"
 
 
 @case("--context 131073", "131072 positions")

@@ -31,10 +31,12 @@ from decoding.app.batch.cluster import Cluster, _ClusterWorkers, _summarise
 from decoding.app.batch.cluster_prompts import decode_prompts, encode_prompts
 from decoding.app.batch.documents_in_progress import DocumentsInProgress
 from decoding.app.batch.job import model_digest
-from decoding.app.batch.summarize import Results, make_job
+from decoding.app.batch.report import Report
+from decoding.app.batch.summarize import make_job
 from decoding.app.documents.document import DocumentText, Identity
 from decoding.app.documents.listing import find_documents
 from decoding.app.options import Common
+from decoding.app.results.destination import Destination, ResultFiles
 from decoding.app.results.records import Records
 from decoding.app.terminal.progress import Display
 from decoding.speculation.sampling import Sampling
@@ -249,9 +251,10 @@ def test_lost_documents_are_sent_three_times_and_unstarted_ones_until_done(
     due = find_documents(source).documents  # 0 to 3, and the broken one
     job = make_job(common(), TARGET, Assignment())
     builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), job.format, 4096, 12)
-    with Records(tmp_path / "out.jsonl") as output, Display(5, sys.stderr) as display:
-        results = Results(due, due, output, display)
-        progress = DocumentsInProgress(builder, job, output.parts, results.add)
+    destination = Destination(tmp_path / "out.jsonl")
+    with ResultFiles(destination, []) as files, Display(5, sys.stderr) as display:
+        report = Report(due, due, files, display)
+        progress = DocumentsInProgress(builder, job, files.records.parts, report.add)
         for document in due[:4]:
             progress.begin(document.id, document.read())
         workers = ScriptedWorkers(
@@ -272,7 +275,7 @@ def test_lost_documents_are_sent_three_times_and_unstarted_ones_until_done(
     summaries = {id: record["summary"] for id, record in written.items() if "summary" in record}
     assert summaries == {"0.txt": "a", "1.txt": "b", "3.txt": "d"}
     assert "was lost 3 times" in written["2.txt"]["error"]
-    assert results.failed == 1
+    assert report.failed == 1
 
 
 def test_parts_are_rows_of_their_own_and_one_that_fails_ends_its_document(tmp_path: Path) -> None:

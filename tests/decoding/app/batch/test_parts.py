@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 
 from decoding.app.batch.documents_in_progress import DocumentsInProgress
 from decoding.app.batch.job import BatchJob
-from decoding.app.batch.summarize import Results
+from decoding.app.batch.report import Report
 from decoding.app.documents.document import DocumentText, Identity
+from decoding.app.results.destination import Destination, ResultFiles
 from decoding.app.results.part_answers import PartAnswers
 from decoding.app.results.records import Records
 from decoding.app.terminal.progress import Display
@@ -290,15 +291,16 @@ def test_answers_of_a_failed_document_are_kept(tmp_path: Path) -> None:
 def test_interrupt_counts_answers_about_unfinished_documents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Records(tmp_path / "out.jsonl") as output, Display(2, sys.stderr) as display:
-        results = Results([], [], output, display)
+    destination = Destination(tmp_path / "out.jsonl")
+    with ResultFiles(destination, []) as files, Display(2, sys.stderr) as display:
+        report, output = Report([], [], files, display), files.records
         for digest, document in (("1", "a"), ("2", "a"), ("3", "b")):
             output.parts.add(digest, document, answer(digest))
         output.append({"id": "a", "summary": "all", "versions": {}})
-        results.report_interrupt("SIGINT")
+        report.interrupt("SIGINT")
         assert "1 finished records are safe" in capsys.readouterr().err
         output.append({"id": "b", "summary": "all", "versions": {}})
-        results.report_interrupt("SIGINT")
+        report.interrupt("SIGINT")
         assert "answers about parts" not in capsys.readouterr().err
 
 

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 from decoding import GREEDY
 from decoding.app.batch.documents_in_progress import DocumentsInProgress
 from decoding.app.batch.job import BatchJob
-from decoding.app.batch.summarize import Results, check_answers
+from decoding.app.batch.report import Report, conclude_finished
 from decoding.app.documents.document import Document, DocumentText, Identity
-from decoding.app.results.records import Records
+from decoding.app.results.destination import Destination, ResultFiles
 from decoding.app.terminal.progress import Display
 from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder
@@ -153,21 +153,22 @@ def test_an_answer_that_was_cut_leaves_those_to_other_questions(
     format = PromptFormat(schema='{"enum": ["yes", "no"]}')
     job = BatchJob("model", None, "weights", questions, format, 12, 400, "float32", None, GREEDY)
     builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), format, 400, 12)
-    with Records(tmp_path / "out.jsonl") as output, Display(1, sys.stderr) as display:
+    destination = Destination(tmp_path / "out.jsonl")
+    with ResultFiles(destination, ["a"]) as files, Display(1, sys.stderr) as display:
         document = Document("a", tmp_path / "a")
-        results = Results([document], [document], output, display)
-        progress = DocumentsInProgress(builder, job, output.parts, results.add)
+        report = Report([document], [document], files, display)
+        progress = DocumentsInProgress(builder, job, files.records.parts, report.add)
         progress.begin("a", DocumentText("It was.", {}, Identity("1")))
         first, second = progress.work()
         progress.finish(first, answer('"yes"'))
         progress.finish(second, {**answer('"n'), "finish_reason": "length"})
         with pytest.raises(TierForceError, match="1 answers have an error in place of data"):
-            results.conclude(400)
+            report.conclude(400)
     with (
-        Records(tmp_path / "out.jsonl") as output,
+        ResultFiles(destination, ["a"]) as files,
         pytest.raises(TierForceError, match="1 answers have an error in place of data"),
     ):
-        check_answers([document], output)
+        conclude_finished([document], files)
     (record,) = records(tmp_path / "out.jsonl")
     whole, cut = record["answers"]
     assert (whole["data"], cut["data"], cut["answer"]) == ("yes", None, '"n')

@@ -153,9 +153,13 @@ def test_other_files_are_named_and_output_is_left_out(tmp_path: Path) -> None:
         "x.jsonl",
         "out.txt",
         "out.txt.parts",
+        "out/results.txt",
+        "out/sub/results.txt",
     ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("It was")
-    found = find_documents(tmp_path, tmp_path / "../" / tmp_path.name / "out.txt")
+    here = tmp_path / "../" / tmp_path.name
+    found = find_documents(tmp_path, [here / "out.txt", here / "out"])
     assert [document.id for document in found.documents] == ["a.txt"]
     assert found.skipped == {
         "hidden": [".git"],

@@ -187,6 +187,7 @@ COMMON = {
                 "--input",
                 "--include",
                 "--output",
+                "--format",
                 "--instruction",
                 "--questions",
                 "--system",

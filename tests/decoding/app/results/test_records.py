@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import decoding.app.results.record_lines
 import decoding.app.results.records
 from decoding.app.results.records import Records
 from offload.errors import TierForceError
@@ -215,7 +216,7 @@ def test_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with Records(path) as output:
         assert output.finished.keys() == {"a"}
     assert path.read_bytes() == one + one
-    monkeypatch.setattr(decoding.app.results.records, "MAX_BYTES", len(one))
+    monkeypatch.setattr(decoding.app.results.record_lines, "MAX_BYTES", len(one))
     for size, content in ((1 << 40, one), (1 << 40, b""), (0, b"[" * 100_000)):
         path.write_bytes(content)
         if size:
@@ -223,6 +224,52 @@ def test_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(TierForceError, match="is not a summary record"):
             Records(path)
         assert path.stat().st_size == (size or len(content))
+
+
+def test_records_are_sorted_after_those_of_other_documents(tmp_path: Path) -> None:
+    path = write_records(
+        tmp_path / "out.jsonl",
+        record("b", seed=1),
+        record("old"),
+        record("c"),
+        record("a"),
+        record("b", seed=2),
+    )
+    path.chmod(0o640)
+    with Records(path) as output:
+        output.append(failure("d"))
+        output.sort(["a", "b", "missing", "c", "d"])
+        expected = [record("b", seed=1), record("old"), record("a"), record("b", seed=2)]
+        assert records(path) == [*expected, record("c"), failure("d")]
+        inode = path.stat().st_ino
+        output.sort(["a", "b", "c", "d"])
+        assert path.stat().st_ino == inode  # in order already
+        with pytest.raises(TierForceError, match="written by another job"):
+            Records(path)
+        output.append(record("e"))
+        assert records(path)[-1] == record("e")
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_records_that_cannot_be_sorted_are_left_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_records(tmp_path / "out.jsonl", record("b"), record("a"))
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Records(path) as output:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(TierForceError, match=r"No space left.*in which their documents"):
+                output.sort(["a", "b"])
+        assert path.read_bytes() == before
+        output.append(record("c"))
+    assert path.read_bytes().startswith(before)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_record_that_a_later_run_would_not_read_becomes_an_error(

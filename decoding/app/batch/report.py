@@ -1,0 +1,107 @@
+"""What a batch says about its documents: a line for each as it ends, and the totals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from decoding.app.documents.document import Document
+from decoding.app.results.destination import ResultFiles
+from decoding.app.terminal.messages import summary_line
+from decoding.app.terminal.progress import Display
+from decoding.app.terminal.signals import signal_source
+from decoding.app.terminal.streams import say
+from offload.errors import TierForceError
+
+
+class Report:
+    """The results of a batch: files on disk, and lines on the terminal."""
+
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        due: Sequence[Document],
+        results: ResultFiles,
+        display: Display,
+    ):
+        """Print the names of the documents that are already finished."""
+        self.documents, self.results, self.display = documents, results, display
+        self.failed = 0
+        is_due = {document.id for document in due}
+        for document in documents:
+            if document.id not in is_due:
+                display.end(document.id, f"{document.id}: already finished, skipped")
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Write the record of a document, and print its line. Raises TierForceError."""
+        record = self.results.add(record)
+        if "error" in record:
+            self.failed += 1
+            line = f"failed: {record['error']}"
+        else:
+            line = summary_line(record)
+            answers = record.get("answers", ())
+            if cut := [each["error"] for each in answers if "error" in each]:
+                line += f"; {len(cut)} of {len(answers)} answers have an error: {cut[0]}"
+        self.display.end(record["id"], f"{record['id']}: {line}")
+
+    def interrupt(self, name: str) -> None:
+        """Print how many documents were finished when a signal ended the batch."""
+        self.display.stop()
+        records = self.results.records
+        safe = f"{len(records.finished)} finished records are safe in {records.path}"
+        if parts := records.parts.count:
+            safe += f", and {parts} answers about others in {records.parts.path}"
+        say(f"interrupted ({signal_source(name)}); {safe}: run the same command to resume")
+
+    def conclude(self, context: int) -> None:
+        """Put the results in order, and print the totals.
+
+        Raises TierForceError if that fails, or documents failed.
+        """
+        self.results.finish()
+        records = self.results.records
+        finished = [records.finished.get(document.id) for document in self.documents]
+        truncated = sum(record.is_truncated for record in finished if record is not None)
+        split = sum(
+            record.part_instructions is not None for record in finished if record is not None
+        )
+        count = len(self.documents)
+        line = f"{count - self.failed} of {count} documents finished in {_place(self.results)}"
+        if split:
+            line += f", {split} of them in parts, longer than the context of {context:,} tokens"
+        if truncated:
+            line += f", {truncated} of them truncated to the context of {context:,} tokens"
+        say(line)
+        if self.failed:
+            raise TierForceError(
+                f"{self.failed} of {count} documents failed; their records in {records.path} say "
+                "why."
+            )
+        _check_answers(self.documents, self.results)
+
+
+def conclude_finished(documents: Sequence[Document], results: ResultFiles) -> None:
+    """Put the results in order, and say that an earlier job has finished all documents.
+
+    Raises TierForceError if that fails, or answers have an error.
+    """
+    results.finish()
+    say(f"all {len(documents)} documents are already finished in {_place(results)}")
+    _check_answers(documents, results)
+
+
+def _place(results: ResultFiles) -> str:
+    path, records = results.destination.path, results.records.path
+    return str(path) if path == records else f"{path}, with records in {records}"
+
+
+def _check_answers(documents: Sequence[Document], results: ResultFiles) -> None:
+    """Raise TierForceError if answers about documents have an error in place of data."""
+    records = results.records
+    finished = [records.finished.get(document.id) for document in documents]
+    if cut := sum(record.cut for record in finished if record is not None):
+        raise TierForceError(
+            f"{cut} answers have an error in place of data; their records in {records.path} say "
+            "why."
+        )

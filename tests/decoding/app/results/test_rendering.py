@@ -1,0 +1,117 @@
+"""Records as text for people: complete, in their order, and without an effect on what follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decoding.app.results.rendering import render
+from offload.errors import TierForceError
+
+
+def record(**more: Any) -> dict[str, Any]:
+    return {"id": "emma.txt", "summary": "Emma is rich.", "max_new_tokens": 512, **more}
+
+
+ANSWERS = [
+    {"question": "Who?", "answer": "Emma.", "finish_reason": "stop"},
+    {"question": "Why *so*?\nReally?", "answer": "Since", "finish_reason": "length"},
+]
+JSON = {"summary": '{"rich": true}', "data": {"rich": True, "name": "Émma"}}
+CUT = {
+    "question": "Rich?",
+    "answer": '{"ri',
+    "data": None,
+    "error": "cut",
+    "finish_reason": "length",
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "markdown", "text"),
+    [
+        (record(), "# emma.txt\n\nEmma is rich.\n", "emma.txt\n========\n\nEmma is rich.\n"),
+        (
+            record(finish_reason="length"),
+            "# emma.txt\n\nEmma is rich.\n\n*cut at 512 tokens*\n",
+            "emma.txt\n========\n\nEmma is rich.\n\n[cut at 512 tokens]\n",
+        ),
+        (
+            record(parts=[{}, {}], source={"format": "pdf", "note": "page 3 has no text"}),
+            "# emma.txt\n\nEmma is rich.\n\n*read in 2 parts; page 3 has no text*\n",
+            "emma.txt\n========\n\nEmma is rich.\n\n[read in 2 parts; page 3 has no text]\n",
+        ),
+        (
+            record(truncated_tokens=1200),
+            "# emma.txt\n\nEmma is rich.\n\n*its last 1,200 tokens were not read*\n",
+            "emma.txt\n========\n\nEmma is rich.\n\n[its last 1,200 tokens were not read]\n",
+        ),
+        (
+            {"id": "emma.txt", "error": "the document is empty.", "kind": "InvalidRequestError"},
+            "# emma.txt\n\n**Failed:** the document is empty.\n",
+            "emma.txt\n========\n\nFailed: the document is empty.\n",
+        ),
+        (
+            {"id": "emma.txt", "answers": ANSWERS, "max_new_tokens": 512},
+            "# emma.txt\n\n## Who?\n\nEmma.\n\n## Why \\*so\\*? Really?\n\nSince\n\n"
+            "*cut at 512 tokens*\n",
+            "emma.txt\n========\n\nQ: Who?\n\nEmma.\n\nQ: Why *so*? Really?\n\nSince\n\n"
+            "[cut at 512 tokens]\n",
+        ),
+        (
+            record(**JSON),
+            '# emma.txt\n\n```json\n{\n  "rich": true,\n  "name": "Émma"\n}\n```\n',
+            'emma.txt\n========\n\n{\n  "rich": true,\n  "name": "Émma"\n}\n',
+        ),
+        (
+            {"id": "emma.txt", "answers": [CUT], "max_new_tokens": 2},
+            '# emma.txt\n\n## Rich?\n\n**Failed:** cut\n\n{"ri\n',
+            'emma.txt\n========\n\nQ: Rich?\n\nFailed: cut\n\n{"ri\n',
+        ),
+        (record(summary=""), "# emma.txt\n", "emma.txt\n========\n"),
+    ],
+)
+def test_markdown_and_text(content: dict[str, Any], markdown: str, text: str) -> None:
+    assert render(content, "md") == markdown
+    assert render(content, "txt") == text
+
+
+@pytest.mark.parametrize(
+    ("id", "heading"),
+    [
+        ("my_first_book.txt", "# my_first_book.txt"),
+        ("_a_ `b` [c](d) <e> & f\\g #", r"# \_a\_ \`b\` \[c\](d) \<e\> \& f\\g \#"),
+        ("two\nlines\x1b[2J", r"# two lines\\x1b\[2J"),
+    ],
+)
+def test_ids_are_no_markup(id: str, heading: str) -> None:
+    assert render(record(id=id), "md").startswith(f"{heading}\n\n")
+
+
+@pytest.mark.parametrize(
+    ("summary", "end"),
+    [
+        ("```python\nx = 1", "\n```"),
+        ("~~~~\nx\n~~~", "\n~~~~"),
+        ("```\nx\n```` \ny", ""),
+        ("```\n```json\nx", "\n```"),
+        ("```x``` is code", ""),
+        ("    ```\nx", ""),
+    ],
+)
+def test_block_of_code_ends_with_its_record(summary: str, end: str) -> None:
+    assert render(record(summary=summary), "md") == f"# emma.txt\n\n{summary}{end}\n"
+
+
+def test_control_characters_are_escaped() -> None:
+    assert "\\x1b[2J" in render(record(summary="\x1b[2J"), "txt")
+
+
+def test_jsonl_is_the_record() -> None:
+    assert render({"id": "ü", "summary": ""}, "jsonl") == '{"id": "ü", "summary": ""}\n'
+
+
+def test_a_record_without_its_fields_is_an_error() -> None:
+    with pytest.raises(TierForceError, match="record of a is not complete"):
+        render({"id": "a", "answers": [{"question": "Who?"}]}, "md")
