@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import warnings
 from array import array
 from collections import Counter
@@ -29,6 +28,7 @@ from decoding.app.batch.summarize import (
     begin,
     due_documents,
     list_documents,
+    make_display,
     make_job,
     report_answer,
     say_assignment,
@@ -90,7 +90,7 @@ def run(
         if not due:
             conclude_finished(documents, results)
             return
-        with Display(len(documents), sys.stderr) as display:
+        with make_display(documents, due, job, is_live=False) as display:
             report = Report(documents, due, results, display)
             interrupts.on_exit = _with_cleanup(report.interrupt)
             progress = DocumentsInProgress(builder, job, results.records.parts, report.add)
@@ -113,7 +113,7 @@ def _summarise(progress: DocumentsInProgress, workers: _ClusterWorkers, display:
     losses: Counter[int] = Counter()  # machines lost, by that number
     numbers = count()
     while progress:
-        for group in _groups(progress.work()):
+        for group in _groups(progress.work(), display):
             remaining[next(numbers)] = group
         if not remaining:  # answers on disk have ended the last document
             continue
@@ -148,10 +148,12 @@ class _Group:
     prompts: str  # encoded
 
 
-def _groups(works: Iterable[Work]) -> Iterator[_Group]:
+def _groups(works: Iterable[Work], display: Display) -> Iterator[_Group]:
     """Yield consecutive tasks about one text as groups."""
     for _, group in groupby(works, lambda work: (work.document, work.task.content)):
         while own := list(islice(group, _MAX_GROUP)):
+            for work in own:
+                display.pace.request(work.name, work.document, len(work.prompt), work.reads)
             prompts = encode_prompts([work.prompt for work in own])
             yield _Group([replace(work, prompt=array("i")) for work in own], prompts)
 
@@ -164,7 +166,9 @@ def _finish(
         progress.fail(work, answer["kind"], answer["error"])
         return
     report_answer(work.name, answer, display, is_part=bool(work.task.name))
+    display.pace.finish(work.name, answer)
     progress.finish(work, answer)
+    display.answers(work.document, *progress.count_tasks(work.document))
 
 
 def _with_cleanup(report_interrupt: Callable[[str], None]) -> Callable[[str], None]:

@@ -30,6 +30,7 @@ class Work:
     prompt: array[int]  # (T,) tokens
     truncated_tokens: int  # tokens dropped from the document
     digest: str  # `BatchJob.prompt_digest`
+    reads: bool = True  # no earlier task has left its text in a cache
 
     @property
     def name(self) -> str:
@@ -110,10 +111,18 @@ class DocumentsInProgress:
         self._advance(id)
         return max((task.truncated_tokens for task in begun.tasks), default=0)
 
-    def count_tasks(self, id: str) -> tuple[int, int]:
-        """Return how many tasks of a document's current round are finished, and how many it has."""
-        document = self._documents.get(id)
-        return (len(document.answers), len(document.tasks)) if document else (0, 0)
+    def count_tasks(self, id: str) -> tuple[int, int, int]:
+        """Return how many tasks of a document's current round are finished, how many it has, and
+        about how many passages.
+        """
+        if (document := self._documents.get(id)) is None:
+            return 0, 0, 0
+        return len(document.answers), len(document.tasks), sum(map(self._reads, document.tasks))
+
+    def _reads(self, task: Task) -> bool:
+        """Return whether no earlier task of its round leaves its text in a cache."""
+        is_shared = self._builder.format.shares_document and not self._job.deterministic
+        return task.index == 0 or task.parts is not None or not is_shared
 
     def work(self) -> Iterator[Work]:
         """Yield the tasks that can be given to an engine now, those of earlier documents first.
@@ -131,7 +140,7 @@ class DocumentsInProgress:
                 self.record_error(id, *description(error))
                 continue
             digest = self._job.prompt_digest(prompt.tobytes(), document.instructions, task.is_last)
-            work = Work(id, task, index, prompt, truncated, digest)
+            work = Work(id, task, index, prompt, truncated, digest, self._reads(task))
             # the record has more than the answers on disk, if it has one answer
             answer = None if document.ends else self._answers.get(digest, id)
             if answer is not None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from decoding.app.documents.document import Document
 from decoding.app.results.destination import ResultFiles
-from decoding.app.terminal.messages import summary_line
+from decoding.app.results.rendering import length_notes
+from decoding.app.terminal.messages import counts_line
+from decoding.app.terminal.pace import duration
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import signal_source
 from decoding.app.terminal.streams import say
@@ -24,13 +28,11 @@ class Report:
         results: ResultFiles,
         display: Display,
     ):
-        """Print the names of the documents that are already finished."""
+        """Print how many documents are already finished."""
         self.documents, self.results, self.display = documents, results, display
-        self.failed = 0
-        is_due = {document.id for document in due}
-        for document in documents:
-            if document.id not in is_due:
-                display.end(document.id, f"{document.id}: already finished, skipped")
+        self.failed, self._start = 0, time.monotonic()
+        if count := len(documents) - len(due):
+            say(f"{count} of {len(documents)} documents are already finished")
 
     def add(self, record: dict[str, Any]) -> None:
         """Write the record of a document, and print its line. Raises TierForceError."""
@@ -39,7 +41,7 @@ class Report:
             self.failed += 1
             line = f"failed: {record['error']}"
         else:
-            line = summary_line(record)
+            line = "; ".join([counts_line(record), *length_notes(record)])
             answers = record.get("answers", ())
             if cut := [each["error"] for each in answers if "error" in each]:
                 line += f"; {len(cut)} of {len(answers)} answers have an error: {cut[0]}"
@@ -67,12 +69,13 @@ class Report:
             record.part_instructions is not None for record in finished if record is not None
         )
         count = len(self.documents)
-        line = f"{count - self.failed} of {count} documents finished in {_place(self.results)}"
+        seconds = duration(time.monotonic() - self._start)
+        line = f"{count - self.failed} of {count} documents finished, in {seconds}"
         if split:
             line += f", {split} of them in parts, longer than the context of {context:,} tokens"
         if truncated:
             line += f", {truncated} of them truncated to the context of {context:,} tokens"
-        say(line)
+        say(f"{line}: {_place(self.results)}")
         if self.failed:
             raise TierForceError(
                 f"{self.failed} of {count} documents failed; their records in {records.path} say "
@@ -87,13 +90,16 @@ def conclude_finished(documents: Sequence[Document], results: ResultFiles) -> No
     Raises TierForceError if that fails, or answers have an error.
     """
     results.finish()
-    say(f"all {len(documents)} documents are already finished in {_place(results)}")
+    say(f"all {len(documents)} documents are already finished: {_place(results)}")
     _check_answers(documents, results)
 
 
 def _place(results: ResultFiles) -> str:
+    """Return where results are, and how to read them."""
     path, records = results.destination.path, results.records.path
-    return str(path) if path == records else f"{path}, with records in {records}"
+    if path == records:
+        return f"{path}, which `tierforce show {shlex.quote(str(path))}` prints"
+    return f"{path}, with records in {records}"
 
 
 def _check_answers(documents: Sequence[Document], results: ResultFiles) -> None:

@@ -25,11 +25,12 @@ from decoding.app.results.destination import Destination, ResultFiles
 from decoding.app.results.records import Records
 from decoding.app.terminal.messages import (
     LongestDocument,
+    counts_line,
     fitting_concurrency,
     say_what_fits,
-    summary_line,
 )
-from decoding.app.terminal.progress import Display
+from decoding.app.terminal.pace import Pace, Size
+from decoding.app.terminal.progress import Display, waiting
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.engine.engine import Engine
@@ -89,7 +90,8 @@ def run(
             if results is not None:
                 conclude_finished(documents, results)
             return
-        engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
+        with waiting(f"loading {common.model}", sys.stderr):
+            engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
         with group.sync_errors():
             engine.grammars.compile_optional(job.grammar)
             builder = PromptBuilder(
@@ -109,7 +111,7 @@ def run(
         if results is None:
             engine.run_worker()
             return
-        with Display(len(documents), sys.stderr) as display:
+        with make_display(documents, due, job) as display:
             report = Report(documents, due, results, display)
             interrupts.on_exit = report.interrupt
             progress = DocumentsInProgress(builder, job, results.records.parts, report.add)
@@ -267,8 +269,9 @@ class Summaries:
                 continue
             answer = answer_of(self.engine, state)
             report_answer(work.name, answer, self.display, is_part=bool(work.task.name))
+            self.display.pace.finish(work.name, answer)
             self.progress.finish(work, answer)
-            self.display.parts(work.document, *self.progress.count_tasks(work.document))
+            self.display.answers(work.document, *self.progress.count_tasks(work.document))
 
     def _requests(
         self, readers: Mapping[str, Callable[[], DocumentText]]
@@ -280,7 +283,6 @@ class Summaries:
             yield from self._ready()
             self.display.begin(id)
             begin(self.progress, id, read, self.engine.context, self.display)
-            self.display.parts(id, *self.progress.count_tasks(id))
         while self.progress:
             yield from self._ready()
             yield None
@@ -293,6 +295,7 @@ class Summaries:
             name = work.name
             if work.task.name:
                 display.begin(name)
+            display.pace.request(name, work.document, len(work.prompt), work.reads)
             yield _WorkRequest(
                 work.prompt.tolist(),
                 max_new_tokens,
@@ -308,6 +311,18 @@ class Summaries:
             )
 
 
+def make_display(
+    documents: Sequence[Document],
+    due: Sequence[Document],
+    job: BatchJob,
+    is_live: bool = True,
+) -> Display:
+    """Return the display of a batch; `is_live` as in `Pace`."""
+    sizes = {each.id: Size(each.size, each.named_kind, each.is_text) for each in due}
+    pace = Pace(sizes, job.max_new_tokens, is_live)
+    return Display(len(documents), sys.stderr, len(documents) - len(due), pace)
+
+
 def begin(
     progress: DocumentsInProgress,
     id: str,
@@ -321,6 +336,7 @@ def begin(
     except TierForceError as error:
         progress.record_error(id, *description(error))
         return
+    display.pace.begin(id, len(document.text))
     if document.warning is not None:
         display.warn(f"{id}: {document.warning}")
     if truncated_tokens := progress.begin(id, document):
@@ -328,6 +344,7 @@ def begin(
             f"{id}: longer than the context of {context} tokens: the last {truncated_tokens} "
             "tokens were dropped"
         )
+    display.answers(id, *progress.count_tasks(id))
 
 
 def report_answer(name: str, answer: Mapping[str, Any], display: Display, is_part: bool) -> None:
@@ -338,7 +355,8 @@ def report_answer(name: str, answer: Mapping[str, Any], display: Display, is_par
             "because they ended within the model's reasoning. Use more --max-new-tokens."
         )
     if is_part:
-        display.end_part(name, f"{name}: {summary_line(answer)}")
+        display.remove(name)
+        display.say(f"{name}: {counts_line(answer)}")
 
 
 def answer_of(engine: Engine, state: RequestState) -> dict[str, Any]:

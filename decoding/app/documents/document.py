@@ -69,7 +69,12 @@ class Document:
     @property
     def is_text(self) -> bool:
         """Whether its size is that of its text."""
-        return self.offset is not None or self._named_kind == kinds.TEXT
+        return self.offset is not None or self.named_kind == kinds.TEXT
+
+    @property
+    def named_kind(self) -> str:
+        """Its kind by its name."""
+        return self.kind or kinds.kind_by_name(self.path.name) or kinds.TEXT
 
     def read(self) -> DocumentText:
         """Return the text.
@@ -130,10 +135,6 @@ class Document:
         except OSError as error:
             raise InvalidRequestError(f"{self.path} cannot be read: {error.strerror}.") from error
 
-    @property
-    def _named_kind(self) -> str:
-        return self.kind or kinds.kind_by_name(self.path.name) or kinds.TEXT
-
     def _line(self, file: BinaryIO) -> tuple[str, Identity]:
         file.seek(self.offset or 0)
         text, instructions = read_line(file.readline(MAX_BYTES + 1), self.id)
@@ -141,7 +142,7 @@ class Document:
         return text, Identity(_sha256(text), instructions)
 
     def _read(self, file: BinaryIO) -> tuple[str, dict[str, Any]]:
-        kind = self._named_kind
+        kind = self.named_kind
         if self.member is not None:
             return convert(file, kind, (self.member, self.size, self.checksum))
         if kind == kinds.ARCHIVE:

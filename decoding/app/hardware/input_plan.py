@@ -11,8 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from decoding.app.documents.listing import find_documents
-from decoding.app.hardware.plan_view import Plans, duration
+from decoding.app.hardware.plan_view import Plans
 from decoding.app.options import as_flags
+from decoding.app.terminal.pace import duration
 from decoding.app.terminal.streams import printable
 from decoding.models.loading import load_tokenizer
 from decoding.planning.planner import Planner

@@ -10,6 +10,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from decoding.app.terminal.pace import duration
 from decoding.app.terminal.streams import printable
 from decoding.planning.cost_model import CostModel
 from decoding.planning.forecast import Forecast
@@ -138,18 +139,6 @@ def memory_table(plans: Plans) -> Table:
     host = _gb(plans.best.memory.host_bytes * ranks)
     table.add_row(f"host memory, of {_gb(machine.host_memory)}", host, host)
     return table
-
-
-def duration(seconds: float) -> str:
-    """Return a readable time: 0.41 s, 12 s, 1 min 52 s, 2 h 5 min."""
-    if seconds < 9.95:
-        return f"{seconds:.2g} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def plan_picture(path: Path, model: str, plans: Plans) -> None:

@@ -17,7 +17,7 @@ from decoding.app.documents.formats.encodings import MAX_BYTES
 from decoding.app.interactive.generate import print_stream, read_file
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.files import check_writable, write_json
-from decoding.app.terminal.messages import say_what_fits, summary_line
+from decoding.app.terminal.messages import say_what_fits, stats_line
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import DOUBLE_INTERRUPT_S, Interrupts
 from decoding.app.terminal.streams import say, silence_transformers, warn
@@ -114,7 +114,7 @@ class Terminal:
 
     def _stats(self, _: str) -> None:
         stats = self.chat.engine.stats
-        line = summary_line(stats.as_dict())
+        line = stats_line(stats.as_dict())
         if stats.discarded_tokens:
             line += f"; {stats.discarded_tokens} cached tokens discarded since the prompt differs"
         say(line)

@@ -11,7 +11,7 @@ from decoding.app.documents.document import Document, decode_input
 from decoding.app.documents.formats.encodings import MAX_BYTES
 from decoding.app.options import Common
 from decoding.app.terminal.files import check_overwrite, check_writable, write_json
-from decoding.app.terminal.messages import say_what_fits, summary_line
+from decoding.app.terminal.messages import counts_line, say_what_fits
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import silence_transformers, warn, write
@@ -113,7 +113,7 @@ def generate(engine: Engine, pieces: Callable[[Progress], Iterator[str]], displa
 
     display.begin(PROMPT)
     print_stream(pieces(progress), display)
-    display.end(PROMPT, summary_line(engine.stats.as_dict()))
+    display.end(PROMPT, counts_line(engine.stats.as_dict()))
 
 
 def check_complete(engine: Engine) -> None:

@@ -35,14 +35,18 @@ def render(record: Mapping[str, Any], format: str) -> str:
 def notes(record: Mapping[str, Any]) -> list[str]:
     """Return what the reader of a finished record should know about it."""
     lines = list[str]()
-    first = next(iter(record.get("answers", ())), record)
-    if count := len(first.get("parts", ())):
-        lines.append(f"read in {count} parts")
     if dropped := record.get("truncated_tokens"):
         lines.append(f"its last {dropped:,} tokens were not read")
     if lacking := record.get("source", {}).get("note"):
         lines.append(lacking)
-    return lines + _cut(record, record)
+    return lines + length_notes(record)
+
+
+def length_notes(record: Mapping[str, Any]) -> list[str]:
+    """Return those of the notes that are not known before a document is summarised."""
+    first = next(iter(record.get("answers", ())), record)
+    count = len(first.get("parts", ()))
+    return [*([f"read in {count} parts"] if count else []), *_cut(record, record)]
 
 
 def _cut(answer: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Messages of a command: warnings and a line at startup, and a summary line per request."""
+"""Messages of a command: warnings and a line at startup, and a line per request."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from decoding.app.options import Common, as_flags
+from decoding.app.terminal.pace import duration
 from decoding.app.terminal.streams import say, warn
 from decoding.config.defaults import MAX_CONCURRENCY
 from decoding.config.settings import LEVELS
@@ -165,24 +166,32 @@ def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
     return line
 
 
-def summary_line(record: Mapping[str, Any]) -> str:
-    """Return the times and counts of a request or a record (`Stats.as_dict`), in a line."""
-    notes = [
-        f"{record[name]} {how}"
-        for name, how in (("reused_tokens", "in cache"), ("loaded_tokens", "loaded from disk"))
-        if record[name]
+def counts_line(record: Mapping[str, Any]) -> str:
+    """Return how much was read and written in which time, in words for everybody.
+
+    `record` has the counts of a request, or their sums (`Stats.as_dict`).
+    """
+    written = "written"
+    if milliseconds := record["ms_per_token"]:
+        written += f" in {duration(record['decode_s'])} ({1e3 / milliseconds:.1f} per second)"
+    cached = [
+        (record["reused_tokens"], "in the cache"),
+        (record["loaded_tokens"], "loaded from disk"),
     ]
-    cached = f" ({', '.join(notes)})" if notes else ""
-    parts = [f"{len(record[name])} {name}" for name in ("answers", "parts") if name in record]
-    parts.append(
-        f"{record['prompt_tokens']} prompt tokens in {record['time_to_first_token_s']:.1f} s"
-        f"{cached}, {record['new_tokens']} generated"
-    )
-    if (milliseconds := record["ms_per_token"]) is not None:
-        parts.append(f"{milliseconds:.1f} ms/token")
-    tokens = record.get("tokens_per_verification")
+    cached = [(count, where) for count, where in cached if count]
+    read = record["prompt_tokens"] - sum(count for count, _ in cached)
+    seconds = duration(record["time_to_first_token_s"])
+    counts = [*cached, (read, f"read in {seconds}"), (record["new_tokens"], written)]
+    parts = [f"{count:,} {what}" for count, what in counts]
+    return ", ".join([parts[0].replace(" ", " tokens ", 1), *parts[1:]])
+
+
+def stats_line(record: Mapping[str, Any]) -> str:
+    """Return the same with what explains the speed of decoding, for those who tune it."""
+    parts = [counts_line(record)]
+    tokens = record["tokens_per_verification"]
     if tokens is not None and record["mode"] != "plain":
         parts.append(f"{tokens:.2f} tokens per verification")
-    if link_bytes := record.get("link_bytes_per_token"):
+    if link_bytes := record["link_bytes_per_token"]:
         parts.append(f"{link_bytes / 1e6:.1f} MB/token over the host link")
     return ", ".join(parts)

@@ -27,7 +27,7 @@ from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.names import prompt_name
 from decoding.app.server.worker.stop_strings import StopStrings
 from decoding.app.server.worker.token_bytes import TokenBytes
-from decoding.app.terminal.messages import summary_line
+from decoding.app.terminal.messages import stats_line
 from decoding.app.terminal.streams import say
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request
@@ -197,7 +197,7 @@ class _Answer:
             return f"request failed: {as_flags(str(error))}"
         if not stats.plan:
             return "aborted during prefill, or before"
-        line = summary_line(stats.as_dict())
+        line = stats_line(stats.as_dict())
         return line if self.is_complete else f"aborted: {line}"
 
     def fail(self, error: Exception) -> None:

@@ -132,7 +132,7 @@ def test_documents_are_asked_again_if_the_questions_change(source: Path, tmp_pat
     assert first.code == 0, first.err
     assert "1 question about each document" in first.err
     same, _ = run(tmp_path, source, *questions(tmp_path, "Who?"))
-    assert "already finished in" in same.err
+    assert "are already finished: " in same.err
     other, found = run(tmp_path, source, *questions(tmp_path, "Who?", "Why?"))
     assert "2 finished records" in other.err
     assert list(answers(found[WHOLE])) == ["Who?", "Why?"]
@@ -201,7 +201,7 @@ def test_lines_have_instructions_or_questions_of_their_own(tmp_path: Path) -> No
     # an instruction of a line's own does not depend on the job's
     result, _ = run(tmp_path, source, "--instruction", "Be brief.")
     assert "1 finished records" in result.err
-    assert "own: already finished" in result.err
+    assert " documents are already finished\n" in result.err
 
 
 def test_files_of_questions_and_templates_that_cannot_be_used(source: Path, tmp_path: Path) -> None:

@@ -113,10 +113,10 @@ def test_document_is_summarised_again_if_its_length_is_treated_otherwise(
     for more in ((), ("--merge-instruction", "Merge."), ("--long", "cut")):
         result, found = summarize(tmp_path, source, *more)
         assert "1 finished records" in result.err
-        assert f"{WHOLE}: already finished, skipped" in result.err
+        assert "1 of 2 documents are already finished" in result.err
         assert ("parts" in found[LONG]) == (more != ("--long", "cut"))
         result, _ = summarize(tmp_path, source, *more)
-        assert "already finished in" in result.err
+        assert "are already finished: " in result.err
 
 
 def test_context_without_room_to_merge_is_an_error_record(source: Path, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_answers_are_deleted_after_a_kill_between_record_and_close(
     assert (result.code, len(found)) == (9, 2)
     assert (tmp_path / "out.jsonl.parts").exists()
     result, _ = summarize(tmp_path, source)
-    assert "already finished in" in result.err
+    assert "are already finished: " in result.err
     assert not (tmp_path / "out.jsonl.parts").exists()
 
 

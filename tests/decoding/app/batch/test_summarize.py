@@ -126,9 +126,9 @@ def test_startup_line_and_count_of_truncated_documents(tmp_path: Path) -> None:
         == "1 x CPU with 1 thread; float32, hierarchical, context 150; at 144 prompt tokens, KV of "
         "4 of 6 layers in host memory; 3 concurrent requests"
     )
-    assert lines[-1].startswith(
-        f"3 of 3 documents finished in {tmp_path / 'out.jsonl'}, 2 of them truncated"
-    )
+    assert lines[-1].startswith("3 of 3 documents finished, in ")
+    assert ", 2 of them truncated to the context of 150 tokens: " in lines[-1]
+    assert f"`tierforce show {tmp_path / 'out.jsonl'}` prints" in lines[-1]
 
 
 def test_missing_gpus_give_a_warning(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_chat_commands(model: tuple[str, ...], story: tuple[str, str], tmp_path:
     assert "other.txt is not a conversation" in result.err
     assert "/nonsense is not a command" in result.err
     assert "/load FILE" in result.err
-    assert "in cache" in result.err
+    assert "in the cache" in result.err
     assert "story.txt:" in result.err  # the time of prefill
     # A loaded conversation continues.
     lines = [f"/load {saved}", "/load nowhere.json", "//Who?"]
@@ -100,7 +100,7 @@ def test_interrupt_ends_the_answer_only(
             job.send_signal(signal.SIGINT)
             keyboard.write("/stats\n")
             keyboard.flush()
-            stats = "in cache"
+            stats = "in the cache"
             job.wait_for(lambda stats=stats, n=answers: err.read_text().count(stats) == n)
         job.send_signal(signal.SIGINT)
         job.wait_for(lambda: "/quit or Ctrl-D quits" in err.read_text())

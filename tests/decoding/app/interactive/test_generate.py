@@ -35,7 +35,7 @@ def test_output_does_not_depend_on_ranks(tmp_path: Path) -> None:
     assert alone.code == 0
     assert len(alone.out) > 80
     assert alone.err.count("\n") == 2  # the startup line and the summary
-    assert "40 generated" in alone.err
+    assert "40 written" in alone.err
     two_ranks = forked(tmp_path, *JOB, "--gpus", "2")
     assert (two_ranks.code, two_ranks.out) == (0, alone.out)
     assert two_ranks.err.count("\n") == 2

@@ -39,8 +39,8 @@ CUT = {
         ),
         (
             record(parts=[{}, {}], source={"format": "pdf", "note": "page 3 has no text"}),
-            "# emma.txt\n\nEmma is rich.\n\n*read in 2 parts; page 3 has no text*\n",
-            "emma.txt\n========\n\nEmma is rich.\n\n[read in 2 parts; page 3 has no text]\n",
+            "# emma.txt\n\nEmma is rich.\n\n*page 3 has no text; read in 2 parts*\n",
+            "emma.txt\n========\n\nEmma is rich.\n\n[page 3 has no text; read in 2 parts]\n",
         ),
         (
             record(truncated_tokens=1200),
