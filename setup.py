@@ -34,6 +34,7 @@ setup(
         "nvidia-ml-py>=12.535",
         "typer>=0.15",
         "rich>=13.0",
+        "markdown-it-py>=2.2",
         "jinja2>=3.1",
         "tokenizers>=0.22",
         "gguf>=0.17",

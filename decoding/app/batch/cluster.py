@@ -26,6 +26,7 @@ from decoding.app.batch.report import Report, conclude_finished
 from decoding.app.batch.summarize import (
     Source,
     begin,
+    begin_request,
     due_documents,
     list_documents,
     make_display,
@@ -93,7 +94,9 @@ def run(
         with make_display(documents, due, job, is_live=False) as display:
             report = Report(documents, due, results, display)
             interrupts.on_exit = _with_cleanup(report.interrupt)
-            progress = DocumentsInProgress(builder, job, results.records.parts, report.add)
+            progress = DocumentsInProgress(
+                builder, job, results.records.parts, report.add, report.progress
+            )
             for document in due:
                 begin(progress, document.id, document.read, context, display)
             if progress:
@@ -153,7 +156,7 @@ def _groups(works: Iterable[Work], display: Display) -> Iterator[_Group]:
     for _, group in groupby(works, lambda work: (work.document, work.task.content)):
         while own := list(islice(group, _MAX_GROUP)):
             for work in own:
-                display.pace.request(work.name, work.document, len(work.prompt), work.reads)
+                begin_request(display.pace, work)
             prompts = encode_prompts([work.prompt for work in own])
             yield _Group([replace(work, prompt=array("i")) for work in own], prompts)
 
@@ -166,9 +169,8 @@ def _finish(
         progress.fail(work, answer["kind"], answer["error"])
         return
     report_answer(work.name, answer, display, is_part=bool(work.task.name))
-    display.pace.finish(work.name, answer)
+    display.pace.finish(work.document, work.name, answer)
     progress.finish(work, answer)
-    display.answers(work.document, *progress.count_tasks(work.document))
 
 
 def _with_cleanup(report_interrupt: Callable[[str], None]) -> Callable[[str], None]:

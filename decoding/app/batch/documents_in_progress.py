@@ -30,7 +30,7 @@ class Work:
     prompt: array[int]  # (T,) tokens
     truncated_tokens: int  # tokens dropped from the document
     digest: str  # `BatchJob.prompt_digest`
-    reads: bool = True  # no earlier task has left its text in a cache
+    reads: bool = True  # no earlier task has left its passage in a cache
 
     @property
     def name(self) -> str:
@@ -61,6 +61,8 @@ class _Document:
     rounds: Rounds
     outcomes: list[_Outcome]  # one for each instruction
     tasks: Sequence[Task] = ()  # those of the current round
+    number: int = 0  # rounds that have begun
+    passages: int = 1  # distinct contents of the tasks
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)  # keys are indices of tasks
 
     @property
@@ -82,10 +84,20 @@ class DocumentsInProgress:
         job: BatchJob,
         answers: PartAnswers,
         on_record: Callable[[dict[str, Any]], None],
+        on_progress: Callable[[str, int, int, int, int], None] = lambda *_: None,
     ):
-        """`on_record` is called with the record of each document."""
+        """Begin without documents.
+
+        Args:
+            builder: makes prompts.
+            job: the settings.
+            answers: answers on disk.
+            on_record: called with the record of each document.
+            on_progress: called with an id, the number of the document's current round, how many of
+                its tasks are finished, how many there are, and about how many passages.
+        """
         self._builder, self._job, self._answers = builder, job, answers
-        self._on_record = on_record
+        self._on_record, self._on_progress = on_record, on_progress
         self._documents: dict[str, _Document] = {}
         self._tasks = deque[tuple[str, int]]()  # ids, and indices in rounds
 
@@ -110,19 +122,6 @@ class DocumentsInProgress:
         begun = self._documents[id] = _Document(fields, instructions, rounds, outcomes)
         self._advance(id)
         return max((task.truncated_tokens for task in begun.tasks), default=0)
-
-    def count_tasks(self, id: str) -> tuple[int, int, int]:
-        """Return how many tasks of a document's current round are finished, how many it has, and
-        about how many passages.
-        """
-        if (document := self._documents.get(id)) is None:
-            return 0, 0, 0
-        return len(document.answers), len(document.tasks), sum(map(self._reads, document.tasks))
-
-    def _reads(self, task: Task) -> bool:
-        """Return whether no earlier task of its round leaves its text in a cache."""
-        is_shared = self._builder.format.shares_document and not self._job.deterministic
-        return task.index == 0 or task.parts is not None or not is_shared
 
     def work(self) -> Iterator[Work]:
         """Yield the tasks that can be given to an engine now, those of earlier documents first.
@@ -189,6 +188,7 @@ class DocumentsInProgress:
             self.fail(work, InvalidRequestError.__name__, reason)
             return
         document.answers[work.index] = {**answer, "truncated_tokens": work.truncated_tokens}
+        self._report(id, document)
         if len(document.answers) == len(document.tasks):
             answers = [document.answers[index] for index in range(len(document.tasks))]
             for task, each in zip(document.tasks, answers, strict=True):
@@ -211,6 +211,9 @@ class DocumentsInProgress:
         except TierForceError as error:
             self.record_error(id, *description(error))
             return
+        document.number += 1
+        document.passages = sum(map(self._reads, document.tasks))
+        self._report(id, document)
         tasks = [(id, index) for index in range(len(document.tasks))]
         if answers is None:
             if not document.ends:
@@ -218,6 +221,15 @@ class DocumentsInProgress:
             self._tasks.extend(tasks)
         else:  # merges come first: a finished document is worth more than two begun ones
             self._tasks.extendleft(reversed(tasks))
+
+    def _reads(self, task: Task) -> bool:
+        """Return whether no earlier task of its round leaves its passage in a cache."""
+        is_shared = self._builder.format.shares_document and not self._job.deterministic
+        return task.index == 0 or task.parts is not None or not is_shared
+
+    def _report(self, id: str, document: _Document) -> None:
+        finished, count = len(document.answers), len(document.tasks)
+        self._on_progress(id, document.number, finished, count, document.passages)
 
     def _record(self, id: str, document: _Document) -> dict[str, Any]:
         instructions, outcomes = document.instructions, document.outcomes

@@ -36,16 +36,26 @@ class Report:
 
     def add(self, record: dict[str, Any]) -> None:
         """Write the record of a document, and print its line. Raises TierForceError."""
-        record = self.results.add(record)
+        record, id = self.results.add(record), record["id"]
         if "error" in record:
             self.failed += 1
-            line = f"failed: {record['error']}"
+            line = f"{id} failed: {record['error']}"
         else:
-            line = "; ".join([counts_line(record), *length_notes(record)])
+            counts = counts_line(record, self.display.seconds(id))
+            line = "; ".join([f"{id}: {counts}", *length_notes(record)])
             answers = record.get("answers", ())
             if cut := [each["error"] for each in answers if "error" in each]:
                 line += f"; {len(cut)} of {len(answers)} answers have an error: {cut[0]}"
-        self.display.end(record["id"], f"{record['id']}: {line}")
+        self.display.end(id, line)
+
+    def progress(self, id: str, number: int, finished: int, count: int, passages: int) -> None:
+        """Show how far a document is that takes several answers."""
+        self.display.pace.update(id, number, finished, count, passages)
+        if number > 1:
+            self.display.update(id, finished, count, "merging")
+        elif count > 1:
+            what = "parts" if passages == count else "answers"
+            self.display.update(id, finished, count, f"{finished:,} of {count:,} {what}")
 
     def interrupt(self, name: str) -> None:
         """Print how many documents were finished when a signal ended the batch."""
@@ -53,7 +63,7 @@ class Report:
         records = self.results.records
         safe = f"{len(records.finished)} finished records are safe in {records.path}"
         if parts := records.parts.count:
-            safe += f", and {parts} answers about others in {records.parts.path}"
+            safe += f", and {parts} answers about other documents in {records.parts.path}"
         say(f"interrupted ({signal_source(name)}); {safe}: run the same command to resume")
 
     def conclude(self, context: int) -> None:
@@ -61,7 +71,6 @@ class Report:
 
         Raises TierForceError if that fails, or documents failed.
         """
-        self.results.finish()
         records = self.results.records
         finished = [records.finished.get(document.id) for document in self.documents]
         truncated = sum(record.is_truncated for record in finished if record is not None)
@@ -70,12 +79,16 @@ class Report:
         )
         count = len(self.documents)
         seconds = duration(time.monotonic() - self._start)
-        line = f"{count - self.failed} of {count} documents finished, in {seconds}"
+        unit = "document" if count == 1 else "documents"
+        line = f"{count - self.failed} of {count} {unit} finished, in {seconds}"
         if split:
             line += f", {split} of them in parts, longer than the context of {context:,} tokens"
         if truncated:
             line += f", {truncated} of them truncated to the context of {context:,} tokens"
-        say(f"{line}: {_place(self.results)}")
+        try:
+            self.results.finish()
+        finally:
+            say(f"{line}: {_place(self.results)}")
         if self.failed:
             raise TierForceError(
                 f"{self.failed} of {count} documents failed; their records in {records.path} say "

@@ -23,6 +23,7 @@ from decoding.app.documents.listing import find_documents
 from decoding.app.options import Common
 from decoding.app.results.destination import Destination, ResultFiles
 from decoding.app.results.records import Records
+from decoding.app.terminal.loading import load_engine
 from decoding.app.terminal.messages import (
     LongestDocument,
     counts_line,
@@ -30,11 +31,12 @@ from decoding.app.terminal.messages import (
     say_what_fits,
 )
 from decoding.app.terminal.pace import Pace, Size
-from decoding.app.terminal.progress import Display, waiting
+from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request, RequestState
+from decoding.engine.stats import Stats
 from decoding.text.channels import answer_text
 from decoding.text.long_text import PromptBuilder
 from offload.dtypes import dtype_name
@@ -90,8 +92,7 @@ def run(
             if results is not None:
                 conclude_finished(documents, results)
             return
-        with waiting(f"loading {common.model}", sys.stderr):
-            engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
+        engine = load_engine(common, group, folder)
         with group.sync_errors():
             engine.grammars.compile_optional(job.grammar)
             builder = PromptBuilder(
@@ -114,7 +115,9 @@ def run(
         with make_display(documents, due, job) as display:
             report = Report(documents, due, results, display)
             interrupts.on_exit = report.interrupt
-            progress = DocumentsInProgress(builder, job, results.records.parts, report.add)
+            progress = DocumentsInProgress(
+                builder, job, results.records.parts, report.add, report.progress
+            )
             summaries = Summaries(engine, progress, job, concurrency, display)
             summaries.generate({document.id: document.read for document in due})
         engine.close()
@@ -269,9 +272,8 @@ class Summaries:
                 continue
             answer = answer_of(self.engine, state)
             report_answer(work.name, answer, self.display, is_part=bool(work.task.name))
-            self.display.pace.finish(work.name, answer)
+            self.display.pace.finish(work.document, work.name, answer)
             self.progress.finish(work, answer)
-            self.display.answers(work.document, *self.progress.count_tasks(work.document))
 
     def _requests(
         self, readers: Mapping[str, Callable[[], DocumentText]]
@@ -289,26 +291,33 @@ class Summaries:
 
     def _ready(self) -> Iterator[Request]:
         """Yield a request for each task that can be processed now."""
-        max_new_tokens, display = self.job.max_new_tokens, self.display
         grammar = self.engine.grammars.compile_optional(self.job.grammar)
         for work in self.progress.work():
-            name = work.name
             if work.task.name:
-                display.begin(name)
-            display.pace.request(name, work.document, len(work.prompt), work.reads)
+                self.display.begin(work.name)
+            begin_request(self.display.pace, work)
             yield _WorkRequest(
                 work.prompt.tolist(),
-                max_new_tokens,
+                self.job.max_new_tokens,
                 self.job.sampling,
                 work.truncated_tokens,
-                partial(display.prefill, name),
-                name,
-                partial(display.decode, name, max_new_tokens),
+                partial(self._on_prefill, work),
+                work.name,
+                partial(self._on_stats, work),
                 room=work.task.room,
                 shared=work.task.shared(work.prompt),
                 grammar=grammar if work.task.is_last else None,
                 work=work,
             )
+
+    def _on_prefill(self, work: Work, done: int, total: int) -> None:
+        self.display.pace.prefill(work.document, work.name, done / total)
+        self.display.prefill(work.name, done, total)
+
+    def _on_stats(self, work: Work, stats: Stats) -> None:
+        cached = stats.reused_tokens + stats.loaded_tokens
+        self.display.pace.decode(work.document, work.name, stats.new_tokens, cached)
+        self.display.decode(work.name, self.job.max_new_tokens, stats)
 
 
 def make_display(
@@ -321,6 +330,12 @@ def make_display(
     sizes = {each.id: Size(each.size, each.named_kind, each.is_text) for each in due}
     pace = Pace(sizes, job.max_new_tokens, is_live)
     return Display(len(documents), sys.stderr, len(documents) - len(due), pace)
+
+
+def begin_request(pace: Pace, work: Work) -> None:
+    """Let the pace of a batch count a request for a task."""
+    truncated = work.truncated_tokens
+    pace.request(work.document, work.name, len(work.prompt), work.reads, truncated)
 
 
 def begin(
@@ -344,7 +359,6 @@ def begin(
             f"{id}: longer than the context of {context} tokens: the last {truncated_tokens} "
             "tokens were dropped"
         )
-    display.answers(id, *progress.count_tasks(id))
 
 
 def report_answer(name: str, answer: Mapping[str, Any], display: Display, is_part: bool) -> None:

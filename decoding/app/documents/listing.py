@@ -21,6 +21,9 @@ from offload.regular_files import open_regular
 MAX_DOCUMENTS = 1_000_000
 # added to the name of a file of records: answers about parts of documents, and a repaired copy
 OUTPUT_SUFFIXES = PARTS_SUFFIX, REPAIR_SUFFIX = ".parts", ".repair"
+# in the first line of a file with results to read, which is not a document of a folder
+RESULT_MARK = "Written by tierforce. Each run writes this file again from its records."
+_RESULT_SUFFIXES = (".md", ".txt")
 _HIDDEN = "hidden"
 _EXCLUDED = "left out by --include"
 
@@ -129,8 +132,19 @@ def _list_folder(
                 _list_archive(path, f"{name}/", include, listing)
             except (InvalidRequestError, OSError) as error:
                 listing.documents.append(Document(name, path, problem=str(error)))
+        elif kind is not None and name.lower().endswith(_RESULT_SUFFIXES) and is_result(path):
+            listing.skip(name, "results of an earlier job")
         elif kind is not None:
             listing.documents.append(Document(name, path, _size(path), kind=kind))
+
+
+def is_result(path: Path) -> bool:
+    """Return whether a job wrote this file for people to read."""
+    try:
+        with open_regular(path) as file:
+            return RESULT_MARK.encode() in file.read(len(RESULT_MARK) + 8)
+    except OSError:  # reading it will report that
+        return False
 
 
 def _kind(name: str, include: Sequence[str], listing: Listing) -> str | None:

@@ -17,6 +17,7 @@ from decoding.app.documents.formats.encodings import MAX_BYTES
 from decoding.app.interactive.generate import print_stream, read_file
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.files import check_writable, write_json
+from decoding.app.terminal.loading import load_engine
 from decoding.app.terminal.messages import say_what_fits, stats_line
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import DOUBLE_INTERRUPT_S, Interrupts
@@ -187,7 +188,7 @@ def load_chat(
     with group.sync_errors():
         if document is not None and group.rank == 0:
             text = read_file(document)
-    engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
+    engine = load_engine(common, group)
     chat: Chat | None = None
     with group.sync_errors():
         if group.rank == 0:

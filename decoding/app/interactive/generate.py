@@ -11,6 +11,7 @@ from decoding.app.documents.document import Document, decode_input
 from decoding.app.documents.formats.encodings import MAX_BYTES
 from decoding.app.options import Common
 from decoding.app.terminal.files import check_overwrite, check_writable, write_json
+from decoding.app.terminal.loading import load_engine
 from decoding.app.terminal.messages import counts_line, say_what_fits
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
@@ -49,7 +50,7 @@ def run(
         if stats is not None and group.rank == 0:
             check_writable("--stats", stats)
             check_overwrite("--stats", stats)
-    engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
+    engine = load_engine(common, group)
     grammar = None if schema is None else Grammar(schema)
     with group.sync_errors():  # raises before anything is printed
         engine.grammars.compile_optional(grammar)

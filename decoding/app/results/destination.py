@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoding.app.options import FORMATS
+from decoding.app.documents.listing import OUTPUT_SUFFIXES
 from decoding.app.results.record_lines import last_records
 from decoding.app.results.records import Records
-from decoding.app.results.views import FileView, FolderView, View
+from decoding.app.results.rendering import check_format
+from decoding.app.results.views import RECORDS, FileView, FolderView, View
+from decoding.app.terminal.streams import warn
 from offload.errors import TierForceError
 
 _BY_SUFFIX = {".md": "md", ".markdown": "md", ".txt": "txt", ".jsonl": "jsonl"}
-_IN_FOLDER = "records.jsonl"
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class Destination:
         path = Path(output)
         if not output:
             raise TierForceError("--output is empty: name a file or a folder for the results.")
-        if format is not None and format not in FORMATS:
-            raise TierForceError(f"--format {format} is not known: use {', '.join(FORMATS)}.")
-        if output.endswith("/") or path.is_dir():
+        if format is not None:
+            check_format(format)
+        if output.endswith("/") or os.path.isdir(output):
             return cls(path, format or "md", is_folder=True)
         by_name = _BY_SUFFIX.get(path.suffix.lower())
         format = format or by_name or "jsonl"
@@ -54,25 +55,30 @@ class Destination:
     def records(self) -> Path:
         """The file of records."""
         if self.is_folder:
-            return self.path / _IN_FOLDER
+            return self.path / RECORDS
         if self.format == "jsonl":
             return self.path
         has_suffix = self.path.suffix.lower() in _BY_SUFFIX
         return self.path.with_name(f"{self.path.stem if has_suffix else self.path.name}.jsonl")
 
     @property
-    def name(self) -> str:
+    def label(self) -> str:
         """The name of the file of records in messages."""
         option = f"--output {self.path}"
         return option if self.records == self.path else f"{self.records} (of {option})"
 
     def check_input(self, source: Path) -> None:
-        """Raise TierForceError if an input is in the folder of results, or is it."""
-        resolved = source.resolve()
-        if self.is_folder and self.path.resolve() in (resolved, *resolved.parents):
+        """Raise TierForceError if an input is in the folder of results, or is one of its files."""
+        given, own = os.path.realpath(source), os.path.realpath(self.path)
+        if self.is_folder and given.startswith(f"{own.rstrip('/')}/"):
             raise TierForceError(
-                f"--output {self.path} is the folder of --input {source}, or holds it: name "
-                "another folder for the results."
+                f"--output {self.path} is a folder that has --input {source} in it: name another "
+                "folder for the results."
+            )
+        if given in (own, os.path.realpath(self.records)):
+            raise TierForceError(
+                f"--output {self.path} would replace --input {source}: name another file or folder "
+                "for the results."
             )
 
 
@@ -86,77 +92,105 @@ class ResultFiles:
     def __init__(self, destination: Destination, ids: Sequence[str]):
         """`ids` are those of all documents, in the order of the input."""
         self.destination, self._ids = destination, ids
-        with self._report():
-            if destination.is_folder:
+        self._has_warned = False
+        if destination.is_folder:
+            with self._report():
                 _prepare_folder(destination)
-        self.records = Records(destination.records, destination.name)
+        self.records = Records(destination.records, destination.label)
+        self._view = View()
         try:
             with self._report():
                 self._view = self._make_view()
+            self._check_view()
         except TierForceError:
             self.records.close()
+            self._view.close(has_results=True)
             raise
 
     def _make_view(self) -> View:
-        path, format = self.destination.path, self.destination.format
+        path, format, mode = self.destination.path, self.destination.format, self.records.mode
         if self.destination.is_folder:
-            return FolderView(path, format, self._ids)
-        # a link to the file is kept
-        return View() if format == "jsonl" else FileView(Path(os.path.realpath(path)), format)
+            return FolderView(path, format, mode, self._ids)
+        if format == "jsonl":
+            return View()
+        real = os.path.realpath(path)  # a link to the file is kept
+        if real == os.path.realpath(self.destination.records):
+            raise TierForceError(
+                f"--output {path} is a link to its own records: name another file."
+            )
+        return FileView(Path(real), format, mode)
+
+    def _check_view(self) -> None:
+        """Raise TierForceError if there are results without records, which would be lost."""
+        if self.records.is_new and not self._view.is_empty:
+            raise TierForceError(
+                f"--output {self.destination.path} has results, but their records in "
+                f"{self.destination.records} are missing: choose another file."
+            )
 
     def start(self, due: Collection[str]) -> None:
         """Write the results of all documents but these, which are due. Raises TierForceError."""
-        with self._report():
-            self._view.start(self._last(id for id in self._ids if id not in due))
+        finished = [id for id in self._ids if id not in due]
+        try:
+            self._view.write(self._last(finished))
+        except OSError as error:
+            if not self.destination.is_folder:  # one that cannot be written leaves the others
+                raise self._unwritable(error) from error
 
     def add(self, record: dict[str, Any]) -> dict[str, Any]:
         """Write the record of a document, and wait until it is on disk; return what was written.
 
-        Raises TierForceError as `Records.append`. That a file to read cannot be written is reported
-        by `finish`.
+        Raises TierForceError as `Records.append`. That its result cannot be written is a warning.
         """
-        with suppress(OSError):
-            self._view.discard(record["id"])
         record = self.records.append(record)
-        with suppress(OSError):
+        try:
             self._view.add(record)
+        except OSError as error:
+            if not self._has_warned:  # the end of the job tries again
+                warn(str(self._unwritable(error)))
+            self._has_warned = True
         return record
 
     def finish(self) -> None:
         """Put all results into the order of the input. Raises TierForceError if that fails."""
-        self.records.sort(self._ids)
-        with self._report():
-            self._view.finish(self._last(self._ids))
+        try:
+            self.records.sort(self._ids)
+        finally:
+            with self._report():
+                self._view.write(self._last(self._ids))
 
     def _last(self, ids: Iterable[str]) -> Iterator[dict[str, Any]]:
-        return last_records(self.destination.records, self.destination.name, lambda _: ids)
+        return last_records(self.destination.records, self.destination.label, lambda _: ids)
 
     @contextmanager
     def _report(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise TierForceError(
-                f"--output {self.destination.path} cannot be written: {error.strerror}. Finished "
-                f"records are safe in {self.destination.records}."
-            ) from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> TierForceError:
+        return TierForceError(
+            f"--output {self.destination.path} cannot be written: {error.strerror}. The records of "
+            f"finished documents, in {self.destination.records}, are safe."
+        )
 
     def __enter__(self) -> ResultFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.records.close()
-        if not self.destination.records.exists():  # there were no results
-            with suppress(OSError):
-                self._view.clear()
+        with self._report():
+            self._view.close(has_results=self.destination.records.exists())
 
 
 def _prepare_folder(destination: Destination) -> None:
     """Create the folder of results. Raises TierForceError if it has other files, and OSError."""
     folder = destination.path
     folder.mkdir(parents=True, exist_ok=True)
+    own = {RECORDS, *(RECORDS + suffix for suffix in OUTPUT_SUFFIXES)}
     names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
-    if names and not destination.records.exists():
+    if names and own.isdisjoint(names):
         raise TierForceError(
             f"--output {folder} is a folder with other files, such as {min(names)}: name a new "
             f"one, for example {folder / 'results'}/."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -23,23 +24,24 @@ def write_all(file: FileIO, content: bytes) -> None:
     os.fsync(file.fileno())
 
 
-def append_file(path: Path, content: bytes) -> None:
-    """Append to a file, and wait until it is on disk. Raises OSError."""
-    with path.open("ab", buffering=0) as file:
-        write_all(file, content)
-
-
-def replace_file(path: Path, pieces: Iterable[bytes]) -> FileIO:
+def replace_file(path: Path, pieces: Iterable[bytes], mode: int | None = None) -> FileIO:
     """Create a file, or replace it atomically: a crash leaves the old one or the new one.
 
-    Returns it, locked and open at its end. The mode of an old one is kept. Raises OSError.
+    Returns it, locked and open at its end. `mode` is for a new one; an old one keeps its own.
+    Raises OSError.
     """
     copy = path.with_name(path.name + REPAIR_SUFFIX)
-    file = copy.open("wb", buffering=0)
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(copy.lstat().st_mode):  # not left by a crash
+            raise FileExistsError(errno.EEXIST, f"{copy.name} exists and is not a regular file")
+        copy.unlink()
+    file = copy.open("xb", buffering=0)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with suppress(FileNotFoundError):
-            os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+            mode = stat.S_IMODE(path.stat().st_mode)
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
         with open(file.fileno(), "wb", closefd=False) as buffered:
             buffered.writelines(pieces)
         os.fsync(file.fileno())

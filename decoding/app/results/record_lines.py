@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from decoding.app.documents.formats.encodings import MAX_BYTES
 from decoding.app.results.durable import PADDING
@@ -24,26 +24,13 @@ class RecordLine(NamedTuple):
     size: int
 
 
-def whole_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
-    """Yield the offset of each line except a torn last one, the line, and its record, if it is one.
-
-    A line too long for a record is truncated. Raises OSError.
-    """
-    with open_regular(path) as file:
-        for offset, line in bounded_lines(file, MAX_BYTES):
-            if len(line) > MAX_BYTES:
-                yield offset, line, None
-            elif line.endswith(b"\n") or not _is_torn(line):
-                yield offset, line, _parse(line)
-
-
-def checked_records(path: Path, name: str) -> Iterator[tuple[RecordLine, dict[str, Any]]]:
-    """Yield the records of a file, each with its line.
+def checked_records(file: BinaryIO, name: str) -> Iterator[tuple[RecordLine, dict[str, Any]]]:
+    """Yield the records of a file, each with its line; a torn last line is left out.
 
     Raises OSError, and TierForceError for a line that is not a record, which calls the file `name`.
     """
     has_records, first_blank = False, 0
-    for number, (offset, line, record) in enumerate(whole_lines(path), 1):
+    for number, (offset, line, record) in enumerate(_whole_lines(file), 1):
         if record is not None:
             has_records = True
             if is_finished(record) and _OLD_FIELDS & record.keys():
@@ -51,7 +38,8 @@ def checked_records(path: Path, name: str) -> Iterator[tuple[RecordLine, dict[st
                     f"{name}: line {number} is a record of tierforce 0.1, whose fields had other "
                     "names: choose another file."
                 )
-            yield RecordLine(record["id"], offset, len(line.removesuffix(b"\n")) + 1), record
+            size = len(line.removesuffix(b"\n")) + 1
+            yield RecordLine(record["id"], offset, size), record
         elif len(line) <= MAX_BYTES and not line.strip(PADDING):
             first_blank = first_blank or number
         else:
@@ -72,25 +60,37 @@ def last_records(
     returns those to yield, in their order. Raises as `checked_records`.
     """
     last = dict[str, RecordLine]()
-    for line, _ in checked_records(path, name):
-        last.pop(line.id, None)
-        last[line.id] = line
-    chosen = [last[id] for id in choose(list(last)) if id in last]
-    for content in read_lines(path, chosen):
-        yield json.loads(content)
+    with open_regular(path) as file:  # a job may replace it meanwhile
+        for line, _ in checked_records(file, name):
+            last.pop(line.id, None)
+            last[line.id] = line
+        chosen = [last[id] for id in choose(list(last)) if id in last]
+        for content in read_lines(file, chosen):
+            yield json.loads(content)
 
 
-def read_lines(path: Path, lines: Iterable[RecordLine]) -> Iterator[bytes]:
+def read_lines(file: BinaryIO, lines: Iterable[RecordLine]) -> Iterator[bytes]:
     """Yield the content of lines, each with its end. Raises OSError."""
-    with open_regular(path) as file:
-        for line in lines:
-            file.seek(line.offset)
-            yield file.read(line.size).removesuffix(b"\n") + b"\n"
+    for line in lines:
+        file.seek(line.offset)
+        yield file.read(line.size).removesuffix(b"\n") + b"\n"
 
 
 def is_finished(record: Mapping[str, Any]) -> bool:
     """Return whether a record is that of a finished document."""
     return "summary" in record or "answers" in record
+
+
+def _whole_lines(file: BinaryIO) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
+    """Yield the offset of each line except a torn last one, the line, and its record, if it is one.
+
+    A line too long for a record is truncated. Raises OSError.
+    """
+    for offset, line in bounded_lines(file, MAX_BYTES):
+        if len(line) > MAX_BYTES:
+            yield offset, line, None
+        elif line.endswith(b"\n") or not _is_torn(line):
+            yield offset, line, _parse(line)
 
 
 def _is_torn(line: bytes) -> bool:

@@ -21,6 +21,7 @@ from decoding.app.results.part_answers import PartAnswers
 from decoding.app.results.record_lines import RecordLine, checked_records, is_finished, read_lines
 from decoding.prefix_cache.files import sync_folder
 from offload.errors import InvalidRequestError, TierForceError
+from offload.regular_files import open_regular
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Records:
         self.path, self._name = path, name or f"--output {path}"
         self._real_path = Path(os.path.realpath(path))  # a link to the file is kept
         try:
-            self._is_new = not self._real_path.exists()
-            if not (self._is_new or self._real_path.is_dir() or self._real_path.is_file()):
+            self.is_new = not self._real_path.exists()
+            if not (self.is_new or self._real_path.is_dir() or self._real_path.is_file()):
                 raise TierForceError(
                     f"{self._name} is a pipe or a device: records need a regular file."
                 )
@@ -60,8 +61,8 @@ class Records:
         except OSError as error:
             raise self._unwritable(error) from error
         try:
-            mode = stat.S_IMODE(os.fstat(self._file.fileno()).st_mode)
-            self.parts = PartAnswers(self._real_path, mode)
+            self.mode = stat.S_IMODE(os.fstat(self._file.fileno()).st_mode)
+            self.parts = PartAnswers(self._real_path, self.mode)
         except TierForceError:
             self._close_file()
             raise
@@ -148,11 +149,13 @@ class Records:
         return size != os.fstat(self._file.fileno()).st_size or end != size
 
     def _checked(self) -> Iterator[tuple[RecordLine, dict[str, Any]]]:
-        return checked_records(self._real_path, self._name)
+        with open_regular(self._real_path) as file:
+            yield from checked_records(file, self._name)
 
     def _rewrite(self, lines: Iterable[RecordLine]) -> None:
         """Replace the file with a copy of these lines. Raises OSError."""
-        file = replace_file(self._real_path, read_lines(self._real_path, lines))
+        with open_regular(self._real_path) as old:
+            file = replace_file(self._real_path, read_lines(old, lines))
         self._file.close()
         self._file = file
 
@@ -165,7 +168,7 @@ class Records:
         self._close_file()
 
     def _close_file(self) -> None:
-        if self._is_new and not os.fstat(self._file.fileno()).st_size:
+        if self.is_new and not os.fstat(self._file.fileno()).st_size:
             with suppress(OSError):
                 self._real_path.unlink()
         self._file.close()

@@ -5,31 +5,39 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
+from decoding.app.options import FORMATS
 from decoding.app.terminal.streams import printable, without_controls
 from offload.errors import TierForceError
 
 _MARKUP = re.compile(r"[\\`*\[\]<>&]|(?<!\w)_|_(?!\w)|#+$")
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
+_OPENINGS = re.compile(r"```|~~~|<[!?A-Za-z]")  # all blocks that may be left open begin so
+_NEXT = "# next record"
 _WIDTH = 78  # the longest line below a heading, in plain text
+
+
+def check_format(format: str) -> None:
+    """Raise TierForceError for a format that is not known."""
+    if format not in FORMATS:
+        raise TierForceError(f"--format {format} is not known: use {', '.join(FORMATS)}.")
 
 
 def render(record: Mapping[str, Any], format: str) -> str:
     """Return a record in `jsonl`, `md` or `txt`, with the end of its last line.
 
-    Raises TierForceError if fields are missing, as in a record that was edited.
+    Of a record that was edited, and is not as a job writes it, the text says so.
     """
     if format == "jsonl":
         return json.dumps(record, ensure_ascii=False) + "\n"
+    style = _Markdown() if format == "md" else _PlainText()
     try:
-        style = _Markdown() if format == "md" else _PlainText()
-        blocks = [style.heading(record["id"], 1), *_blocks(record, style)]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise TierForceError(
-            f"the record of {record['id']} is not complete ({type(error).__name__}: {error})."
-        ) from error
-    return "\n\n".join(filter(None, blocks)) + "\n"
+        blocks = list(_blocks(record, style))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        blocks = [style.error(f"the record is not as tierforce writes it ({reason})")]
+    return "\n\n".join([style.heading(record["id"], 1), *blocks]) + "\n"
 
 
 def notes(record: Mapping[str, Any]) -> list[str]:
@@ -70,10 +78,11 @@ class _PlainText:
         return f"Failed: {_one_line(text)}"
 
     def text(self, text: str) -> str:
+        """Return generated text."""
         return without_controls(text)
 
     def data(self, value: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=2)
+        return without_controls(json.dumps(value, ensure_ascii=False, indent=2))
 
 
 class _Markdown(_PlainText):
@@ -89,21 +98,12 @@ class _Markdown(_PlainText):
         return f"**Failed:** {_escape(text)}"
 
     def text(self, text: str) -> str:
-        """Return generated Markdown, with an end for its last block of code: the next record is
-        no part of it.
-        """
-        fence = ""
-        for line in text.splitlines():
-            if (match := _FENCE.match(line)) is not None:
-                own, rest = match.groups()
-                if not fence:
-                    fence = "" if own[0] in rest else own  # else code within a line
-                elif own.startswith(fence) and not rest.strip():
-                    fence = ""
-        return without_controls(f"{text}\n{fence}" if fence else text)
+        """Return generated Markdown; as a block of code, if what follows would be a part of it."""
+        text = without_controls(text)
+        return text if _ends(text) else _fenced(text)
 
     def data(self, value: Any) -> str:
-        return f"```json\n{super().data(value)}\n```"
+        return _fenced(super().data(value), "json")
 
 
 def _blocks(record: Mapping[str, Any], style: _PlainText) -> Iterator[str]:
@@ -124,7 +124,27 @@ def _blocks(record: Mapping[str, Any], style: _PlainText) -> Iterator[str]:
 def _answer(record: Mapping[str, Any], text: str, style: _PlainText) -> Iterator[str]:
     if "error" in record:  # JSON was cut
         yield style.error(record["error"])
-    yield style.data(record["data"]) if record.get("data") is not None else style.text(text)
+    if record.get("data") is not None:
+        yield style.data(record["data"])
+    else:
+        yield style.text(text) if text.strip() else style.note("no answer")
+
+
+def _ends(text: str) -> bool:
+    """Return whether all blocks of a Markdown text end with it."""
+    if not _OPENINGS.search(text):
+        return True
+    from markdown_it import MarkdownIt
+
+    tokens = MarkdownIt("commonmark").parse(f"{text}\n\n{_NEXT}")
+    return any(token.type == "heading_open" and token.level == 0 for token in tokens[-3:-2])
+
+
+def _fenced(text: str, language: str = "") -> str:
+    """Return a text as a block of code."""
+    runs = [len(list(run)) for char, run in groupby(text) if char == "`"]
+    fence = "`" * max(3, *(run + 1 for run in runs), 0)
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _one_line(text: str) -> str:

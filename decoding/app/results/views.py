@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, count
-from pathlib import Path, PurePosixPath
+from io import FileIO
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from decoding.app.results.durable import append_file, replace_file
+from decoding.app.documents.listing import OUTPUT_SUFFIXES, RESULT_MARK
+from decoding.app.results.durable import replace_file, write_all
 from decoding.app.results.rendering import render
 from decoding.app.terminal.streams import printable
 from offload.errors import TierForceError
 from offload.regular_files import open_regular
 
-_MARK = "Written by tierforce. Each run writes this file again from its records."
-_FIRST_LINES = {"md": f"<!-- {_MARK} -->\n", "txt": f"{_MARK}\n"}
-_SEPARATORS = {"md": "\n", "txt": "\n\n"}  # before each document
+RECORDS = "records.jsonl"  # in a folder of results
+# the first bytes of a file that a job wrote
+_MARKS = {
+    "jsonl": b'{"id": ',
+    "md": f"<!-- {RESULT_MARK} -->\n".encode(),
+    "txt": f"{RESULT_MARK}\n".encode(),
+}
+_SEPARATORS = {"md": b"\n", "txt": b"\n\n"}  # before each document
 _SUFFIXES = {"jsonl": ".json", "md": ".md", "txt": ".txt"}  # files of one document
 _MAX_NAME = 200  # bytes of a file's name; file systems allow 255
 
@@ -27,111 +38,164 @@ Record = Mapping[str, Any]
 class View:
     """What is written beside the records: nothing. Methods of other classes raise OSError."""
 
-    def start(self, records: Iterable[Record]) -> None:
-        """Write the results that exist."""
+    is_empty = True  # whether there are no results of an earlier job
 
-    def discard(self, id: str) -> None:
-        """Delete the result of a document that is about to have another one."""
+    def write(self, records: Iterable[Record]) -> None:
+        """Write these results, in the order of the input, in place of those that there are."""
 
     def add(self, record: Record) -> None:
         """Write the result of a document that has just finished."""
 
-    def finish(self, records: Iterable[Record]) -> None:
-        """Write all results, in the order of the input."""
-
-    def clear(self) -> None:
-        """Delete what was written, if there are no results."""
+    def close(self, has_results: bool) -> None:
+        """End the job."""
 
 
 class FileView(View):
-    """A file of all documents: each is appended as it finishes; at the end they are in order."""
+    """A file of all documents: each is appended as it finishes; at the end they are in order.
 
-    def __init__(self, path: Path, format: str):
-        """Raises TierForceError if the file exists and no job wrote it, and OSError."""
-        self._path, self._format = path, format
-        first = _FIRST_LINES[format].encode()
-        with suppress(FileNotFoundError), open_regular(path) as file:
-            found = file.read(len(first))
-            if found and found != first:
-                raise TierForceError(
-                    f"--output {path} exists and was not written by a job: choose another file."
-                )
+    Only one job at a time can have the file.
+    """
 
-    def start(self, records: Iterable[Record]) -> None:
-        sections = map(self._section, records)
-        first = _FIRST_LINES[self._format].encode()
-        replace_file(self._path, chain([first], sections)).close()
+    def __init__(self, path: Path, format: str, mode: int):
+        """Open the file; `mode` is for a new one.
+
+        Raises OSError, and TierForceError if another job has it, or no job wrote it in this format.
+        """
+        self._path, self._format, self._mode = path, format, mode
+        self._file: FileIO | None = None
+        self.exists = path.exists()
+        if self.exists:
+            with open_regular(path, os.O_RDWR) as file:
+                self._file = FileIO(os.dup(file.fileno()), "r+")
+            try:
+                self._check(path)
+            except TierForceError:
+                self._file.close()
+                raise
+
+    def _check(self, path: Path) -> None:
+        assert self._file is not None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise TierForceError(
+                f"--output {path} is being written by another job; wait for it, or choose another "
+                "file."
+            ) from error
+        mark = _MARKS[self._format]
+        found = self._file.read(len(mark) + 1) or b""
+        if found and not found.startswith(mark):
+            raise TierForceError(
+                f"--output {path} exists, and is no {self._format} file that a job wrote: choose "
+                "another file."
+            )
+        self.is_empty = len(found) <= len(mark)
+
+    def write(self, records: Iterable[Record]) -> None:
+        pieces = chain([_MARKS[self._format]], map(self._section, records))
+        file = replace_file(self._path, pieces, self._mode)
+        if self._file is not None:
+            self._file.close()
+        self._file = file
 
     def add(self, record: Record) -> None:
-        append_file(self._path, self._section(record))
+        assert self._file is not None
+        write_all(self._file, self._section(record))
 
-    def finish(self, records: Iterable[Record]) -> None:
-        self.start(records)
-
-    def clear(self) -> None:
-        self._path.unlink()
+    def close(self, has_results: bool) -> None:
+        if self._file is None:
+            return
+        if not has_results and self.is_empty:
+            if self.exists:
+                self._file.truncate(0)
+            else:
+                self._path.unlink()
+        self._file.close()
 
     def _section(self, record: Record) -> bytes:
-        return _encode(_SEPARATORS[self._format] + render(record, self._format))
+        return _SEPARATORS[self._format] + _encode(render(record, self._format))
 
 
 class FolderView(View):
-    """A folder with a file for each document, named after it. Files that exist stay as they are."""
+    """A folder with a file for each document, named after it."""
 
-    def __init__(self, folder: Path, format: str, ids: Sequence[str]):
-        self._format = format
+    def __init__(self, folder: Path, format: str, mode: int, ids: Sequence[str]):
+        """`mode` is for new files. Raises TierForceError if no job wrote the file of a document."""
+        self._format, self._mode = format, mode
         names = file_names(ids, _SUFFIXES[format])
         self._paths = {id: folder / name for id, name in names.items()}
+        for path in self._paths.values():
+            if os.path.lexists(path) and not self._is_ours(path):
+                raise TierForceError(
+                    f"{path} exists, and is no {format} file that a job wrote: move it away, or "
+                    "choose another --output."
+                )
 
-    def start(self, records: Iterable[Record]) -> None:
-        with suppress(OSError):  # `finish` reports it
-            self.finish(records)
-
-    def discard(self, id: str) -> None:
-        self._paths[id].unlink(missing_ok=True)
-
-    def add(self, record: Record) -> None:
-        path = self._paths[record["id"]]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = render(record, self._format)
-        replace_file(path, [_encode(text)]).close()
-
-    def finish(self, records: Iterable[Record]) -> None:
+    def write(self, records: Iterable[Record]) -> None:
         first: OSError | None = None
         for record in records:
             try:
-                if not self._paths[record["id"]].exists():
-                    self.add(record)
+                self.add(record)
             except OSError as error:
                 first = first or error
         if first is not None:
             raise first
 
+    def add(self, record: Record) -> None:
+        path = self._paths[record["id"]]
+        content = _encode(render(record, self._format))
+        if self._format != "jsonl":
+            content = _MARKS[self._format] + _SEPARATORS[self._format] + content
+        with suppress(FileNotFoundError), open_regular(path) as file:
+            if file.read(len(content) + 1) == content:
+                return
+        if os.path.lexists(path) and not self._is_ours(path):
+            raise FileExistsError(errno.EEXIST, f"{path} exists, and is not a job's")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, [content], self._mode).close()
 
-def file_names(ids: Iterable[str], suffix: str) -> dict[str, PurePosixPath]:
+    def _is_ours(self, path: Path) -> bool:
+        mark = _MARKS[self._format]
+        try:
+            with open_regular(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
+                return file.read(len(mark)) == mark
+        except OSError:
+            return False
+
+
+def file_names(ids: Iterable[str], suffix: str) -> dict[str, str]:
     """Return a path below a folder for each document: its id with `suffix` where that is possible.
 
-    No path leads out of the folder, or into a file. They differ also where case does not count.
+    No path leads out of the folder, or into a file, or is one of the job's own. They differ also
+    where case does not count.
     """
-    names = dict[str, PurePosixPath]()
-    files, folders = set[str](), set[str]()  # without case
+    names, numbers = dict[str, str](), Counter[str]()
+    files = {RECORDS, *(RECORDS + more for more in OUTPUT_SUFFIXES)}  # without case
+    folders = set[str]()
 
-    def is_free(name: PurePosixPath) -> bool:
-        parents = {str(parent).casefold() for parent in name.parents}
-        own = str(name).casefold()
-        return own not in files and own not in folders and not parents & files
+    def is_free(name: str) -> bool:
+        own = name.casefold()
+        taken = own in files or own in folders
+        return not taken and files.isdisjoint(_parents(own))
 
     for id in ids:
         parts = [_component(each) for each in id.split("/") if each not in ("", ".", "..")]
         parts = parts or ["document"]
         flat = _component("_".join(parts))
-        candidates = chain(["/".join(parts), flat], (f"{flat} ({number})" for number in count(2)))
-        names_with_suffix = (PurePosixPath(f"{each}{suffix}") for each in candidates)
-        chosen = next(filter(is_free, names_with_suffix))
-        names[id] = chosen
-        files.add(str(chosen).casefold())
-        folders |= {str(parent).casefold() for parent in chosen.parents}
+        name = next(filter(is_free, ["/".join(parts) + suffix, flat + suffix]), "")
+        while not name or not is_free(name):
+            numbers[flat.casefold()] += 1
+            name = f"{flat} ({numbers[flat.casefold()] + 1}){suffix}"
+        names[id] = name
+        own = name.casefold()
+        files |= {own, *(own + more for more in OUTPUT_SUFFIXES)}
+        folders.update(_parents(own))
     return names
+
+
+def _parents(name: str) -> list[str]:
+    """Return the folders of a path, without the whole one."""
+    return [name[:index] for index, char in enumerate(name) if char == "/"]
 
 
 def _component(name: str) -> str:

@@ -28,10 +28,10 @@ from decoding.app.server.worker.answering import EngineWorker
 from decoding.app.server.worker.jobs import Failed, RequestQueue
 from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.prompts import Prompts
+from decoding.app.terminal.loading import load_engine
 from decoding.app.terminal.messages import fitting_concurrency, say_what_fits
 from decoding.app.terminal.signals import DOUBLE_INTERRUPT_S, Interrupts
 from decoding.app.terminal.streams import say, silence_transformers, warn
-from decoding.engine.engine import Engine
 from offload.errors import TierForceError, one_line
 from parallel.ranks.launch import answer_signals, require_open_files
 from parallel.ranks.process_group import TensorParallelGroup
@@ -60,7 +60,7 @@ def run(
             keys = _load_keys(options, key_file)
             require_open_files(connections.open_files, f"`queue` {options.queue}")
             listener = _bind(options)
-    engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
+    engine = load_engine(common, group)
     concurrency = options.concurrency or fitting_concurrency(
         engine, engine.context - common.max_new_tokens, common.max_new_tokens
     )

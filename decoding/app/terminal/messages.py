@@ -166,24 +166,25 @@ def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
     return line
 
 
-def counts_line(record: Mapping[str, Any]) -> str:
+def counts_line(record: Mapping[str, Any], seconds: float | None = None) -> str:
     """Return how much was read and written in which time, in words for everybody.
 
-    `record` has the counts of a request, or their sums (`Stats.as_dict`).
+    `record` has the counts of a request (`Stats.as_dict`), or of a document, which took `seconds`:
+    the times of requests that were processed together have no sum.
     """
-    written = "written"
-    if milliseconds := record["ms_per_token"]:
-        written += f" in {duration(record['decode_s'])} ({1e3 / milliseconds:.1f} per second)"
-    cached = [
-        (record["reused_tokens"], "in the cache"),
-        (record["loaded_tokens"], "loaded from disk"),
-    ]
-    cached = [(count, where) for count, where in cached if count]
-    read = record["prompt_tokens"] - sum(count for count, _ in cached)
-    seconds = duration(record["time_to_first_token_s"])
-    counts = [*cached, (read, f"read in {seconds}"), (record["new_tokens"], written)]
-    parts = [f"{count:,} {what}" for count, what in counts]
-    return ", ".join([parts[0].replace(" ", " tokens ", 1), *parts[1:]])
+    is_sum = record["concurrency"] > 1 and not {"answers", "parts"}.isdisjoint(record)
+    read, written = "read", "written"
+    if not is_sum:
+        read += f" in {duration(record['time_to_first_token_s'])}"
+        if milliseconds := record["ms_per_token"]:
+            written += f" in {duration(record['decode_s'])} ({1e3 / milliseconds:.1f} per second)"
+    counts = {"in the cache": record["reused_tokens"], "loaded from disk": record["loaded_tokens"]}
+    counts = {what: count for what, count in counts.items() if count}
+    counts[read] = record["prompt_tokens"] - sum(counts.values())
+    counts[written] = record["new_tokens"]
+    first, *others = (f"{count:,} {what}" for what, count in counts.items())
+    line = ", ".join([first.replace(" ", " tokens ", 1), *others])
+    return f"{line}, in {duration(seconds)}" if is_sum and seconds is not None else line
 
 
 def stats_line(record: Mapping[str, Any]) -> str:

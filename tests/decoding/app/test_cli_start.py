@@ -150,7 +150,7 @@ def duplicate_ids(folder: Path) -> tuple[str, ...]:
     return summarize(folder / "in.jsonl", folder / "out.jsonl")
 
 
-@case("--output", "is the folder of --input", "name another folder")
+@case("--output", "has --input", "in it", "name another folder")
 def output_that_is_the_folder_of_the_input(folder: Path) -> tuple[str, ...]:
     return summarize(write_text(folder), folder)
 
@@ -167,12 +167,18 @@ def output_in_a_missing_folder(folder: Path) -> tuple[str, ...]:
     return summarize(write_text(folder), folder / "missing/out.jsonl")
 
 
-@case("--output", "was not written by a job", "choose another file")
+@case("--output", "no md file that a job wrote", "choose another file")
+def output_of_somebody_else(folder: Path) -> tuple[str, ...]:
+    (folder / "notes.md").write_text("# Notes")
+    return summarize(write_text(folder), folder / "notes.md")
+
+
+@case("--output", "would replace --input", "name another")
 def output_that_is_the_input(folder: Path) -> tuple[str, ...]:
     return summarize(write_text(folder), folder / "a.txt")
 
 
-@case("--output", "in.jsonl", "not a summary record", "choose another file")
+@case("--output", "would replace --input", "in.jsonl")
 def records_in_place_of_the_input(folder: Path) -> tuple[str, ...]:
     (folder / "in.jsonl").write_text('{"id": "a", "text": "It was"}')
     return summarize(folder / "in.jsonl", folder / "in.md")

@@ -283,10 +283,17 @@ def test_parts_are_rows_of_their_own_and_one_that_fails_ends_its_document(tmp_pa
     job = make_job(common(), TARGET, Assignment())
     builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), job.format, 512, 12)
     with Records(tmp_path / "out.jsonl") as output, Display(2, sys.stderr) as display:
-        progress = DocumentsInProgress(builder, job, output.parts, output.append)
+        counts = dict[str, int]()
+        progress = DocumentsInProgress(
+            builder,
+            job,
+            output.parts,
+            output.append,
+            lambda id, number, finished, count, passages: counts.setdefault(id, count),
+        )
         for id in ("a", "b"):
             progress.begin(id, DocumentText(WORDS * 40, {}, Identity(id)))
-        (first, second), count = (progress.count_tasks(id)[1] for id in "ab"), 2
+        (first, second), count = counts.values(), 2
         assert first == second > 1
         error = {"kind": "InsufficientMemoryError", "error": "no room"}
         workers = ScriptedWorkers(
@@ -306,12 +313,16 @@ def test_answers_on_disk_that_end_a_document_leave_nothing_to_send(tmp_path: Pat
     """Those too long to be merged end it with an error, on a cluster and when it is resumed."""
     job = make_job(common(), TARGET, Assignment())
     builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), job.format, 512, 12)
+    counts = list[int]()
+
+    def on_progress(id: str, number: int, finished: int, count: int, passages: int) -> None:
+        counts.append(count)
+
     for sent in (1, 0):
         with Records(tmp_path / "out.jsonl") as output, Display(1, sys.stderr) as display:
-            progress = DocumentsInProgress(builder, job, output.parts, output.append)
+            progress = DocumentsInProgress(builder, job, output.parts, output.append, on_progress)
             progress.begin("a", DocumentText(WORDS * 40, {}, Identity("a")))
-            count = progress.count_tasks("a")[1]
-            workers = ScriptedWorkers(dict.fromkeys(range(count), "\u2603" * 300))
+            workers = ScriptedWorkers(dict.fromkeys(range(counts[0]), "\u2603" * 300))
             _summarise(progress, workers, display)  # type: ignore[arg-type]
             assert len(workers.sent) == sent
         (record,) = records(tmp_path / "out.jsonl")

@@ -9,6 +9,7 @@ import resource
 import stat
 import sys
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,27 @@ def test_name_too_long_for_the_file_matters_only_if_it_is_needed(tmp_path: Path)
         progress.begin("short", DocumentText("Once upon a time.", {}, Identity("1")))
         with pytest.raises(TierForceError, match="cannot be written: File name too long"):
             progress.begin("long", DocumentText("Once upon a time. " * 200, {}, Identity("2")))
+
+
+def test_progress_counts_answers_on_disk_too(tmp_path: Path) -> None:
+    builder = PromptBuilder(AutoTokenizer.from_pretrained(TARGET), JOB.format, 400, 12)
+    words = "".join(f"Once upon a time, in {year}. " for year in range(1000, 1100))
+    text = DocumentText(words, {}, Identity("2"))
+    rounds = list[tuple[Any, ...]]()
+
+    def on_progress(*round: Any) -> None:
+        rounds.append(round)
+
+    for answers in (2, None):  # the first job is killed
+        with Records(tmp_path / "out.jsonl") as output:
+            progress = DocumentsInProgress(builder, JOB, output.parts, lambda _: None, on_progress)
+            progress.begin("long", text)
+            for work in islice(progress.work(), answers):
+                progress.finish(work, answer("Once."))
+    count = rounds[0][3]
+    assert count > 2
+    parts = [("long", 1, finished, count, count) for finished in range(count + 1)]
+    assert rounds == [*parts[:3], *parts, ("long", 2, 0, 1, 1), ("long", 2, 1, 1, 1)]
 
 
 def test_answer_that_another_document_has_too_is_kept(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from decoding.app.documents import document, json_lines, listing
 from decoding.app.documents.document import Document
 from decoding.app.documents.formats import encodings
-from decoding.app.documents.listing import find_documents
+from decoding.app.documents.listing import RESULT_MARK, find_documents
 from offload.errors import InvalidRequestError, TierForceError
 from support.document_files import archive
 from support.irregular import IRREGULAR
@@ -158,11 +158,14 @@ def test_other_files_are_named_and_output_is_left_out(tmp_path: Path) -> None:
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("It was")
+    (tmp_path / "old.md").write_text(f"<!-- {RESULT_MARK} -->\n\n# a.txt\n")
+    (tmp_path / "old.TXT").write_text(f"{RESULT_MARK}\n")
     here = tmp_path / "../" / tmp_path.name
     found = find_documents(tmp_path, [here / "out.txt", here / "out"])
     assert [document.id for document in found.documents] == ["a.txt"]
     assert found.skipped == {
         "hidden": [".git"],
+        "results of an earlier job": ["old.TXT", "old.md"],
         "not a kind of document that is read": ["Makefile"],
         ".mobi is not read: convert it to .epub, as with Calibre": ["b.mobi"],
         ".doc is not read: save it as .docx": ["c.doc", "d.DOC"],

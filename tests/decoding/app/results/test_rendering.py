@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from markdown_it import MarkdownIt
 
 from decoding.app.results.rendering import render
-from offload.errors import TierForceError
 
 
 def record(**more: Any) -> dict[str, Any]:
@@ -69,7 +69,11 @@ CUT = {
             '# emma.txt\n\n## Rich?\n\n**Failed:** cut\n\n{"ri\n',
             'emma.txt\n========\n\nQ: Rich?\n\nFailed: cut\n\n{"ri\n',
         ),
-        (record(summary=""), "# emma.txt\n", "emma.txt\n========\n"),
+        (
+            record(summary=" \n"),
+            "# emma.txt\n\n*no answer*\n",
+            "emma.txt\n========\n\n[no answer]\n",
+        ),
     ],
 )
 def test_markdown_and_text(content: dict[str, Any], markdown: str, text: str) -> None:
@@ -90,28 +94,71 @@ def test_ids_are_no_markup(id: str, heading: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("summary", "end"),
+    "summary",
     [
-        ("```python\nx = 1", "\n```"),
-        ("~~~~\nx\n~~~", "\n~~~~"),
-        ("```\nx\n```` \ny", ""),
-        ("```\n```json\nx", "\n```"),
-        ("```x``` is code", ""),
-        ("    ```\nx", ""),
+        "```python\nx = 1\n```",
+        "~~~ a~b\nx\n~~~",
+        "```x``` is code, and 1 < 2",
+        "    ```\nx",
+        "- step:\n  ```py\n  x = 1\n  ```",
+        "- a\n  - b\n\n    ```py\n    x",
+        "<b>bold</b>, and <!-- a comment -->",
     ],
 )
-def test_block_of_code_ends_with_its_record(summary: str, end: str) -> None:
-    assert render(record(summary=summary), "md") == f"# emma.txt\n\n{summary}{end}\n"
+def test_markdown_is_left_as_it_is(summary: str) -> None:
+    assert render(record(summary=summary), "md") == f"# emma.txt\n\n{summary}\n"
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        "```python\nx = 1",
+        "~~~~\nx\n~~~",
+        "```\n```json\nx",
+        "- step:\n  ```py\n  x = 1\n```",
+        "a\u2028```\nb\n\n```\nc",
+        "<!-- open",
+        "<script>\nx",
+        "a\n<pre>\nb",
+        "<?php",
+        "````\n```",
+    ],
+)
+def test_markdown_that_would_take_in_the_next_record_is_code(summary: str) -> None:
+    both = render(record(summary=summary), "md") + "\n" + render(record(id="next"), "md")
+    tokens = MarkdownIt("commonmark").parse(both)
+    headings = [index for index, token in enumerate(tokens) if token.type == "heading_open"]
+    assert [tokens[index + 1].content for index in headings] == ["emma.txt", "next"]
+    (code,) = (token for token in tokens if token.type == "fence")
+    assert code.content == f"{summary}\n"
 
 
 def test_control_characters_are_escaped() -> None:
     assert "\\x1b[2J" in render(record(summary="\x1b[2J"), "txt")
+    assert "\\u202e" in render(record(data="\u202e"), "md")
 
 
 def test_jsonl_is_the_record() -> None:
     assert render({"id": "ü", "summary": ""}, "jsonl") == '{"id": "ü", "summary": ""}\n'
 
 
-def test_a_record_without_its_fields_is_an_error() -> None:
-    with pytest.raises(TierForceError, match="record of a is not complete"):
-        render({"id": "a", "answers": [{"question": "Who?"}]}, "md")
+NESTED: Any = []
+for _ in range(100_000):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"answers": [{"question": "Who?"}]},
+        {"answers": 3},
+        {"summary": "A", "truncated_tokens": "9"},
+        {"summary": "A", "finish_reason": "length"},
+        {"summary": "A", "data": NESTED},
+        {"summary": None},
+    ],
+    ids=range(6),
+)
+def test_an_edited_record_is_shown_as_such(content: dict[str, Any]) -> None:
+    for format in ("md", "txt"):
+        assert "the record is not as tierforce writes it" in render({"id": "a", **content}, format)

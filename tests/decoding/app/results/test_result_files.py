@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from decoding.app.results.destination import Destination, ResultFiles
 from decoding.app.results.views import file_names
 from offload.errors import TierForceError
+from support.batches import answer
 from support.commands import records
 
 
@@ -95,58 +99,71 @@ def test_another_format_is_written_from_the_same_records(tmp_path: Path) -> None
     write(f"{tmp_path / 'out.txt'}", ["a"])
     assert (tmp_path / "out.md").read_text().startswith("<!-- Written by tierforce.")
     assert (tmp_path / "out.txt").read_text().endswith("\n\n\na\n=\n\nOf a.\n")
+    write(f"{tmp_path / 'out.jsonl'}", ["a"], record("a", summary="Better."))
+    for name in ("out.md", "out.txt"):
+        write(f"{tmp_path / name}", ["a"])
+        assert "Better." in (tmp_path / name).read_text()
+
+
+def content(path: Path) -> str:
+    """Return what a file of a folder of results has below its mark."""
+    mark, text = path.read_text().split("\n\n", 1)
+    assert mark.startswith("<!-- Written by tierforce.")
+    return text
 
 
 def test_folder_has_a_file_for_each_document(tmp_path: Path) -> None:
     folder, ids = tmp_path / "new/out", ["b.txt", "sub/a.pdf", "c"]
     write(f"{folder}/", ids, record("sub/a.pdf"), record("b.txt"), failure("c"))
-    assert (folder / "sub/a.pdf.md").read_text() == "# sub/a.pdf\n\nOf sub/a.pdf.\n"
-    assert "Failed: it is empty." in (folder / "c.md").read_text().replace("*", "")
+    assert content(folder / "sub/a.pdf.md") == "# sub/a.pdf\n\nOf sub/a.pdf.\n"
+    assert content(folder / "c.md") == "# c\n\n**Failed:** it is empty.\n"
     assert [each["id"] for each in records(folder / "records.jsonl")] == ids
-    (folder / "b.txt.md").write_text("edited")
     (folder / "sub/a.pdf.md").unlink()
+    unchanged = (folder / "b.txt.md").stat().st_ino
     write(str(folder), ids, record("c"))  # the folder exists now
-    assert (folder / "c.md").read_text() == "# c\n\nOf c.\n"
-    assert (folder / "b.txt.md").read_text() == "edited"
-    assert (folder / "sub/a.pdf.md").exists()
+    assert content(folder / "c.md") == "# c\n\nOf c.\n"
+    assert content(folder / "sub/a.pdf.md") == "# sub/a.pdf\n\nOf sub/a.pdf.\n"
+    assert (folder / "b.txt.md").stat().st_ino == unchanged
     assert not list(folder.rglob("*.repair"))
 
 
 def test_folder_of_json(tmp_path: Path) -> None:
     destination = Destination.of(f"{tmp_path / 'out'}/", "jsonl")
-    with ResultFiles(destination, ["a"]) as files:
-        files.start(["a"])
-        files.add(record("a"))
+    for _ in range(2):
+        with ResultFiles(destination, ["a"]) as files:
+            files.start(["a"])
+            files.add(record("a"))
     assert json.loads((tmp_path / "out/a.json").read_text()) == record("a")
 
 
-def test_no_result_of_other_settings_is_left_in_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_results_in_a_folder_are_those_of_the_last_job(tmp_path: Path) -> None:
+    """Also after jobs with another format, or another input, whose names differ."""
+    output = f"{tmp_path}/out/"
+    write(output, ["/x", "x"], record("/x"), record("x"))
+    write(f"{output}records.jsonl", ["x"], record("x", summary="Better."))
+    write(output, ["x"])
+    assert content(tmp_path / "out/x.md") == "# x\n\nBetter.\n"
+    write(output, ["x"], failure("x"))
+    write(output, ["x"])
+    assert "Better." in content(tmp_path / "out/x.md")
+
+
+def test_a_result_that_cannot_be_written_ends_no_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(f"{tmp_path}/out/", ["a"], record("a"))
-    with ResultFiles(Destination.of(f"{tmp_path}/out/"), ["a"]) as files:
-        files.start(["a"])
-        monkeypatch.setattr("decoding.app.results.views.FolderView.add", lambda *_: None)  # a kill
-        files.add(record("a", summary="Better."))
-    assert not (tmp_path / "out/a.md").exists()
-    monkeypatch.undo()
-    write(f"{tmp_path}/out/", ["a"])
-    assert "Better." in (tmp_path / "out/a.md").read_text()
-
-
-def test_a_result_that_cannot_be_written_ends_no_job(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     folder = "/".join(["n" * 190] * 30)  # longer than any path
-    ids = [f"{folder}/a", "b"]
+    ids = [f"{folder}/a", "b", f"{folder}/c"]
     with pytest.raises(TierForceError, match=r"cannot be written: File name too long.*are safe"):
         write(f"{tmp_path}/out/", ids, *map(record, ids))
+    assert capsys.readouterr().err.count("warning:") == 1
     assert [each["id"] for each in records(tmp_path / "out/records.jsonl")] == ids
     assert (tmp_path / "out/b.md").exists()
 
 
 def test_files_that_no_job_wrote_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out.md").write_text("# Notes")
-    with pytest.raises(TierForceError, match="was not written by a job"):
+    with pytest.raises(TierForceError, match="is no md file that a job wrote"):
         write(f"{tmp_path}/out.md", ["a"])
     assert {each.name for each in tmp_path.iterdir()} == {"out.md"}
     with pytest.raises(TierForceError, match=r"other files, such as out.md: name a new one"):
@@ -161,11 +178,154 @@ def test_files_that_no_job_wrote_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TierForceError, match="cannot be written: File exists"):
         write(f"{tmp_path}/file/", ["a"])
+    with pytest.raises(TierForceError, match="cannot be written: File name too long"):
+        write(f"{tmp_path}/{'n' * 300}.md", ["a"])
+
+
+def test_files_that_no_job_wrote_are_left_alone_in_folders_of_results(tmp_path: Path) -> None:
+    write(f"{tmp_path}/out/", ["a"], record("a"))
+    (tmp_path / "out/b.md").write_text("# Notes")
+    (tmp_path / "out/c.md").symlink_to("b.md")
+    for id in ("b", "c"):
+        with pytest.raises(TierForceError, match=rf"{id}.md exists, and is no md file"):
+            write(f"{tmp_path}/out/", ["a", id], record(id))
+    with ResultFiles(Destination.of(f"{tmp_path}/out/"), ["a", "d"]) as files:
+        files.start(["d"])
+        (tmp_path / "out/d.md").write_text("# Notes")
+        files.add(record("d"))
+        with pytest.raises(TierForceError, match="cannot be written"):
+            files.finish()
+    for name in "bcd":
+        assert (tmp_path / f"out/{name}.md").read_text() == "# Notes"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("precious"), Path.mkdir])
+def test_only_what_a_crash_left_is_replaced(make: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("notes")
+    make(tmp_path / "out.md.repair")
+    with pytest.raises(TierForceError, match=r"out.md.repair exists and is not a regular file"):
+        write(f"{tmp_path}/out.md", ["a"], record("a"))
+    assert (tmp_path / "precious").read_text() == "notes"
+    assert os.path.lexists(tmp_path / "out.md.repair")
+
+
+def test_a_file_is_written_by_one_job_at_a_time(tmp_path: Path) -> None:
+    write(f"{tmp_path}/out.md", ["a"], record("a"))
+    (tmp_path / "link.md").symlink_to("out.md")
+    with ResultFiles(Destination.of(f"{tmp_path}/out.md"), ["a"]) as files:
+        for _ in range(2):
+            with pytest.raises(TierForceError, match="is being written by another job"):
+                write(f"{tmp_path}/link.md", ["a"])
+            files.start([])
+    (tmp_path / "new.md").touch()
+    with (
+        ResultFiles(Destination.of(f"{tmp_path}/new.md", "jsonl"), ["a"]),
+        pytest.raises(TierForceError, match="is being written by another job"),
+    ):
+        write(f"{tmp_path}/new.md", ["a"])
+
+
+def test_records_are_no_link_to_their_results(tmp_path: Path) -> None:
+    write(f"{tmp_path}/out.jsonl", ["a"], record("a"))
+    (tmp_path / "out.md").symlink_to("out.jsonl")
+    with pytest.raises(TierForceError, match="own records: name another file"):
+        write(f"{tmp_path}/out.md", ["a"])
+    assert records(tmp_path / "out.jsonl") == [record("a")]
+
+
+def test_results_without_their_records_are_left_alone(tmp_path: Path) -> None:
+    write(f"{tmp_path}/out.md", ["a"], record("a"))
+    before = (tmp_path / "out.md").read_text()
+    (tmp_path / "out.jsonl").unlink()
+    with pytest.raises(TierForceError, match="are missing: choose another file"):
+        write(f"{tmp_path}/out.md", ["a"])
+    assert (tmp_path / "out.md").read_text() == before
+    assert {each.name for each in tmp_path.iterdir()} == {"out.md"}
 
 
 def test_a_job_without_results_leaves_no_file(tmp_path: Path) -> None:
     write(f"{tmp_path}/out.md", ["a"])
     assert not list(tmp_path.iterdir())
+    (tmp_path / "out.md").touch()
+    write(f"{tmp_path}/out.md", ["a"])
+    assert (tmp_path / "out.md").read_text() == ""
+
+
+def test_answers_about_parts_without_a_record_are_found_in_a_folder(tmp_path: Path) -> None:
+    with ResultFiles(Destination.of(f"{tmp_path}/out/"), ["a"]) as files:
+        files.records.parts.add("1", "a", answer("one"))
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {"records.jsonl.parts"}
+    with ResultFiles(Destination.of(f"{tmp_path}/out/"), ["a"]) as files:
+        assert files.records.parts.get("1", "a") is not None
+
+
+class Killed(BaseException):
+    """A kill, as far as files are concerned: what follows does not happen."""
+
+
+class Kill:
+    """Kills a job before one of the calls by which it changes files."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, steps: int):
+        """`steps` calls happen."""
+        self.left = steps
+        for owner, names in ((os, ("fsync", "fchmod")), (Path, ("replace", "unlink", "mkdir"))):
+            for name in names:
+                patch.setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any, **options: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+            return call(*arguments, **options)
+
+        return step
+
+
+def command(output: str, digest: str) -> None:
+    """Do what a command does that has not been finished yet. The first one fails for document b."""
+    files = ResultFiles(Destination.of(output), ["a", "b", "c"])  # left open, as by a kill
+    finished = files.records.finished
+    due = [id for id in "cba" if id not in finished or finished[id].digest != digest]
+    files.start(due)
+    for id in due:
+        fails = (id, digest) == ("b", "1")
+        files.add(failure(id) if fails else record(id, digest=digest, summary=f"{digest}, {id}"))
+    files.finish()
+
+
+def contents(folder: Path) -> dict[str, str]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+
+
+@pytest.mark.parametrize(("output", "count"), [("out.jsonl", 1), ("out.md", 2), ("out/", 4)])
+def test_commands_end_with_the_same_results_wherever_they_are_killed(
+    output: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call that changes a file is the last one, in turn."""
+    for folder, digests in (("1", "1"), ("12", "12")):
+        (tmp_path / folder).mkdir()
+        for digest in digests:
+            command(f"{tmp_path / folder}/{output}", digest)
+    assert len(contents(tmp_path / "12")) == count
+    for digest, before in (("1", ""), ("2", "1")):
+        steps, is_killed = 0, True
+        while is_killed:
+            folder = tmp_path / f"{before}-{steps}"
+            shutil.copytree(tmp_path / before, folder) if before else folder.mkdir()
+            path = f"{folder}/{output}"
+            with monkeypatch.context() as patch:
+                kill = Kill(patch, steps)
+                with suppress(Killed):
+                    command(path, digest)
+                is_killed = kill.left < 0
+            gc.collect()  # closes the files of the killed command
+            command(path, digest)
+            assert contents(folder) == contents(tmp_path / f"{before}{digest}"), steps
+            steps += 1
+        assert steps > 6
 
 
 def test_links_and_modes_are_kept(tmp_path: Path) -> None:
@@ -177,12 +337,28 @@ def test_links_and_modes_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "real.md").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("output", ["out.md", "out/"])
+def test_results_are_as_private_as_records(output: str, tmp_path: Path) -> None:
+    write(f"{tmp_path}/{output}", ["a"], record("a"))
+    destination = Destination.of(f"{tmp_path}/{output}")
+    path = tmp_path / "out.md" if output == "out.md" else tmp_path / "out/a.md"
+    path.unlink()
+    destination.records.chmod(0o600)
+    write(f"{tmp_path}/{output}", ["a"])
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_the_input_is_not_in_the_folder_of_results(tmp_path: Path) -> None:
     destination = Destination(tmp_path, "md", is_folder=True)
     for source in (tmp_path, tmp_path / "books", tmp_path / "a.txt"):
-        with pytest.raises(TierForceError, match="name another folder"):
+        with pytest.raises(TierForceError, match="name another"):
             destination.check_input(source)
     destination.check_input(tmp_path.parent)
+    destination = Destination.of(f"{tmp_path}/out.md")
+    for name in ("out.md", "out.jsonl"):
+        with pytest.raises(TierForceError, match="would replace --input"):
+            destination.check_input(tmp_path / name)
+    destination.check_input(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -197,10 +373,20 @@ def test_the_input_is_not_in_the_folder_of_results(tmp_path: Path) -> None:
         (["a", "a.md/b"], ["a.md", "a.md_b.md"]),
         (["a.md/b", "a"], ["a.md/b.md", "a (2).md"]),
         (["two\nlines", "\ud800"], ["two\\nlines.md", "\\ud800.md"]),
+        (["b", "b.md.repair/a"], ["b.md", "b.md.repair_a.md"]),
+        (
+            ["Records.jsonl/a", "records.jsonl.parts/b"],
+            ["Records.jsonl_a.md", "records.jsonl.parts_b.md"],
+        ),
     ],
 )
 def test_file_names_are_different_and_below_the_folder(ids: list[str], names: list[str]) -> None:
     assert [str(name) for name in file_names(ids, ".md").values()] == names
+
+
+def test_many_ids_of_one_name_take_no_longer() -> None:
+    ids = [f"a{'/' * (1 + number % 2000)}{'./' * (number // 2000)}b" for number in range(20_000)]
+    assert len(set(file_names(ids, ".md").values())) == 20_000
 
 
 def test_long_names_are_shorter_and_different() -> None:

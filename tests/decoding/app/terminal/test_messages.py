@@ -1,15 +1,16 @@
-"""Warnings about probable mistakes are printed before work begins."""
+"""Warnings about probable mistakes are printed before work begins, and counts after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from decoding.app.options import Common
-from decoding.app.terminal.messages import sanity_warnings
+from decoding.app.terminal.messages import counts_line, sanity_warnings, stats_line
 from decoding.config.settings import Settings
 from decoding.speculation.sampling import Sampling
 from support.commands import DRAFT, MODELS, forked
@@ -71,3 +72,50 @@ def test_command_prints_warnings(tmp_path: Path) -> None:
     result = forked(tmp_path, "generate", *MODELS, *prompt, "--mode", "plain")
     assert result.code == 0, result.err
     assert f"warning: --draft {DRAFT} is not used in --mode plain." in result.err
+
+
+COUNTS = {
+    "prompt_tokens": 7_616,
+    "reused_tokens": 0,
+    "loaded_tokens": 0,
+    "new_tokens": 64,
+    "concurrency": 1,
+    "time_to_first_token_s": 18.9,
+    "decode_s": 4.2,
+    "ms_per_token": 66.7,
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({}, "7,616 tokens read in 19 s, 64 written in 4.2 s (15.0 per second)"),
+        (
+            {"reused_tokens": 7_500, "new_tokens": 1, "ms_per_token": None},
+            "7,500 tokens in the cache, 116 read in 19 s, 1 written",
+        ),
+        (
+            {"loaded_tokens": 7_000, "reused_tokens": 500, "ms_per_token": 0.0},
+            "500 tokens in the cache, 7,000 loaded from disk, 116 read in 19 s, 64 written",
+        ),
+        (
+            {"parts": [], "concurrency": 2},
+            "7,616 tokens read, 64 written",
+        ),
+        (
+            {"answers": []},
+            "7,616 tokens read in 19 s, 64 written in 4.2 s (15.0 per second)",
+        ),
+    ],
+)
+def test_counts_are_in_words(more: dict[str, Any], line: str) -> None:
+    assert counts_line({**COUNTS, **more}) == line
+
+
+def test_stats_explain_the_speed_too() -> None:
+    stats = {"mode": "retrieval", "tokens_per_verification": 15.8, "link_bytes_per_token": 2.1e6}
+    line = counts_line(COUNTS)
+    assert stats_line({**COUNTS, **stats}) == (
+        f"{line}, 15.80 tokens per verification, 2.1 MB/token over the host link"
+    )
+    assert stats_line({**COUNTS, **stats, "mode": "plain", "link_bytes_per_token": None}) == line
