@@ -85,7 +85,7 @@ def tierforce(
     """Exact long-context decoding with the KV cache in host memory."""
 
 
-@_command("summarize --model TARGET --draft DRAFT --input books --output summaries.jsonl")
+@_command("summarize --model TARGET --draft DRAFT --input books --output summaries.md")
 @with_common
 def summarize(
     common: Common,
@@ -192,13 +192,18 @@ def summarize(
 @_command("show summaries.jsonl")
 def show(
     results: Annotated[
-        str, typer.Argument(help="A file of records, or what --output named.", show_default=False)
+        str,
+        typer.Argument(
+            help="A file of records, or what --output named.",
+            metavar="RESULTS",
+            show_default=False,
+        ),
     ],
     documents: Annotated[
         list[str] | None,
         typer.Argument(
             help="Ids of documents, or patterns such as '*.pdf'. Default: all.",
-            metavar="[ID]...",
+            metavar="ID",
             show_default=False,
         ),
     ] = None,
@@ -206,7 +211,7 @@ def show(
         str, typer.Option(help="txt, md, or jsonl (the records).", metavar="NAME")
     ] = "txt",
 ) -> None:
-    """Print the results of summarize."""
+    """Print the results of summarize, also while it runs."""
     from decoding.app.results.show import run
 
     run(results, documents or [], format)
@@ -385,7 +390,7 @@ def prompt_cache_list(
 def prompt_cache_drop(
     folder: PromptCacheFolder,
     ids: Annotated[
-        list[str] | None, typer.Argument(help="Ids of the prompts to drop.", metavar="[ID]...")
+        list[str] | None, typer.Argument(help="Ids of the prompts to drop.", metavar="ID")
     ] = None,
     all: Annotated[bool, typer.Option("--all", help="Drop all of them.")] = False,
 ) -> None:

@@ -87,10 +87,10 @@ def run(
     builder = PromptBuilder(tokenizer, job.format, context, job.max_new_tokens)
     with ResultFiles(destination, [document.id for document in documents]) as results:
         due = due_documents(documents, results.records, job)
-        results.start({document.id for document in due})
         if not due:
             conclude_finished(documents, results)
             return
+        results.start({document.id for document in due})
         with make_display(documents, due, job, is_live=False) as display:
             report = Report(documents, due, results, display)
             interrupts.on_exit = _with_cleanup(report.interrupt)

@@ -9,12 +9,13 @@ from typing import Any
 
 from decoding.app.documents.document import Document
 from decoding.app.results.destination import ResultFiles
+from decoding.app.results.records import Finished
 from decoding.app.results.rendering import length_notes
 from decoding.app.terminal.messages import counts_line
 from decoding.app.terminal.pace import duration
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import signal_source
-from decoding.app.terminal.streams import say
+from decoding.app.terminal.streams import counted, say
 from offload.errors import TierForceError
 
 
@@ -32,7 +33,7 @@ class Report:
         self.documents, self.results, self.display = documents, results, display
         self.failed, self._start = 0, time.monotonic()
         if count := len(documents) - len(due):
-            say(f"{count} of {len(documents)} documents are already finished")
+            say(f"already finished: {count:,} of {counted(len(documents), 'document')}")
 
     def add(self, record: dict[str, Any]) -> None:
         """Write the record of a document, and print its line. Raises TierForceError."""
@@ -63,7 +64,7 @@ class Report:
         records = self.results.records
         safe = f"{len(records.finished)} finished records are safe in {records.path}"
         if parts := records.parts.count:
-            safe += f", and {parts} answers about other documents in {records.parts.path}"
+            safe += f", with {parts} answers about others beside it"
         say(f"interrupted ({signal_source(name)}); {safe}: run the same command to resume")
 
     def conclude(self, context: int) -> None:
@@ -71,16 +72,12 @@ class Report:
 
         Raises TierForceError if that fails, or documents failed.
         """
-        records = self.results.records
-        finished = [records.finished.get(document.id) for document in self.documents]
-        truncated = sum(record.is_truncated for record in finished if record is not None)
-        split = sum(
-            record.part_instructions is not None for record in finished if record is not None
-        )
-        count = len(self.documents)
+        finished = _finished(self.documents, self.results)
+        truncated = sum(record.is_truncated for record in finished)
+        split = sum(record.part_instructions is not None for record in finished)
+        count = counted(len(self.documents), "document")
         seconds = duration(time.monotonic() - self._start)
-        unit = "document" if count == 1 else "documents"
-        line = f"{count - self.failed} of {count} {unit} finished, in {seconds}"
+        line = f"{len(self.documents) - self.failed:,} of {count} finished, in {seconds}"
         if split:
             line += f", {split} of them in parts, longer than the context of {context:,} tokens"
         if truncated:
@@ -91,10 +88,10 @@ class Report:
             say(f"{line}: {_place(self.results)}")
         if self.failed:
             raise TierForceError(
-                f"{self.failed} of {count} documents failed; their records in {records.path} say "
-                "why."
+                f"{self.failed:,} of {count} failed; their records in {self.results.records.path} "
+                "say why."
             )
-        _check_answers(self.documents, self.results)
+        _check_answers(finished, self.results)
 
 
 def conclude_finished(documents: Sequence[Document], results: ResultFiles) -> None:
@@ -103,8 +100,16 @@ def conclude_finished(documents: Sequence[Document], results: ResultFiles) -> No
     Raises TierForceError if that fails, or answers have an error.
     """
     results.finish()
-    say(f"all {len(documents)} documents are already finished: {_place(results)}")
-    _check_answers(documents, results)
+    count = len(documents)
+    which = "the document is" if count == 1 else f"all {count:,} documents are"
+    say(f"{which} already finished: {_place(results)}")
+    _check_answers(_finished(documents, results), results)
+
+
+def _finished(documents: Sequence[Document], results: ResultFiles) -> list[Finished]:
+    """Return what is known of the documents that are finished."""
+    found = results.records.finished
+    return [found[document.id] for document in documents if document.id in found]
 
 
 def _place(results: ResultFiles) -> str:
@@ -115,12 +120,11 @@ def _place(results: ResultFiles) -> str:
     return f"{path}, with records in {records}"
 
 
-def _check_answers(documents: Sequence[Document], results: ResultFiles) -> None:
+def _check_answers(finished: Sequence[Finished], results: ResultFiles) -> None:
     """Raise TierForceError if answers about documents have an error in place of data."""
-    records = results.records
-    finished = [records.finished.get(document.id) for document in documents]
-    if cut := sum(record.cut for record in finished if record is not None):
+    if cut := sum(record.cut for record in finished):
+        have = "has" if cut == 1 else "have"
         raise TierForceError(
-            f"{cut} answers have an error in place of data; their records in {records.path} say "
-            "why."
+            f"{counted(cut, 'answer')} {have} an error in place of data; the records in "
+            f"{results.records.path} say why."
         )

@@ -87,7 +87,8 @@ def run(
                 ids = [document.id for document in documents]
                 results = files.enter_context(ResultFiles(destination, ids))
                 due = due_documents(documents, results.records, job)
-                results.start({document.id for document in due})
+                if due:
+                    results.start({document.id for document in due})
         if group.broadcast(not due):
             if results is not None:
                 conclude_finished(documents, results)

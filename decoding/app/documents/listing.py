@@ -19,11 +19,10 @@ from offload.errors import InvalidRequestError, TierForceError
 from offload.regular_files import open_regular
 
 MAX_DOCUMENTS = 1_000_000
-# added to the name of a file of records: answers about parts of documents, and a repaired copy
-OUTPUT_SUFFIXES = PARTS_SUFFIX, REPAIR_SUFFIX = ".parts", ".repair"
+PARTS_SUFFIX = ".parts"  # added to the name of a file of records: answers about parts
 # in the first line of a file with results to read, which is not a document of a folder
 RESULT_MARK = "Written by tierforce. Each run writes this file again from its records."
-_RESULT_SUFFIXES = (".md", ".txt")
+_RESULT_KINDS = (*kinds.TEXTUAL, kinds.HTML)  # names that such files may have
 _HIDDEN = "hidden"
 _EXCLUDED = "left out by --include"
 
@@ -117,7 +116,7 @@ def _list_folder(
     own = {
         output.with_name(output.name + suffix)
         for output in map(Path.resolve, outputs)
-        for suffix in ("", *OUTPUT_SUFFIXES)
+        for suffix in ("", PARTS_SUFFIX)
     }
     files, unreadable = _walk(source, listing)
     listing.unreadable = sorted(unreadable)
@@ -132,7 +131,7 @@ def _list_folder(
                 _list_archive(path, f"{name}/", include, listing)
             except (InvalidRequestError, OSError) as error:
                 listing.documents.append(Document(name, path, problem=str(error)))
-        elif kind is not None and name.lower().endswith(_RESULT_SUFFIXES) and is_result(path):
+        elif kind in _RESULT_KINDS and is_result(path):
             listing.skip(name, "results of an earlier job")
         elif kind is not None:
             listing.documents.append(Document(name, path, _size(path), kind=kind))

@@ -1,1 +1,1 @@
-"""What a batch leaves on disk: records, and answers about parts. It knows no engine."""
+"""What a batch leaves on disk: records, results to read, answers about parts. Knows no engine."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoding.app.documents.listing import OUTPUT_SUFFIXES
+from decoding.app.documents.listing import PARTS_SUFFIX
 from decoding.app.results.record_lines import last_records
 from decoding.app.results.records import Records
 from decoding.app.results.rendering import check_format
@@ -93,19 +93,31 @@ class ResultFiles:
         """`ids` are those of all documents, in the order of the input."""
         self.destination, self._ids = destination, ids
         self._has_warned = False
-        if destination.is_folder:
+        self._created = list[Path]()  # folders
+        with ExitStack() as undo:
+            undo.callback(self._remove_created)
             with self._report():
-                _prepare_folder(destination)
-        self.records = Records(destination.records, destination.label)
-        self._view = View()
-        try:
+                if destination.is_folder:
+                    _check_folder(destination)
+                    self._create(destination.path)
+            self.records = Records(destination.records, destination.label)
+            undo.callback(self.records.close)
             with self._report():
                 self._view = self._make_view()
+            undo.callback(self._view.close, has_results=True)
             self._check_view()
-        except TierForceError:
-            self.records.close()
-            self._view.close(has_results=True)
-            raise
+            undo.pop_all()
+
+    def _create(self, folder: Path) -> None:
+        for path in (*reversed(folder.parents), folder):
+            if not path.exists():
+                path.mkdir()
+                self._created.append(path)
+
+    def _remove_created(self) -> None:
+        with suppress(OSError):  # there are results
+            for folder in reversed(self._created):
+                folder.rmdir()
 
     def _make_view(self) -> View:
         path, format, mode = self.destination.path, self.destination.format, self.records.mode
@@ -122,7 +134,7 @@ class ResultFiles:
 
     def _check_view(self) -> None:
         """Raise TierForceError if there are results without records, which would be lost."""
-        if self.records.is_new and not self._view.is_empty:
+        if self.records.was_empty and not self._view.is_empty:
             raise TierForceError(
                 f"--output {self.destination.path} has results, but their records in "
                 f"{self.destination.records} are missing: choose another file."
@@ -132,7 +144,7 @@ class ResultFiles:
         """Write the results of all documents but these, which are due. Raises TierForceError."""
         finished = [id for id in self._ids if id not in due]
         try:
-            self._view.write(self._last(finished))
+            self._view.start(self._last(finished), due)
         except OSError as error:
             if not self.destination.is_folder:  # one that cannot be written leaves the others
                 raise self._unwritable(error) from error
@@ -170,10 +182,11 @@ class ResultFiles:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> TierForceError:
-        return TierForceError(
-            f"--output {self.destination.path} cannot be written: {error.strerror}. The records of "
-            f"finished documents, in {self.destination.records}, are safe."
-        )
+        where = f" ({error.filename})" if error.filename is not None else ""
+        line = f"--output {self.destination.path} cannot be written: {error.strerror}{where}."
+        if os.path.isfile(self.destination.records):
+            line += f" The records of finished documents, in {self.destination.records}, are safe."
+        return TierForceError(line)
 
     def __enter__(self) -> ResultFiles:
         return self
@@ -182,15 +195,15 @@ class ResultFiles:
         self.records.close()
         with self._report():
             self._view.close(has_results=self.destination.records.exists())
+        self._remove_created()
 
 
-def _prepare_folder(destination: Destination) -> None:
-    """Create the folder of results. Raises TierForceError if it has other files, and OSError."""
+def _check_folder(destination: Destination) -> None:
+    """Raise TierForceError if the folder of results has other files, and OSError."""
     folder = destination.path
-    folder.mkdir(parents=True, exist_ok=True)
-    own = {RECORDS, *(RECORDS + suffix for suffix in OUTPUT_SUFFIXES)}
-    names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
-    if names and own.isdisjoint(names):
+    entries = folder.iterdir() if os.path.lexists(folder) else ()
+    names = [path.name for path in entries if not path.name.startswith(".")]
+    if names and {RECORDS, RECORDS + PARTS_SUFFIX}.isdisjoint(names):
         raise TierForceError(
             f"--output {folder} is a folder with other files, such as {min(names)}: name a new "
             f"one, for example {folder / 'results'}/."

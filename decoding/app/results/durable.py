@@ -11,8 +11,9 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-from decoding.app.documents.listing import REPAIR_SUFFIX
+from decoding.prefix_cache.files import sync_folder
 
+_MAX_NAME = 200  # bytes; file systems allow 255
 PADDING = b"\0 \t\r\n"  # left by file systems in place of a line lost to a power failure
 
 
@@ -25,15 +26,18 @@ def write_all(file: FileIO, content: bytes) -> None:
 
 
 def replace_file(path: Path, pieces: Iterable[bytes], mode: int | None = None) -> FileIO:
-    """Create a file, or replace it atomically: a crash leaves the old one or the new one.
+    """Create a file, or replace it atomically, and wait until it is on disk: a crash leaves the old
+    one or the new one.
 
     Returns it, locked and open at its end. `mode` is for a new one; an old one keeps its own.
-    Raises OSError.
+    Raises OSError, and what `pieces` does.
     """
-    copy = path.with_name(path.name + REPAIR_SUFFIX)
+    # hidden: users have no files of this name
+    name = path.name.encode(errors="surrogateescape")[:_MAX_NAME].decode(errors="ignore")
+    copy = path.with_name(f".{name}.tierforce")
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(copy.lstat().st_mode):  # not left by a crash
-            raise FileExistsError(errno.EEXIST, f"{copy.name} exists and is not a regular file")
+            raise FileExistsError(errno.EEXIST, "its copy is not a regular file", str(copy))
         copy.unlink()
     file = copy.open("xb", buffering=0)
     try:
@@ -46,7 +50,8 @@ def replace_file(path: Path, pieces: Iterable[bytes], mode: int | None = None) -
             buffered.writelines(pieces)
         os.fsync(file.fileno())
         copy.replace(path)
-    except OSError:
+        sync_folder(path.parent)
+    except Exception:
         file.close()
         with suppress(OSError):
             copy.unlink()

@@ -76,6 +76,18 @@ def read_lines(file: BinaryIO, lines: Iterable[RecordLine]) -> Iterator[bytes]:
         yield file.read(line.size).removesuffix(b"\n") + b"\n"
 
 
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line, finished or failed; None if it is neither."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+        return None
+    is_record = "versions" in record and is_finished(record) != ("error" in record)
+    return record if is_record else None
+
+
 def is_finished(record: Mapping[str, Any]) -> bool:
     """Return whether a record is that of a finished document."""
     return "summary" in record or "answers" in record
@@ -90,7 +102,7 @@ def _whole_lines(file: BinaryIO) -> Iterator[tuple[int, bytes, dict[str, Any] | 
         if len(line) > MAX_BYTES:
             yield offset, line, None
         elif line.endswith(b"\n") or not _is_torn(line):
-            yield offset, line, _parse(line)
+            yield offset, line, parse_record(line)
 
 
 def _is_torn(line: bytes) -> bool:
@@ -100,15 +112,3 @@ def _is_torn(line: bytes) -> bool:
     except (ValueError, RecursionError):
         return b'{"id": '.startswith(line[:7])
     return False
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line, finished or failed; None if it is neither."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("id"), str):
-        return None
-    is_record = "versions" in record and is_finished(record) != ("error" in record)
-    return record if is_record else None

@@ -1,5 +1,5 @@
-"""The output file: one JSON record per line, each on disk before the next document starts; a later
-run can resume from it.
+"""The file of records: one JSON object per line, each on disk when its document has finished; a
+later run can resume from it.
 """
 
 from __future__ import annotations
@@ -48,21 +48,25 @@ class Records:
         self.path, self._name = path, name or f"--output {path}"
         self._real_path = Path(os.path.realpath(path))  # a link to the file is kept
         try:
-            self.is_new = not self._real_path.exists()
-            if not (self.is_new or self._real_path.is_dir() or self._real_path.is_file()):
+            self._is_new = not self._real_path.exists()
+            if not (self._is_new or self._real_path.is_dir() or self._real_path.is_file()):
                 raise TierForceError(
                     f"{self._name} is a pipe or a device: records need a regular file."
                 )
             self._file = self._lock(self._real_path.open("ab", buffering=0))
-            self.finished: dict[str, Finished] = {}
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self.finished: dict[str, Finished] = {}
+        try:
+            status = os.fstat(self._file.fileno())
+            self.was_empty, self.mode = not status.st_size, stat.S_IMODE(status.st_mode)
             if self._needs_repair():
                 self._rewrite(line for line, record in self._checked() if is_finished(record))
             sync_folder(self._real_path.parent)
-        except OSError as error:
-            raise self._unwritable(error) from error
-        try:
-            self.mode = stat.S_IMODE(os.fstat(self._file.fileno()).st_mode)
             self.parts = PartAnswers(self._real_path, self.mode)
+        except OSError as error:
+            self._close_file()
+            raise self._unwritable(error) from error
         except TierForceError:
             self._close_file()
             raise
@@ -87,7 +91,9 @@ class Records:
             write_all(self._file, line)
         except OSError as error:
             raise self._unwritable(error, " Finished records are safe.") from error
-        if "error" not in record:
+        if "error" in record:
+            self.finished.pop(record["id"], None)
+        else:
             self._remember(record)
             self.parts.finish(record["id"])
         return record
@@ -168,7 +174,7 @@ class Records:
         self._close_file()
 
     def _close_file(self) -> None:
-        if self.is_new and not os.fstat(self._file.fileno()).st_size:
+        if self._is_new and not os.fstat(self._file.fileno()).st_size:
             with suppress(OSError):
                 self._real_path.unlink()
         self._file.close()

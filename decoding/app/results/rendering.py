@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from decoding.app.options import FORMATS
-from decoding.app.terminal.streams import printable, without_controls
+from decoding.app.terminal.streams import counted, printable, without_controls
 from offload.errors import TierForceError
 
 _MARKUP = re.compile(r"[\\`*\[\]<>&]|(?<!\w)_|_(?!\w)|#+$")
@@ -44,7 +44,8 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     """Return what the reader of a finished record should know about it."""
     lines = list[str]()
     if dropped := record.get("truncated_tokens"):
-        lines.append(f"its last {dropped:,} tokens were not read")
+        were = "was" if dropped == 1 else "were"
+        lines.append(f"its last {counted(dropped, 'token')} {were} not read")
     if lacking := record.get("source", {}).get("note"):
         lines.append(lacking)
     return lines + length_notes(record)
@@ -60,7 +61,7 @@ def length_notes(record: Mapping[str, Any]) -> list[str]:
 def _cut(answer: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
     """Return a note if an answer ends at the maximum length of the record."""
     is_cut = answer.get("finish_reason") == "length" and "error" not in answer
-    return [f"cut at {record['max_new_tokens']:,} tokens"] if is_cut else []
+    return [f"cut at {counted(record['max_new_tokens'], 'token')}"] if is_cut else []
 
 
 class _PlainText:

@@ -7,15 +7,17 @@ import fcntl
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from decoding.app.documents.listing import OUTPUT_SUFFIXES, RESULT_MARK
+from decoding.app.documents.formats.encodings import MAX_BYTES
+from decoding.app.documents.listing import PARTS_SUFFIX, RESULT_MARK
 from decoding.app.results.durable import replace_file, write_all
+from decoding.app.results.record_lines import parse_record
 from decoding.app.results.rendering import render
 from decoding.app.terminal.streams import printable
 from offload.errors import TierForceError
@@ -23,25 +25,26 @@ from offload.regular_files import open_regular
 
 RECORDS = "records.jsonl"  # in a folder of results
 # the first bytes of a file that a job wrote
-_MARKS = {
-    "jsonl": b'{"id": ',
-    "md": f"<!-- {RESULT_MARK} -->\n".encode(),
-    "txt": f"{RESULT_MARK}\n".encode(),
-}
+_MARKS = {"md": f"<!-- {RESULT_MARK} -->\n".encode(), "txt": f"{RESULT_MARK}\n".encode()}
 _SEPARATORS = {"md": b"\n", "txt": b"\n\n"}  # before each document
 _SUFFIXES = {"jsonl": ".json", "md": ".md", "txt": ".txt"}  # files of one document
 _MAX_NAME = 200  # bytes of a file's name; file systems allow 255
+_MAX_PATH, _MAX_FOLDERS = 1_000, 16  # bytes and folders of a path; systems allow 4,096 bytes
 
 Record = Mapping[str, Any]
 
 
 class View:
-    """What is written beside the records: nothing. Methods of other classes raise OSError."""
+    """What is written beside the records: nothing. Methods of subclasses raise OSError."""
 
     is_empty = True  # whether there are no results of an earlier job
 
+    def start(self, records: Iterable[Record], due: Collection[str]) -> None:
+        """Write the results that there are, and drop those of documents that are due."""
+        self.write(records)
+
     def write(self, records: Iterable[Record]) -> None:
-        """Write these results, in the order of the input, in place of those that there are."""
+        """Write all results, in the order of the input."""
 
     def add(self, record: Record) -> None:
         """Write the result of a document that has just finished."""
@@ -100,7 +103,14 @@ class FileView(View):
 
     def add(self, record: Record) -> None:
         assert self._file is not None
-        write_all(self._file, self._section(record))
+        end = self._file.tell()
+        try:
+            write_all(self._file, self._section(record))
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(end)
+                self._file.seek(end)
+            raise
 
     def close(self, has_results: bool) -> None:
         if self._file is None:
@@ -121,15 +131,24 @@ class FolderView(View):
 
     def __init__(self, folder: Path, format: str, mode: int, ids: Sequence[str]):
         """`mode` is for new files. Raises TierForceError if no job wrote the file of a document."""
-        self._format, self._mode = format, mode
+        self._folder, self._format, self._mode = folder, format, mode
         names = file_names(ids, _SUFFIXES[format])
         self._paths = {id: folder / name for id, name in names.items()}
         for path in self._paths.values():
-            if os.path.lexists(path) and not self._is_ours(path):
-                raise TierForceError(
-                    f"{path} exists, and is no {format} file that a job wrote: move it away, or "
-                    "choose another --output."
-                )
+            if os.path.lexists(path):
+                if not self._is_ours(path):
+                    raise TierForceError(
+                        f"{path} exists, and is no {format} file that a job wrote: move it away, "
+                        "or choose another --output."
+                    )
+                self.is_empty = False
+
+    def start(self, records: Iterable[Record], due: Collection[str]) -> None:
+        for id in due:
+            with suppress(OSError):
+                if self._is_ours(self._paths[id]):
+                    self._paths[id].unlink()
+        self.write(records)
 
     def write(self, records: Iterable[Record]) -> None:
         first: OSError | None = None
@@ -150,14 +169,20 @@ class FolderView(View):
             if file.read(len(content) + 1) == content:
                 return
         if os.path.lexists(path) and not self._is_ours(path):
-            raise FileExistsError(errno.EEXIST, f"{path} exists, and is not a job's")
+            raise FileExistsError(errno.EEXIST, "no job wrote what is there", str(path))
         path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(os.path.realpath(self._folder))
+        if not Path(os.path.realpath(path.parent)).is_relative_to(folder):
+            raise FileExistsError(errno.EEXIST, "a link leads out of the folder", str(path.parent))
         replace_file(path, [content], self._mode).close()
 
     def _is_ours(self, path: Path) -> bool:
-        mark = _MARKS[self._format]
+        """Return whether a job wrote a file, in this format."""
         try:
             with open_regular(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
+                if self._format == "jsonl":
+                    return parse_record(file.read(MAX_BYTES)) is not None
+                mark = _MARKS[self._format]
                 return file.read(len(mark)) == mark
         except OSError:
             return False
@@ -166,12 +191,11 @@ class FolderView(View):
 def file_names(ids: Iterable[str], suffix: str) -> dict[str, str]:
     """Return a path below a folder for each document: its id with `suffix` where that is possible.
 
-    No path leads out of the folder, or into a file, or is one of the job's own. They differ also
-    where case does not count.
+    No path leads into a file, or is one of the job's own. They differ also where case does not
+    count.
     """
     names, numbers = dict[str, str](), Counter[str]()
-    files = {RECORDS, *(RECORDS + more for more in OUTPUT_SUFFIXES)}  # without case
-    folders = set[str]()
+    files, folders = {RECORDS, RECORDS + PARTS_SUFFIX}, set[str]()  # without case
 
     def is_free(name: str) -> bool:
         own = name.casefold()
@@ -180,16 +204,17 @@ def file_names(ids: Iterable[str], suffix: str) -> dict[str, str]:
 
     for id in ids:
         parts = [_component(each) for each in id.split("/") if each not in ("", ".", "..")]
-        parts = parts or ["document"]
-        flat = _component("_".join(parts))
-        name = next(filter(is_free, ["/".join(parts) + suffix, flat + suffix]), "")
+        flat = _component("_".join(parts) or "document")
+        path = "/".join(parts[:_MAX_FOLDERS]) or flat
+        is_short = len(parts) <= _MAX_FOLDERS and len(path.encode()) <= _MAX_PATH
+        candidates = [path, flat] if is_short else [flat]
+        name = next(filter(is_free, (each + suffix for each in candidates)), "")
         while not name or not is_free(name):
             numbers[flat.casefold()] += 1
             name = f"{flat} ({numbers[flat.casefold()] + 1}){suffix}"
         names[id] = name
-        own = name.casefold()
-        files |= {own, *(own + more for more in OUTPUT_SUFFIXES)}
-        folders.update(_parents(own))
+        files.add(name.casefold())
+        folders.update(_parents(name.casefold()))
     return names
 
 

@@ -11,11 +11,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 
 from decoding.app.terminal.pace import Pace
-from decoding.app.terminal.streams import printable
+from decoding.app.terminal.streams import counted, printable
 from decoding.engine.stats import Stats
 
 _INTERVAL_S = 30.0  # between two lines where there is no terminal
-_PATIENCE_S = 1.0  # until a line is printed
 _MAX_NAMES = 3  # documents in such a line
 _WIDE = 100  # columns of a terminal with room for bars and times
 
@@ -25,7 +24,7 @@ class _Rows:
     or part in progress.
     """
 
-    def __init__(self, console: Console, documents: int, pace: Pace):
+    def __init__(self, console: Console, documents: int, pace: Pace, has_rows: bool):
         self._name_width = max(16, console.width // 4)
         name = Column(no_wrap=True, min_width=self._name_width)
         self.progress = Progress(
@@ -36,7 +35,7 @@ class _Rows:
             *([TimeElapsedColumn()] if console.width >= _WIDE else []),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not has_rows,
         )
         # the pace is formatted whenever the row is drawn
         self._batch = self.progress.add_task(
@@ -71,7 +70,8 @@ class Display:
         self.pace = pace or Pace({}, 1)
         self.console = Console(file=stream)
         self._documents, self._finished = documents, finished
-        self._rows = _Rows(self.console, documents, self.pace)
+        self._has_rows = stream.isatty() and not self.console.is_dumb_terminal
+        self._rows = _Rows(self.console, documents, self.pace, self._has_rows)
         self._rows.count(finished, self._count())
         # documents and parts in progress: the time when each began, and how far it is
         self._details: dict[str, tuple[float, str]] = {}
@@ -79,7 +79,7 @@ class Display:
 
     def __enter__(self) -> Display:
         self._rows.progress.start()
-        if not self.console.is_terminal:
+        if not self._has_rows:
             threading.Thread(target=self._say_status, name="progress", daemon=True).start()
         return self
 
@@ -95,8 +95,7 @@ class Display:
 
     def decode(self, name: str, max_new_tokens: int, stats: Stats) -> None:
         count = stats.new_tokens
-        unit = "token" if count == 1 else "tokens"
-        self.update(name, count, max_new_tokens, f"{count:,} {unit} written")
+        self.update(name, count, max_new_tokens, f"{counted(count, 'token')} written")
 
     def update(self, name: str, done: int, total: int, detail: str) -> None:
         """Show how far a document is, if it has begun."""
@@ -134,9 +133,8 @@ class Display:
     def stop(self) -> None:
         """Remove all rows; no line about them follows."""
         self._stopped.set()
-        if self._printing.acquire(timeout=_PATIENCE_S):  # a blocked pipe must not keep an exit
-            self._printing.release()
-        self._rows.progress.stop()
+        with self._printing:
+            self._rows.progress.stop()
 
     def _count(self) -> str:
         return f"{self._finished:,} of {self._documents:,} documents"

@@ -9,6 +9,7 @@ from decoding.app.terminal.streams import show_cursor
 from parallel.ranks.environment import is_launched
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PATIENCE_S = 10.0  # until the last line is printed
 DOUBLE_INTERRUPT_S = 1.0  # Ctrl-C arrives twice, from the terminal and the launcher
 
 
@@ -50,10 +51,18 @@ class Interrupts:
         number = signal.SIGTERM
         try:
             number = self._wait_for_exit_signal()
-            self.on_exit(number.name)
+            # printing blocks if the reader of a pipe has stopped
+            last = threading.Thread(target=self._end, args=(number.name,), daemon=True)
+            last.start()
+            last.join(_PATIENCE_S)
+        finally:
+            os._exit(128 + number)
+
+    def _end(self, name: str) -> None:
+        try:
+            self.on_exit(name)
         finally:
             show_cursor()  # a progress bar started at this moment may have hidden it again
-            os._exit(128 + number)
 
     def _wait_for_exit_signal(self) -> signal.Signals:
         """Return the first signal that no handler consumes."""

@@ -113,6 +113,11 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: 1 document, 1,200 documents."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def silence_transformers() -> None:
     """Turn off the warnings and progress bars of transformers."""
     from transformers.utils import logging

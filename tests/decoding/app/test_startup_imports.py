@@ -58,6 +58,14 @@ def test_plan_of_gguf_file_imports_nothing_heavy(tmp_path: Path) -> None:
     assert not modules & {*HEAVY, "gguf"}
 
 
+def test_results_are_shown_without_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"id": "a", "summary": "Of a.", "versions": {}}\n')
+    modules = imported_modules("show", str(path))
+    assert "decoding.app.results.show" in modules
+    assert not modules & HEAVY
+
+
 def test_generate_imports_no_compiler() -> None:
     """torch._dynamo takes a second to import, and nothing is compiled."""
     modules = imported_modules(

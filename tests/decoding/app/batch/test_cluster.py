@@ -127,7 +127,7 @@ def test_documents_of_lost_machine_are_retried(tmp_path: Path) -> None:
     # A second run skips finished documents, and connects to no cluster.
     again = forked(tmp_path, *summarize(source, output), "--cluster", "nowhere")
     assert again.code == 1
-    assert "6 of 7 documents are already finished" in again.err
+    assert "already finished: 6 of 7 documents" in again.err
     assert len(records(output)) == 7
 
 

@@ -114,7 +114,7 @@ def test_document_is_summarised_again_if_its_length_is_treated_otherwise(
     for more in ((), ("--merge-instruction", "Merge."), ("--long", "cut")):
         result, found = summarize(tmp_path, source, *more)
         assert "1 finished records" in result.err
-        assert "1 of 2 documents are already finished" in result.err
+        assert "already finished: 1 of 2 documents" in result.err
         assert ("parts" in found[LONG]) == (more != ("--long", "cut"))
         result, _ = summarize(tmp_path, source, *more)
         assert "are already finished: " in result.err

@@ -162,11 +162,11 @@ def test_an_answer_that_was_cut_leaves_those_to_other_questions(
         first, second = progress.work()
         progress.finish(first, answer('"yes"'))
         progress.finish(second, {**answer('"n'), "finish_reason": "length"})
-        with pytest.raises(TierForceError, match="1 answers have an error in place of data"):
+        with pytest.raises(TierForceError, match="1 answer has an error in place of data"):
             report.conclude(400)
     with (
         ResultFiles(destination, ["a"]) as files,
-        pytest.raises(TierForceError, match="1 answers have an error in place of data"),
+        pytest.raises(TierForceError, match="1 answer has an error in place of data"),
     ):
         conclude_finished([document], files)
     (record,) = records(tmp_path / "out.jsonl")

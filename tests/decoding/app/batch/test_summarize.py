@@ -243,7 +243,7 @@ def test_record_of_another_job_does_not_count_as_finished(
     assert "warning: 1 finished records" in result.err
     assert len({record["digest"] for record in found}) == 2  # the old record stays
     again, same = summarize(tmp_path, source, *change)
-    assert "all 1 documents are already finished" in again.err
+    assert "the document is already finished" in again.err
     assert same == found
 
 
@@ -259,7 +259,7 @@ def test_record_is_finished_under_another_mode_and_memory(finished: Path, tmp_pa
         "--retrieval-budget",
         "64",
     )
-    assert "all 1 documents are already finished" in result.err
+    assert "the document is already finished" in result.err
     (record,) = found
     names = (
         record["model"],
@@ -277,7 +277,7 @@ def test_record_without_a_digest_counts_as_finished(finished: Path, tmp_path: Pa
     del record["digest"]
     (tmp_path / "out.jsonl").write_text(json.dumps(record) + "\n")
     result, _ = summarize(tmp_path, finished / "in", "--instruction", "What is it about?")
-    assert "all 1 documents are already finished" in result.err
+    assert "the document is already finished" in result.err
 
 
 def test_model_digest_depends_on_files_and_name_omits_folder(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_documents_of_all_formats_are_summarised_and_resumed(tmp_path: Path) -> 
     for line in (f"a.pdf: {note}", "f.txt: read as cp1252", "that is read: picture.jpg"):
         assert line in " ".join(result.err.split())
     again, _ = summarize(tmp_path, folder)
-    assert f"{len(sources)} of 9 documents are already finished" in again.err
+    assert f"already finished: {len(sources)} of 9 documents" in again.err
 
 
 def poisoned(folder: Path) -> tuple[str, ...]:
@@ -203,7 +203,7 @@ def test_failed_documents_are_retried_and_finished_ones_skipped(tmp_path: Path) 
     (source / "b.txt").write_text(GOOD)
     result, second = summarize(tmp_path, source)
     assert result.code == 0
-    assert "1 of 2 documents are already finished" in result.err
+    assert "already finished: 1 of 2 documents" in result.err
     assert second["a.txt"] == first["a.txt"]
     assert second["b.txt"]["summary"] == first["a.txt"]["summary"]
     assert len(records(tmp_path / "out.jsonl")) == 2
@@ -215,7 +215,7 @@ def test_no_model_is_loaded_if_all_documents_are_finished(tmp_path: Path) -> Non
     before = (tmp_path / "out.jsonl").read_bytes()
     result, _ = summarize(tmp_path, source, "--draft", str(tmp_path / "no such model"))
     assert result.code == 0
-    assert "all 1 documents are already finished" in result.err
+    assert "the document is already finished" in result.err
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 

@@ -159,13 +159,14 @@ def test_other_files_are_named_and_output_is_left_out(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("It was")
     (tmp_path / "old.md").write_text(f"<!-- {RESULT_MARK} -->\n\n# a.txt\n")
+    (tmp_path / "old.markdown").write_text(f"<!-- {RESULT_MARK} -->\n")
     (tmp_path / "old.TXT").write_text(f"{RESULT_MARK}\n")
     here = tmp_path / "../" / tmp_path.name
     found = find_documents(tmp_path, [here / "out.txt", here / "out"])
     assert [document.id for document in found.documents] == ["a.txt"]
     assert found.skipped == {
         "hidden": [".git"],
-        "results of an earlier job": ["old.TXT", "old.md"],
+        "results of an earlier job": ["old.TXT", "old.markdown", "old.md"],
         "not a kind of document that is read": ["Makefile"],
         ".mobi is not read: convert it to .epub, as with Calibre": ["b.mobi"],
         ".doc is not read: save it as .docx": ["c.doc", "d.DOC"],

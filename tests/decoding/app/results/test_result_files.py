@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from decoding.app.results import views
 from decoding.app.results.destination import Destination, ResultFiles
 from decoding.app.results.views import file_names
 from offload.errors import TierForceError
@@ -124,7 +127,7 @@ def test_folder_has_a_file_for_each_document(tmp_path: Path) -> None:
     assert content(folder / "c.md") == "# c\n\nOf c.\n"
     assert content(folder / "sub/a.pdf.md") == "# sub/a.pdf\n\nOf sub/a.pdf.\n"
     assert (folder / "b.txt.md").stat().st_ino == unchanged
-    assert not list(folder.rglob("*.repair"))
+    assert not list(folder.rglob(".*"))
 
 
 def test_folder_of_json(tmp_path: Path) -> None:
@@ -148,17 +151,52 @@ def test_results_in_a_folder_are_those_of_the_last_job(tmp_path: Path) -> None:
     assert "Better." in content(tmp_path / "out/x.md")
 
 
+def test_no_result_of_another_job_is_left_by_a_kill(tmp_path: Path) -> None:
+    """Not under the name of another document, either."""
+    write(f"{tmp_path}/out/", ["Emma"], record("Emma"))
+    files = ResultFiles(Destination.of(f"{tmp_path}/out/"), ["EMMA", "Emma"])
+    files.start(["EMMA"])  # and the job is killed
+    assert not (tmp_path / "out/EMMA.md").exists()
+    assert content(tmp_path / "out/Emma (2).md") == "# Emma\n\nOf Emma.\n"
+    del files
+    gc.collect()
+    ResultFiles(Destination.of(f"{tmp_path}/out/"), ["Emma"]).start(["Emma"])
+    assert not (tmp_path / "out/Emma.md").exists()
+
+
 def test_a_result_that_cannot_be_written_ends_no_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "out").mkdir()
-    folder = "/".join(["n" * 190] * 30)  # longer than any path
-    ids = [f"{folder}/a", "b", f"{folder}/c"]
-    with pytest.raises(TierForceError, match=r"cannot be written: File name too long.*are safe"):
+    ids = ["a", "b", "c"]
+    for id in ("a", "c"):
+        (tmp_path / f"out/.{id}.md.tierforce").mkdir(parents=True)
+    match = r"cannot be written: its copy .* \(.*/.a.md.tierforce\). The records .* are safe"
+    with pytest.raises(TierForceError, match=match):
         write(f"{tmp_path}/out/", ids, *map(record, ids))
     assert capsys.readouterr().err.count("warning:") == 1
     assert [each["id"] for each in records(tmp_path / "out/records.jsonl")] == ids
     assert (tmp_path / "out/b.md").exists()
+
+
+def test_a_result_that_is_written_in_part_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ResultFiles(Destination.of(f"{tmp_path}/out.md"), ["a", "b"]) as files:
+        files.start(["a", "b"])
+        before = (tmp_path / "out.md").read_text()
+
+        def write_in_part(file: FileIO, content: bytes) -> None:
+            file.write(content[:5])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("decoding.app.results.views.write_all", write_in_part)
+            files.add(record("a"))
+        assert (tmp_path / "out.md").read_text() == before
+        files.add(record("b"))
+        assert (tmp_path / "out.md").read_text() == f"{before}\n# b\n\nOf b.\n"
+        files.finish()
+    assert "# a" in (tmp_path / "out.md").read_text()
 
 
 def test_files_that_no_job_wrote_are_left_alone(tmp_path: Path) -> None:
@@ -176,7 +214,7 @@ def test_files_that_no_job_wrote_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(TierForceError, match="is not a regular file"):
         write(f"{tmp_path}/pipe.md", ["a"])
     (tmp_path / "file").touch()
-    with pytest.raises(TierForceError, match="cannot be written: File exists"):
+    with pytest.raises(TierForceError, match="cannot be written: Not a directory"):
         write(f"{tmp_path}/file/", ["a"])
     with pytest.raises(TierForceError, match="cannot be written: File name too long"):
         write(f"{tmp_path}/{'n' * 300}.md", ["a"])
@@ -189,6 +227,9 @@ def test_files_that_no_job_wrote_are_left_alone_in_folders_of_results(tmp_path: 
     for id in ("b", "c"):
         with pytest.raises(TierForceError, match=rf"{id}.md exists, and is no md file"):
             write(f"{tmp_path}/out/", ["a", id], record(id))
+    (tmp_path / "out/b.json").write_text('{"id": "b", "mine": "precious"}')
+    with pytest.raises(TierForceError, match="is no jsonl file that a job"):
+        ResultFiles(Destination.of(f"{tmp_path}/out/", "jsonl"), ["a", "b"])
     with ResultFiles(Destination.of(f"{tmp_path}/out/"), ["a", "d"]) as files:
         files.start(["d"])
         (tmp_path / "out/d.md").write_text("# Notes")
@@ -199,14 +240,44 @@ def test_files_that_no_job_wrote_are_left_alone_in_folders_of_results(tmp_path: 
         assert (tmp_path / f"out/{name}.md").read_text() == "# Notes"
 
 
+def test_no_result_is_written_through_a_link_out_of_the_folder(tmp_path: Path) -> None:
+    write(f"{tmp_path}/out/", ["a"], record("a"))
+    (tmp_path / "else").mkdir()
+    (tmp_path / "out/sub").symlink_to("../else")
+    with pytest.raises(TierForceError, match="a link leads out of the folder"):
+        write(f"{tmp_path}/out/", ["a", "sub/b"], record("sub/b"))
+    assert not list((tmp_path / "else").iterdir())
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("precious"), Path.mkdir])
 def test_only_what_a_crash_left_is_replaced(make: Callable[[Path], None], tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("notes")
-    make(tmp_path / "out.md.repair")
-    with pytest.raises(TierForceError, match=r"out.md.repair exists and is not a regular file"):
+    copy = tmp_path / ".out.md.tierforce"
+    make(copy)
+    with pytest.raises(TierForceError, match="its copy is not a regular file"):
         write(f"{tmp_path}/out.md", ["a"], record("a"))
     assert (tmp_path / "precious").read_text() == "notes"
-    assert os.path.lexists(tmp_path / "out.md.repair")
+    assert os.path.lexists(copy)
+    copy.rmdir() if copy.is_dir() and not copy.is_symlink() else copy.unlink()
+    copy.write_text("half a result")
+    write(f"{tmp_path}/out.md", ["a"], record("a"))
+    assert not copy.exists()
+
+
+def test_no_copy_is_left_if_the_records_are_damaged(tmp_path: Path) -> None:
+    with ResultFiles(Destination.of(f"{tmp_path}/out.md"), ["a"]) as files:
+        files.start(["a"])
+        files.add(record("a"))
+        with (tmp_path / "out.jsonl").open("a") as file:
+            file.write("Dear all,\n")
+        with pytest.raises(TierForceError, match="line 2 is not a summary record"):
+            files.finish()
+        assert {each.name for each in tmp_path.iterdir()} == {"out.md", "out.jsonl"}
+    with pytest.raises(TierForceError) as first:
+        write(f"{tmp_path}/out.md", ["a"])
+    with pytest.raises(TierForceError, match="line 2 is not") as second:  # not locked by the first
+        write(f"{tmp_path}/out.md", ["a"])
+    assert first.value is not second.value
 
 
 def test_a_file_is_written_by_one_job_at_a_time(tmp_path: Path) -> None:
@@ -236,11 +307,17 @@ def test_records_are_no_link_to_their_results(tmp_path: Path) -> None:
 def test_results_without_their_records_are_left_alone(tmp_path: Path) -> None:
     write(f"{tmp_path}/out.md", ["a"], record("a"))
     before = (tmp_path / "out.md").read_text()
-    (tmp_path / "out.jsonl").unlink()
+    for exists in (True, False):
+        (tmp_path / "out.jsonl").write_text("") if exists else (tmp_path / "out.jsonl").unlink()
+        with pytest.raises(TierForceError, match="are missing: choose another file"):
+            write(f"{tmp_path}/out.md", ["a"])
+        assert (tmp_path / "out.md").read_text() == before
+        assert (tmp_path / "out.jsonl").exists() == exists
+    write(f"{tmp_path}/out/", ["a"], record("a"))
+    (tmp_path / "out/records.jsonl").write_text("")
     with pytest.raises(TierForceError, match="are missing: choose another file"):
-        write(f"{tmp_path}/out.md", ["a"])
-    assert (tmp_path / "out.md").read_text() == before
-    assert {each.name for each in tmp_path.iterdir()} == {"out.md"}
+        write(f"{tmp_path}/out/", ["a"])
+    assert (tmp_path / "out/a.md").exists()
 
 
 def test_a_job_without_results_leaves_no_file(tmp_path: Path) -> None:
@@ -249,6 +326,12 @@ def test_a_job_without_results_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "out.md").touch()
     write(f"{tmp_path}/out.md", ["a"])
     assert (tmp_path / "out.md").read_text() == ""
+    (tmp_path / "out.md").unlink()
+    write(f"{tmp_path}/some/folder/", ["a"])
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "some").mkdir()
+    write(f"{tmp_path}/some/folder/", ["a"])
+    assert [each.name for each in tmp_path.rglob("*")] == ["some"]
 
 
 def test_answers_about_parts_without_a_record_are_found_in_a_folder(tmp_path: Path) -> None:
@@ -373,7 +456,6 @@ def test_the_input_is_not_in_the_folder_of_results(tmp_path: Path) -> None:
         (["a", "a.md/b"], ["a.md", "a.md_b.md"]),
         (["a.md/b", "a"], ["a.md/b.md", "a (2).md"]),
         (["two\nlines", "\ud800"], ["two\\nlines.md", "\\ud800.md"]),
-        (["b", "b.md.repair/a"], ["b.md", "b.md.repair_a.md"]),
         (
             ["Records.jsonl/a", "records.jsonl.parts/b"],
             ["Records.jsonl_a.md", "records.jsonl.parts_b.md"],
@@ -384,9 +466,26 @@ def test_file_names_are_different_and_below_the_folder(ids: list[str], names: li
     assert [str(name) for name in file_names(ids, ".md").values()] == names
 
 
-def test_many_ids_of_one_name_take_no_longer() -> None:
+def test_many_ids_of_one_name_are_compared_a_few_times_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, parents = list[str](), views._parents
+
+    def counted(name: str) -> list[str]:
+        calls.append(name)
+        return parents(name)
+
+    monkeypatch.setattr(views, "_parents", counted)
     ids = [f"a{'/' * (1 + number % 2000)}{'./' * (number // 2000)}b" for number in range(20_000)]
     assert len(set(file_names(ids, ".md").values())) == 20_000
+    assert len(calls) <= 5 * len(ids)
+
+
+@pytest.mark.parametrize("id", ["/".join(["n" * 190] * 30), "a/" * 2000 + "b"])
+def test_path_that_would_be_too_long_has_no_folders(id: str) -> None:
+    (name,) = file_names([id], ".md").values()
+    assert "/" not in name
+    assert len(name) <= 210
 
 
 def test_long_names_are_shorter_and_different() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 import time
 
 import pytest
@@ -12,6 +11,11 @@ import decoding.app.terminal.progress as progress
 from decoding.app.terminal.pace import Pace, Size
 from decoding.app.terminal.progress import Display
 from decoding.engine.stats import Stats
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -87,30 +91,24 @@ def test_a_single_document_has_no_number(stream: io.StringIO) -> None:
     assert stream.getvalue().endswith("\na: done\n")
 
 
-def test_a_line_that_blocks_delays_the_end_for_a_moment_only(
-    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("variable", "value", "is_terminal"),
+    [("TERM", "dumb", True), ("TERM", "dumb", False), ("FORCE_COLOR", "1", False)],
+)
+def test_without_rows_there_are_lines(
+    variable: str, value: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE_S", 0.05)
-    entered, left = threading.Event(), threading.Event()
-
-    class Blocking(Pace):
-        def __str__(self) -> str:
-            entered.set()
-            left.wait(30)
-            return ""
-
-    with Display(1, stream, pace=Blocking({}, 1)) as display:
+    monkeypatch.setattr(progress, "_INTERVAL_S", 0.05)
+    monkeypatch.setenv(variable, value)
+    stream = Terminal() if is_terminal else io.StringIO()
+    with Display(2, stream) as display:
         display.begin("a")
-        assert entered.wait(30)
-    left.set()
+        wait_for(stream, "0 of 2 documents; a\n")
+    assert "\x1b" not in stream.getvalue()
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
 def test_rows_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("COLUMNS", f"{columns}")
     stream = Terminal()
     pace = Pace({"b": Size(400_000, "text", True)}, 10)

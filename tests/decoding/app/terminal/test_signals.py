@@ -5,6 +5,8 @@ same command resumes.
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -100,7 +102,7 @@ def test_single_process_exits_on_signal_and_resumes_with_same_seed(
     assert records(output) == finished
     result = forked(tmp_path, *command, "--output", str(output))
     assert result.code == 0
-    assert f"{len(finished)} of 3 documents are already finished" in result.err
+    assert f"already finished: {len(finished)} of 3 documents" in result.err
     assert all(record in records(output) for record in finished)
     assert [record["id"] for record in records(output)] == ["0.txt", "1.txt", "2.txt"]
     assert {record["id"]: record["summary"] for record in records(output)} == expected_summaries(
@@ -137,7 +139,7 @@ def test_two_ranks_exit_on_any_interrupt_and_resume(interrupts: list[str], tmp_p
         assert any(
             words in line and "run the same command" in line for line in result.err.splitlines()
         ), result.err
-        found = f"{finished_before} of {count + 1} documents are already finished"
+        found = f"already finished: {finished_before} of {count + 1} documents"
         assert (found in result.err) == (finished_before > 0)
         assert records(output) == finished
         assert len(finished) == finished_before + 1
@@ -146,6 +148,19 @@ def test_two_ranks_exit_on_any_interrupt_and_resume(interrupts: list[str], tmp_p
     assert {record["id"]: record["summary"] for record in records(output)} == expected_summaries(
         tmp_path, *command
     )
+
+
+def test_output_that_blocks_does_not_keep_the_process() -> None:
+    code = (
+        "import os, signal, time\n"
+        "from decoding.app.terminal import signals\n"
+        "signals._PATIENCE_S = 0.2\n"
+        "signals.Interrupts(lambda _: time.sleep(600))\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(600)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], timeout=EXIT_TIMEOUT_S)
+    assert result.returncode == 128 + signal.SIGTERM
 
 
 def test_interrupt_during_import_is_quiet() -> None:
