@@ -31,13 +31,15 @@ class Report:
     ):
         """Print how many documents are already finished."""
         self.documents, self.results, self.display = documents, results, display
-        self.failed, self._start = 0, time.monotonic()
+        self.failed = 0
+        self._start = time.monotonic()
         if count := len(documents) - len(due):
             say(f"already finished: {count:,} of {counted(len(documents), 'document')}")
 
     def add(self, record: dict[str, Any]) -> None:
         """Write the record of a document, and print its line. Raises TierForceError."""
-        record, id = self.results.add(record), record["id"]
+        record = self.results.add(record)
+        id = record["id"]
         if "error" in record:
             self.failed += 1
             line = f"{id} failed: {record['error']}"
@@ -62,9 +64,11 @@ class Report:
         """Print how many documents were finished when a signal ended the batch."""
         self.display.stop()
         records = self.results.records
-        safe = f"{len(records.finished)} finished records are safe in {records.path}"
+        count = len(records.finished)
+        safe = f"{counted(count, 'finished record')} {'is' if count == 1 else 'are'} safe in "
+        safe += str(records.path)
         if parts := records.parts.count:
-            safe += f", with {parts} answers about others beside it"
+            safe += f", with {counted(parts, 'answer')} about others beside it"
         say(f"interrupted ({signal_source(name)}); {safe}: run the same command to resume")
 
     def conclude(self, context: int) -> None:

@@ -66,8 +66,8 @@ class FileView(View):
         """
         self._path, self._format, self._mode = path, format, mode
         self._file: FileIO | None = None
-        self.exists = path.exists()
-        if self.exists:
+        self._exists = path.exists()
+        if self._exists:
             with open_regular(path, os.O_RDWR) as file:
                 self._file = FileIO(os.dup(file.fileno()), "r+")
             try:
@@ -116,10 +116,10 @@ class FileView(View):
         if self._file is None:
             return
         if not has_results and self.is_empty:
-            if self.exists:
+            if self._exists:
                 self._file.truncate(0)
             else:
-                self._path.unlink()
+                self._path.unlink(missing_ok=True)
         self._file.close()
 
     def _section(self, record: Record) -> bytes:

@@ -320,7 +320,7 @@ def test_interrupt_counts_answers_about_unfinished_documents(
             output.parts.add(digest, document, answer(digest))
         output.append({"id": "a", "summary": "all", "versions": {}})
         report.interrupt("SIGINT")
-        assert "1 finished records are safe" in capsys.readouterr().err
+        assert "1 finished record is safe" in capsys.readouterr().err
         output.append({"id": "b", "summary": "all", "versions": {}})
         report.interrupt("SIGINT")
         assert "answers about parts" not in capsys.readouterr().err

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from decoding.app.terminal.streams import counted
 from support.commands import (
     GREEDY_FP32,
     MODELS,
@@ -95,8 +96,8 @@ def test_single_process_exits_on_signal_and_resumes_with_same_seed(
     result = job.finish(EXIT_TIMEOUT_S)
     assert result.code == 128 + number
     message = (
-        f"interrupted ({number.name}); {len(finished)} finished records are safe in {output}: run "
-        "the same command to resume"
+        f"interrupted ({number.name}); {counted(len(finished), 'finished record')} "
+        f"{'is' if len(finished) == 1 else 'are'} safe in {output}: run the same command to resume"
     )
     assert result.err.splitlines()[-1] == message
     assert records(output) == finished
