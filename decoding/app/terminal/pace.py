@@ -291,7 +291,7 @@ def duration(seconds: float) -> str:
 
 def rough_duration(seconds: float) -> str:
     """Return a time that is no more precise than an estimate: 20 s, 14 min, 2 h 5 min, 3 days."""
-    if seconds < 55:
+    if seconds < 95:
         return f"{max(10, 10 * round(seconds / 10))} s"
     minutes = round(seconds / 60)
     if minutes < 60:

@@ -238,6 +238,7 @@ def test_the_rest_is_not_estimated_at_every_token(monkeypatch: pytest.MonkeyPatc
         (0.412, "0.41 s", "10 s"),
         (14.0, "14 s", "10 s"),
         (54.0, "54 s", "50 s"),
+        (91.0, "1 min 31 s", "90 s"),
         (112.0, "1 min 52 s", "2 min"),
         (3570.0, "59 min 30 s", "1 h 0 min"),
         (7500.0, "2 h 5 min", "2 h 5 min"),
