@@ -36,6 +36,7 @@ from decoding.app.batch.summarize import (
 )
 from decoding.app.options import Common
 from decoding.app.results.destination import Destination, ResultFiles
+from decoding.app.terminal.pace import Pace
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import advice_after_loss, say, silence_transformers
@@ -116,7 +117,7 @@ def _summarise(progress: DocumentsInProgress, workers: _ClusterWorkers, display:
     losses: Counter[int] = Counter()  # machines lost, by that number
     numbers = count()
     while progress:
-        for group in _groups(progress.work(), display):
+        for group in _groups(progress.work(), display.pace):
             remaining[next(numbers)] = group
         if not remaining:  # answers on disk have ended the last document
             continue
@@ -151,12 +152,12 @@ class _Group:
     prompts: str  # encoded
 
 
-def _groups(works: Iterable[Work], display: Display) -> Iterator[_Group]:
+def _groups(works: Iterable[Work], pace: Pace) -> Iterator[_Group]:
     """Yield consecutive tasks about one text as groups."""
     for _, group in groupby(works, lambda work: (work.document, work.task.content)):
         while own := list(islice(group, _MAX_GROUP)):
             for work in own:
-                begin_request(display.pace, work)
+                begin_request(pace, work)
             prompts = encode_prompts([work.prompt for work in own])
             yield _Group([replace(work, prompt=array("i")) for work in own], prompts)
 

@@ -33,7 +33,7 @@ from decoding.app.terminal.messages import (
 from decoding.app.terminal.pace import Pace, Size
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
-from decoding.app.terminal.streams import say, silence_transformers, warn
+from decoding.app.terminal.streams import counted, say, silence_transformers, warn
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request, RequestState
 from decoding.engine.stats import Stats
@@ -135,8 +135,7 @@ def list_documents(source: Source, destination: Destination) -> list[Document]:
     listing = find_documents(source.path, own, source.include)
     if listing.unknown_fields:
         fields = [
-            f'"{name}" ({count} line{"s" if count > 1 else ""})'
-            for name, count in listing.unknown_fields.items()
+            f'"{name}" ({counted(count, "line")})' for name, count in listing.unknown_fields.items()
         ]
         warn(
             f"{source.path} has fields that are not read: {_joined(fields)}. A line has id and "
@@ -159,8 +158,7 @@ def say_assignment(assignment: Assignment, common: Common) -> None:
     """Print how many questions are asked, and what makes them slow."""
     instructions = assignment.instructions
     if instructions.are_questions:
-        count = len(instructions.strings)
-        say(f"{count} question{'s' if count > 1 else ''} about each document")
+        say(f"{counted(len(instructions.strings), 'question')} about each document")
     for line in assignment.warnings(common.settings.deterministic):
         warn(line)
 

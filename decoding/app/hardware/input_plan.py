@@ -14,7 +14,7 @@ from decoding.app.documents.listing import find_documents
 from decoding.app.hardware.plan_view import Plans
 from decoding.app.options import as_flags
 from decoding.app.terminal.pace import duration
-from decoding.app.terminal.streams import printable
+from decoding.app.terminal.streams import counted, printable
 from decoding.models.loading import load_tokenizer
 from decoding.planning.planner import Planner
 from decoding.text.instructions import Instructions, PromptFormat
@@ -137,7 +137,7 @@ class InputPlan:
                 table.add_row(name, f"{each.tokens:,}", parts, *answers, duration(each.seconds))
         table.add_section()
         readable = sum(each.error is None for each in self.documents)
-        label = f"{readable} document{'s' if readable != 1 else ''}"
+        label = counted(readable, "document")
         if self.concurrency > 1:
             label += f", {self.concurrency} at a time"
         tokens = sum(each.tokens for each in self.documents)

@@ -131,7 +131,8 @@ class FolderView(View):
 
     def __init__(self, folder: Path, format: str, mode: int, ids: Sequence[str]):
         """`mode` is for new files. Raises TierForceError if no job wrote the file of a document."""
-        self._folder, self._format, self._mode = folder, format, mode
+        self._format, self._mode = format, mode
+        self._real_folder = os.path.realpath(folder)
         names = file_names(ids, _SUFFIXES[format])
         self._paths = {id: folder / name for id, name in names.items()}
         for path in self._paths.values():
@@ -170,10 +171,9 @@ class FolderView(View):
                 return
         if os.path.lexists(path) and not self._is_ours(path):
             raise FileExistsError(errno.EEXIST, "no job wrote what is there", str(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(os.path.realpath(self._folder))
-        if not Path(os.path.realpath(path.parent)).is_relative_to(folder):
+        if not Path(os.path.realpath(path.parent)).is_relative_to(self._real_folder):
             raise FileExistsError(errno.EEXIST, "a link leads out of the folder", str(path.parent))
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, [content], self._mode).close()
 
     def _is_ours(self, path: Path) -> bool:

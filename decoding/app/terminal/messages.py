@@ -11,7 +11,7 @@ import torch
 
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.pace import duration
-from decoding.app.terminal.streams import say, warn
+from decoding.app.terminal.streams import counted, say, warn
 from decoding.config.defaults import MAX_CONCURRENCY
 from decoding.config.settings import LEVELS
 from decoding.engine.engine import Engine
@@ -141,7 +141,7 @@ def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
         where = f"{group.size} x {torch.cuda.get_device_name(group.device)}"
     else:
         threads = torch.get_num_threads()
-        where = f"{group.size} x CPU with {threads} thread{'s' if threads > 1 else ''}"
+        where = f"{group.size} x CPU with {counted(threads, 'thread')}"
     dtype = dtype_name(models.dtype)
     config, full = models.target.config, models.target.config.full_layers
     offloaded = plan.layers_on_host if plan is not None else 0

@@ -244,8 +244,9 @@ def test_no_result_is_written_through_a_link_out_of_the_folder(tmp_path: Path) -
     write(f"{tmp_path}/out/", ["a"], record("a"))
     (tmp_path / "else").mkdir()
     (tmp_path / "out/sub").symlink_to("../else")
-    with pytest.raises(TierForceError, match="a link leads out of the folder"):
-        write(f"{tmp_path}/out/", ["a", "sub/b"], record("sub/b"))
+    for id in ("sub/b", "sub/deep/b"):
+        with pytest.raises(TierForceError, match="a link leads out of the folder"):
+            write(f"{tmp_path}/out/", ["a", id], record(id))
     assert not list((tmp_path / "else").iterdir())
 
 
