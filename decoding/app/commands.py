@@ -400,7 +400,7 @@ def prompt_cache_drop(
     drop(folder, ids or [], all)
 
 
-_command("plan --model TARGET --draft DRAFT --hardware 2x4090")(plan)
+_command("plan --model TARGET --draft DRAFT --input books/")(plan)
 
 
 @_command("probe --gpus 2 --output machine.json")

@@ -1,13 +1,15 @@
 """Hardware profiles: measured or documented numbers of a machine, each with its source.
 
-Some profiles are shipped in `profiles.json`; files of the same format can be loaded too.
+The numbers of some GPUs are shipped in `profiles.json`; JSON files can be loaded, too.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 from offload.errors import TierForceError
 from offload.regular_files import read_json
 from parallel.config_checks import Number, quote
+
+_MAX_GPUS = 1024
 
 
 class Trust(Enum):
@@ -31,7 +35,7 @@ class Trust(Enum):
 def _bounds(name: str) -> Number:
     """Return the bounds of a field, so that no time computed from it overflows or is infinite."""
     if name == "gpus":
-        return Number(1, 1024, whole=False)
+        return Number(1, _MAX_GPUS, whole=False)
     if name.endswith("_s"):
         return Number(0, 1e6, whole=False)
     return Number(1, 1e30, whole=False)  # bytes, bytes/s or FLOP/s
@@ -130,18 +134,18 @@ class HardwareProfile:
 
     @classmethod
     def from_name(cls, name: str) -> HardwareProfile:
-        """Return a shipped profile, or the profile in a JSON file of the same format.
+        """Return the profile of some shipped GPUs, such as 2x4090, or that in a JSON file.
 
         A file holds numbers, or objects with `value` and `source`. Raises TierForceError for any
         other name or file.
         """
-        shipped = _shipped()
-        if name in shipped:
-            return cls._from_content(name, shipped[name])
+        if (shipped := _shipped_profile(name)) is not None:
+            return cls._from_content(*shipped)
         if not Path(name).is_file():
             raise TierForceError(
-                f"`hardware` {name} is neither a file nor a known machine: use "
-                f"{', '.join(shipped)}, or a JSON file written by `tierforce probe`."
+                f"`hardware` {name} is neither a file nor a known machine: use a number of GPUs "
+                f"and one of {', '.join(_shipped())}, such as 2x4090, or a JSON file written by "
+                "`tierforce probe`."
             )
         try:
             content = read_json(Path(name))
@@ -153,9 +157,9 @@ class HardwareProfile:
     def of_gpus(cls, gpu: str, count: int) -> HardwareProfile | None:
         """Return the shipped profile of `count` GPUs of this name in the driver, or None."""
         for name, content in _shipped().items():
-            profile = cls._from_content(name, content)
-            if profile.gpus == count and gpu in content["names"]["value"]:
-                return profile
+            if gpu in content["names"]["value"]:
+                shipped = _shipped_profile(f"{count}x{name}")
+                return None if shipped is None else cls._from_content(*shipped)
         return None
 
     @classmethod
@@ -185,13 +189,13 @@ class HardwareProfile:
     def trust_in(self, name: str) -> Trust:
         """Return what this profile, which `name` gave, may decide."""
         is_measured = None not in (self.reconstruct_rate, self.high_bits_rate)
-        return Trust.ALL if is_measured and name not in _shipped() else Trust.UNSPLIT
+        is_shipped = _shipped_profile(name) is not None
+        return Trust.ALL if is_measured and not is_shipped else Trust.UNSPLIT
 
     @classmethod
     def _assumed(cls, gpu: str, ranks: int) -> HardwareProfile:
         """Return the profile of an unknown machine, which measured rounds correct."""
-        profile = ASSUMED_CPU if not gpu else cls.from_name("1x4090" if ranks == 1 else "2x4090")
-        return replace(profile, gpus=ranks)
+        return replace(ASSUMED_CPU, gpus=ranks) if not gpu else cls.from_name(f"{ranks}x4090")
 
     @classmethod
     def _from_content(cls, name: str, content: Any) -> HardwareProfile:
@@ -254,6 +258,29 @@ ASSUMED_CPU = HardwareProfile(
 _OLD_FIELDS = {"join_rate", "near_rate", "pass_s", "piece_s"}  # renamed in version 0.2
 
 
+def _shipped_profile(name: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the name and the numbers of some shipped GPUs, such as 2x4090; None if unknown.
+
+    All-reduces are given for two GPUs. Of more, a ring takes 2 (n - 1) steps in place of 2, in each
+    of which it transfers an n-th of the tensor (nccl-tests, PERFORMANCE.md).
+    """
+    match = re.fullmatch(r"(\d{1,4})x(.+)", name)
+    content = _shipped().get(match[2]) if match else None
+    if match is None or content is None or not 1 <= (count := int(match[1])) <= _MAX_GPUS:
+        return None
+    numbers = {field: each["value"] for field, each in content.items()}
+    if count == 1:
+        numbers |= {"all_reduce_s": 0.0, "all_reduce_rate": 1e15}  # there are none
+    elif "all_reduce_s" not in numbers:
+        return None
+    else:
+        numbers["all_reduce_s"] *= count - 1
+        numbers["all_reduce_rate"] *= count / (2 * (count - 1))
+    return f"{count}x{match[2]}", {**numbers, "gpus": count}
+
+
+@cache
 def _shipped() -> dict[str, Any]:
+    """Return the numbers of the shipped GPUs, each with its source, by name."""
     content = files("decoding.planning").joinpath("profiles.json").read_text()
     return dict(json.loads(content))

@@ -26,6 +26,7 @@ class Memory:
     device: int
     host: int
     concurrency: int = 1  # requests sharing the memory equally; the sizes are one share
+    is_shared: bool = False  # on a CPU: what is on the host is not available to the device
 
     @classmethod
     def of(cls, hardware: HardwareProfile, requirements: Requirements) -> Memory:
@@ -39,13 +40,19 @@ class Memory:
                 f"the weights alone take {weights / 1e9:.1f} GB per GPU, and each GPU has "
                 f"{hardware.device_memory / 1e9:.1f} GB. Use more or larger GPUs, or a smaller "
                 "model."
+                if hardware.runs_ahead
+                else f"the weights alone take {weights / 1e9:.1f} GB, and "
+                f"{hardware.device_memory / 1e9:.1f} GB of memory are available. Use a smaller "
+                "model."
             )
         device = int(USABLE_SHARE * (hardware.device_memory - weights))
-        return cls(device, int(hardware.host_memory) // requirements.ranks)
+        host = int(hardware.host_memory) // requirements.ranks
+        return cls(device, host, is_shared=not requirements.copies)
 
     def divided(self, concurrency: int) -> Memory:
         """Return one of `concurrency` equal shares."""
-        return Memory(self.device // concurrency, self.host // concurrency, concurrency)
+        device, host = self.device // concurrency, self.host // concurrency
+        return Memory(device, host, concurrency, self.is_shared)
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,13 @@ class Plan:
         layers = settings.gpu_kv_layers, settings.split_kv_layers
         needs = spec.shared_memory(memory.concurrency)
         placed = plan_memory(needs, memory.device, memory.host, *layers)
+        if memory.is_shared and (total := placed.device_bytes + placed.host_bytes) > memory.device:
+            raise InsufficientMemoryError(
+                f"the KV cache of {spec.tokens} tokens and all beside the weights need "
+                f"{total / 1e9:.2f} GB of memory and {memory.device / 1e9:.2f} GB are available. "
+                "Use a shorter `context`.",
+                placed.host_bytes,
+            )
         return cls(spec, placed, memory.concurrency)
 
     @property

@@ -30,6 +30,7 @@ class Gpu:
     # the kernel's IOMMU domain type: identity, or a translated one; None if unknown
     iommu: str | None = None
     peers: tuple[int, ...] = ()  # NVML indices of GPUs with direct peer access
+    free: int = 0  # bytes that no process has allocated
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,10 @@ def _gpu(handle: Any) -> Gpu:
     address = f"{domain[-4:]}:{rest}"  # NVML writes the domain with eight digits, sysfs with four
     node = node_of(address)
     cpus = cpus_of(node) if node is not None else set()
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     return Gpu(
         name=_text(pynvml.nvmlDeviceGetName(handle)),
-        memory=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+        memory=memory.total,
         pcie_generation=_or_zero(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
         max_pcie_generation=_or_zero(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         pcie_width=_or_zero(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
@@ -135,6 +137,7 @@ def _gpu(handle: Any) -> Gpu:
         address=address,
         nearby=not cpus or bool(cpus & os.sched_getaffinity(0)),
         iommu=iommu_of(address),
+        free=memory.free,
     )
 
 

@@ -6,7 +6,6 @@ It needs neither weights nor a GPU: everything follows from configs and hardware
 # No `from __future__ import annotations`: typer reads these annotations as objects.
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -14,6 +13,7 @@ import typer
 from rich.console import Console
 
 from decoding.app.documents.option_files import read_questions
+from decoding.app.hardware.machine import Hardware, HostMemory, PlannedGpus, find_machine
 from decoding.app.hardware.plan_view import Plans, memory_table, plan_picture, times_table
 from decoding.app.options import (
     DOCUMENTS,
@@ -52,6 +52,7 @@ from decoding.text.vocabulary import check_same_vocabulary, names_in
 from offload.dtypes import DTYPES, dtype_spec
 from offload.errors import InsufficientMemoryError, TierForceError
 from parallel.config.model_config import ModelConfig, predictor_config
+from parallel.config.parameter_count import min_kv_heads
 from parallel.config.text_model import wrapper_notes
 from parallel.formats.locate import find_local
 
@@ -75,16 +76,9 @@ def plan(
     context: Annotated[int | None, option_parameter(Settings, "context")] = None,
     rope: Annotated[str | None, option_parameter(Settings, "rope")] = None,
     max_new_tokens: Annotated[int, option_parameter(JobOptions, "max_new_tokens")] = NEW_TOKENS,
-    hardware: Annotated[
-        str,
-        typer.Option(
-            help="2x4090, 1x4090, 2x3090, 1x5090, 1xA100-80, 1xH200, or a JSON file written by "
-            "probe."
-        ),
-    ] = "2x4090",
-    host_memory: Annotated[
-        float | None, typer.Option(help="Host memory for KV in GB, instead of the profile's.")
-    ] = None,
+    hardware: Hardware = None,
+    gpus: PlannedGpus = None,
+    host_memory: HostMemory = None,
     mode: Annotated[str, option_parameter(Settings, "mode")] = "auto",
     retrieval_budget: Annotated[
         int | None, option_parameter(Settings, "retrieval_budget", default=PREDICTED)
@@ -145,7 +139,9 @@ def plan(
     JobOptions(model, draft, max_new_tokens=max_new_tokens)  # validates the options
     if plot is not None:
         check_writable("--plot", plot)
-    machine = _machine(hardware, host_memory)
+    target = ModelConfig.from_name(model, packed=True).with_rope_scaling(rope)
+    described = find_machine(hardware, gpus, host_memory, min_kv_heads(target))
+    machine = described.profile
     _check_rates({"acceptance": acceptance, "inner-acceptance": inner_acceptance})
     settings = Settings(
         mode=mode,
@@ -162,7 +158,8 @@ def plan(
         # An engine decides by a self-test of its GPU (`cuda_graphs_supported`).
         graphs=machine.runs_ahead and not deterministic,
     )
-    requirements = _requirements(model, draft, settings, machine)
+    small = None if draft is None else ModelConfig.from_name(draft, packed=True)
+    requirements = requirements_on(machine, target, small, settings)
     _check_draft_vocabulary(model, draft, requirements)
     target = requirements.target
     prompt = _prompt_tokens(target, context, max_new_tokens)
@@ -170,7 +167,7 @@ def plan(
     if documents is not None:
         prompt = documents.read(prompt + max_new_tokens, max_new_tokens)
     requirements = fitting_requirements(requirements, prompt, max_new_tokens, machine.device_memory)
-    notes = [*target.context_notes(), *wrapper_notes(target.wrapper)]
+    notes = [*described.notes, *target.context_notes(), *wrapper_notes(target.wrapper)]
     notes += [*weight_notes(requirements), *predictor_notes(requirements)]
     acceptance_rates = Acceptance(acceptance, inner_acceptance, is_coupled=deterministic)
     if deterministic:
@@ -179,7 +176,7 @@ def plan(
     costs = CostModel(machine, acceptance_rates)
     planner, size = Planner(requirements, costs), (prompt, max_new_tokens)
     # an engine without measured requests
-    first_costs = CostModel(machine, acceptance_rates, machine.trust_in(hardware))
+    first_costs = CostModel(machine, acceptance_rates, machine.trust_in(hardware or ""))
     try:
         best = planner.plan(*size)
         first = Planner(requirements, first_costs).plan(*size)
@@ -246,31 +243,19 @@ def _input_plan(
     return InputPlan(source, include, model, instructions, splits)
 
 
-def _machine(hardware: str, host_memory: float | None) -> HardwareProfile:
-    """Return a hardware profile, with `host_memory` GB if given. Raises TierForceError."""
-    machine = HardwareProfile.from_name(hardware)
-    if host_memory is None:
-        return machine
-    if not 0 <= host_memory < float("inf"):
-        raise TierForceError(f"--host-memory must be 0 or more GB, found {host_memory}.")
-    return replace(machine, host_memory=host_memory * 1e9)
-
-
-def _requirements(
-    model: str, draft: str | None, settings: Settings, machine: HardwareProfile
+def requirements_on(
+    machine: HardwareProfile, target: ModelConfig, draft: ModelConfig | None, settings: Settings
 ) -> Requirements:
-    """Return the requirements on one rank of a machine, from the configs of the named models.
+    """Return the requirements on one rank of a machine, with weights stored as fits it best.
 
     Raises TierForceError for incompatible models or settings.
     """
     ranks, kind = int(machine.gpus), dtype_spec(settings.dtype)
-    target = ModelConfig.from_name(model, packed=True).with_rope_scaling(settings.rope)
     memory = machine.device_memory
     target = choose_weights(target, settings.weights, machine, kind, memory)
     small = predictor_config(target) if target.has_predictor else None
     if draft is not None:
-        small = ModelConfig.from_name(draft, packed=True)
-        small = choose_weights(small, settings.weights, machine, kind, memory, target)
+        small = choose_weights(draft, settings.weights, machine, kind, memory, target)
     target.kv_layout(ranks, kind)  # raises if the heads cannot be split over ranks
     settings.check_layers(target.full_layers)
     return Requirements(
@@ -281,7 +266,7 @@ def _requirements(
         dtype=kind,
         ranks=ranks,
         draft_ranks=draft_ranks(small, ranks, kind) if small is not None else 1,
-        copies=True,
+        copies=machine.runs_ahead,  # on a CPU, the device is the host
     )
 
 

@@ -14,6 +14,7 @@ from decoding.app.terminal.pace import duration
 from decoding.app.terminal.streams import printable
 from decoding.planning.cost_model import CostModel
 from decoding.planning.forecast import Forecast
+from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.memory_plan import Phases
 from decoding.planning.plan import Plan
 from decoding.planning.requirements import whole_weight_bytes
@@ -109,8 +110,9 @@ def times_table(plans: Plans) -> Table:
         table.add_row("layers with a window", f"{windowed}")
     if recurrent := recurrent_layers(target):
         table.add_row("layers with a recurrent state", f"{recurrent}")
-    table.add_row("on-device layers", f"{best.memory.resident_layers}")
-    table.add_row("offloaded layers", f"{best.layers_on_host}")
+    if best.requirements.copies or best.layers_on_host:  # else there is one memory
+        table.add_row("on-device layers", f"{best.memory.resident_layers}")
+        table.add_row("offloaded layers", f"{best.layers_on_host}")
     if split := best.memory.split_layers:
         table.add_row("  with high bytes on the GPU", f"{split}")
     return table
@@ -119,13 +121,16 @@ def times_table(plans: Plans) -> Table:
 def memory_table(plans: Plans) -> Table:
     """Return the memory by tier in GB, during prefill and during decoding."""
     machine, ranks = plans.costs.hardware, plans.best.requirements.ranks
-    title = "GPU memory in GB, per GPU:" if ranks > 1 else "GPU memory in GB:"
+    memory, unit = ("GPU memory", "GPU") if machine.runs_ahead else ("Memory", "rank")
+    title = f"{memory} in GB, per {unit}:" if ranks > 1 else f"{memory} in GB:"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("")
     table.add_column("prefill", justify="right")
     table.add_column("decoding", justify="right")
     phases, needs = plans.memory_phases, plans.best.requirements
     labels = dict(_TIERS)
+    if not machine.runs_ahead:
+        labels["resident layers"] = "KV of layers with full attention"
     if needs.target.kept_types:
         whole = _gb(whole_weight_bytes(needs))
         labels["weights"] = f"weights, packed ({whole} in {dtype_name(needs.dtype)})"
@@ -137,7 +142,10 @@ def memory_table(plans: Plans) -> Table:
         f"total, of {_gb(machine.device_memory)}", *(_gb(sum(phase.values())) for phase in phases)
     )
     host = _gb(plans.best.memory.host_bytes * ranks)
-    table.add_row(f"host memory, of {_gb(machine.host_memory)}", host, host)
+    if machine.runs_ahead:
+        table.add_row(f"host memory, of {_gb(machine.host_memory)}", host, host)
+    elif plans.best.layers_on_host:
+        table.add_row("KV of offloaded layers", host, host)
     return table
 
 
@@ -155,7 +163,7 @@ def plan_picture(path: Path, model: str, plans: Plans) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 6), width_ratios=(2, 3))
     _draw_memory(left, plans)
-    _draw_round(right, plans.forecast)
+    _draw_round(right, plans.forecast, _device(plans.costs.hardware))
     spec, machine = plans.best.spec, plans.costs.hardware
     figure.suptitle(
         f"{model}, {spec.prompt:,} + {spec.max_new_tokens} tokens on {machine.name}, "
@@ -172,12 +180,13 @@ def plan_picture(path: Path, model: str, plans: Plans) -> None:
 def _draw_memory(axes: Any, plans: Plans) -> None:
     """Draw bars of a GPU's memory in both phases, and of a rank's share of host memory."""
     phases = plans.memory_phases
+    device = _device(plans.costs.hardware)
     bottoms = [0.0, 0.0]
     shown = [name for name in phases[0] if any(phase[name] for phase in phases)]
     for number, name in enumerate(shown):
         heights = [phase[name] / 1e9 for phase in phases]
         axes.bar(
-            ["GPU, prefill", "GPU, decoding"],
+            [f"{device}, prefill", f"{device}, decoding"],
             heights,
             bottom=bottoms,
             color=f"C{number}",
@@ -206,12 +215,16 @@ def _draw_limit(axes: Any, span: tuple[float, float], nbytes: float) -> None:
     )
 
 
-def _draw_round(axes: Any, forecast: Forecast) -> None:
-    """Draw the milliseconds of one decoding round, on the link and on the GPU."""
+def _device(machine: HardwareProfile) -> str:
+    return "GPU" if machine.runs_ahead else "CPU"
+
+
+def _draw_round(axes: Any, forecast: Forecast, device: str) -> None:
+    """Draw the milliseconds of one decoding round, on the link and on the device."""
     drafting = 1e3 * forecast.drafting_s
     spans = [
-        ("GPU", 0.0, drafting, "C2", f"drafting {forecast.num_draft_tokens} tokens"),
-        ("GPU", drafting, 1e3 * forecast.compute_s, "C0", "verification, compute"),
+        (device, 0.0, drafting, "C2", f"drafting {forecast.num_draft_tokens} tokens"),
+        (device, drafting, 1e3 * forecast.compute_s, "C0", "verification, compute"),
         ("link", drafting, 1e3 * forecast.link_s, "C1", "verification, transfer"),
     ]
     for lane, start, length, color, label in spans:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from decoding import Settings
-from decoding.app.hardware.plan import _prompt_tokens, _requirements
+from decoding.app.hardware.plan import _prompt_tokens, requirements_on
 from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.requirements import Requirements
@@ -64,7 +64,8 @@ def test_models_of_any_size_are_planned_or_rejected_quickly(
         changed = dict.fromkeys(sizes, size) if name not in sizes else {name: size}
         path.write_text(json.dumps(fields | changed))
         with suppress(TierForceError):
-            requirements = _requirements(str(path), None, Settings(dtype="bfloat16"), machine)
+            target = ModelConfig.from_name(str(path), packed=True)
+            requirements = requirements_on(machine, target, None, Settings(dtype="bfloat16"))
             prompt = _prompt_tokens(requirements.target, None, 8)
             plan = plan_on(machine, requirements, prompt, 8)
             assert CostModel(machine).forecast(plan).document_s < 1e30

@@ -70,16 +70,21 @@ def test_gpus_are_identified_by_their_driver_name() -> None:
     for gpu, ranks, name in [
         ("NVIDIA GeForce RTX 4090", 1, "1x4090"),
         ("NVIDIA GeForce RTX 4090", 2, "2x4090"),
+        ("NVIDIA GeForce RTX 4090", 3, "3x4090"),
+        ("NVIDIA GeForce RTX 3090", 1, "1x3090"),
         ("NVIDIA GeForce RTX 3090", 2, "2x3090"),
+        ("NVIDIA GeForce RTX 5090", 2, "2x5090"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 1, "1x4070-Ti-Super"),
+        ("NVIDIA L40S", 1, "1xL40S"),
+        ("NVIDIA RTX 6000 Ada Generation", 1, "1x6000-Ada"),
         ("NVIDIA A100-SXM4-80GB", 1, "1xA100-80"),
         ("NVIDIA A100 80GB PCIe", 1, "1xA100-80"),
     ]:
         expected = HardwareProfile.from_name(name), Trust.UNSPLIT
         assert HardwareProfile.find(None, gpu, ranks) == expected
     for gpu, ranks in [
-        ("NVIDIA GeForce RTX 4090", 3),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 1),
-        ("NVIDIA GeForce RTX 3090", 1),
+        ("NVIDIA H200", 2),
         ("an unknown GPU", 1),
         ("", 1),
     ]:
@@ -88,6 +93,18 @@ def test_gpus_are_identified_by_their_driver_name() -> None:
         assert profile.gpus == ranks
         assert profile.runs_ahead == bool(gpu)
     assert HardwareProfile.find(None, "", 1) == (ASSUMED_CPU, Trust.NONE)
+
+
+def test_all_reduces_of_more_gpus_take_longer() -> None:
+    """A ring of n moves 2 (n - 1) / n of the tensor over each link."""
+    one, two, four = (HardwareProfile.from_name(f"{count}x4090") for count in (1, 2, 4))
+    assert (one.gpus, two.gpus, four.gpus) == (1, 2, 4)
+    assert one.all_reduce_s == 0.0
+    assert four.all_reduce_s == pytest.approx(3 * two.all_reduce_s)
+    assert four.all_reduce_rate == pytest.approx(two.all_reduce_rate / 1.5)
+    for name in ("0x4090", "1025x4090", "4090", "2xH200", "1x4080", "1x"):
+        with pytest.raises(TierForceError, match=f"`hardware` {name} is neither a file nor"):
+            HardwareProfile.from_name(name)
 
 
 def test_a_hardware_file_must_have_the_same_number_of_gpus(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ class FakeDriver:
         if function == "DeviceGetCurrPcieLinkWidth":
             return self._unknown
         if function == "DeviceGetMemoryInfo":
-            return lambda _: type("Memory", (), {"total": GPU.memory})
+            return lambda _: type("Memory", (), {"total": GPU.memory, "free": GPU.free})
         if function == "DeviceGetHandleByIndex":
             return lambda index: index
         if function == "DeviceGetPciInfo":

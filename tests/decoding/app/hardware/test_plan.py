@@ -301,8 +301,12 @@ def test_readable_durations(seconds: float, words: str) -> None:
     ("options", "line"),
     [
         (
-            ["--hardware", "3x4090"],
-            "--hardware 3x4090 is neither a file nor a known machine: use 2x4090, 1x",
+            ["--hardware", "3x4080"],
+            "--hardware 3x4080 is neither a file nor a known machine: use a number of GPUs and",
+        ),
+        (
+            ["--hardware", "1x4090", "--gpus", "2"],
+            "--gpus is for this machine: --hardware says how many GPUs there are",
         ),
         (
             ["--context", "1000000"],
@@ -333,7 +337,7 @@ def test_readable_durations(seconds: float, words: str) -> None:
             "--compress-offload saves nothing with float32",
         ),
         (
-            ["--host-memory", "0.01", "--mode", "plain", "--gpu-kv-layers", "0"],
+            "--hardware 1x4090 --host-memory 0.01 --mode plain --gpu-kv-layers 0".split(),
             "Use --compress-offload, a shorter --context, more host memory",
         ),
         (
@@ -503,7 +507,7 @@ def test_incomplete_hardware_is_rejected(tmp_path: Path) -> None:
 def test_shipped_profiles_are_complete() -> None:
     path = Path(__file__).parents[4] / "decoding" / "planning" / "profiles.json"
     for name, numbers in json.loads(path.read_text()).items():
-        assert HardwareProfile.from_name(name).name == name
+        assert HardwareProfile.from_name(f"1x{name}").name == f"1x{name}"
         assert all(number["source"] for number in numbers.values())
 
 
@@ -519,14 +523,16 @@ def test_weights_that_do_not_fit_are_reported(pair: Pair) -> None:
 def test_plan_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys\n"
-        "from decoding.app.hardware.plan import _requirements\n"
+        "from decoding.app.hardware.plan import requirements_on\n"
         "from decoding.planning.cost_model import CostModel\n"
         "from decoding.planning.hardware_profile import HardwareProfile\n"
         "from decoding.planning.planner import Planner\n"
+        "from parallel.config.model_config import ModelConfig\n"
         "from decoding.config.settings import Settings\n"
         "settings = Settings(dtype='bfloat16')\n"
         "machine = HardwareProfile.from_name('1x4090')\n"
-        f"requirements = _requirements({str(DEMO / 'target')!r}, None, settings, machine)\n"
+        f"target = ModelConfig.from_name({str(DEMO / 'target')!r}, packed=True)\n"
+        "requirements = requirements_on(machine, target, None, settings)\n"
         "costs = CostModel(machine)\n"
         "costs.forecast(Planner(requirements, costs).plan(16_384, 512))\n"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))\n"
@@ -617,3 +623,41 @@ def test_an_input_needs_documents_and_a_tokenizer(tmp_path: Path) -> None:
         assert "need --input" in refused(plan(tmp_path, *more))
     wrong = plan(tmp_path, "--input", str(empty), "--long", "drop")
     assert "--long drop is not known" in refused(wrong)
+
+
+def test_a_plan_is_for_this_machine_by_default(tmp_path: Path) -> None:
+    """Without a GPU, weights, KV and all else share one memory, which is not called a GPU's."""
+    done = plan(tmp_path, "--context", "8192")
+    assert done.code == 0, done.err
+    assert "Fits this machine (" in done.out
+    for word in ("GPU memory", "per GPU", "host memory", "on-device", "offloaded"):
+        assert word not in done.out
+    assert "Note: rates are assumed for" in done.out
+    document = json.loads(plan(tmp_path, "--context", "8192", "--gpus", "2", "--json").out)
+    assert document["job"]["ranks"] == 2
+    assert document["memory"]["host"] == 0
+    assert "tierforce probe --gpus 2" in document["notes"][0]
+
+
+def test_memory_of_a_cpu_is_counted_once(tmp_path: Path) -> None:
+    hardware = tmp_path / "mine.json"
+    options = ("--context", "131072", "--mode", "plain", "--hardware", str(hardware))
+    numbers = {**NUMBERS, "device_memory": 4e9, "host_memory": 4e9}
+    hardware.write_text(json.dumps({**numbers, "runs_ahead": False}))
+    document = json.loads(plan(tmp_path, *options, "--json").out)
+    weights = document["memory"]["device in prefill"]["weights"]
+    needed = document["plan"]["device_bytes"] / 0.9 + weights
+    for share, more in ((1.01, ()), (0.99, ()), (0.99, ("--gpu-kv-layers", "3"))):
+        numbers["device_memory"] = share * needed
+        hardware.write_text(json.dumps({**numbers, "runs_ahead": False}))
+        done = plan(tmp_path, *options, *more)
+        if share > 1:
+            assert done.code == 0, done.err
+        else:
+            assert "GB of memory and" in refused(done)
+            assert "tokens of context would fit" in done.err
+    hardware.write_text(json.dumps(numbers))  # with a GPU, the host has room
+    assert plan(tmp_path, *options).code == 0
+    numbers["device_memory"] = 0.5 * weights
+    hardware.write_text(json.dumps({**numbers, "runs_ahead": False}))
+    assert "GB, and 0.0 GB of memory are available. Use a smaller" in plan(tmp_path, *options).err
