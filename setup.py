@@ -19,6 +19,7 @@ setup(
     package_data={
         "decoding": ["py.typed"],
         "decoding.planning": ["profiles.json"],
+        "decoding.app.hardware": ["models.json"],
         "decoding.app.server.http": ["page.html"],
         "parallel": ["py.typed"],
         "offload": ["py.typed"],

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from decoding.app.environment import installed_version
+from decoding.app.hardware.models import models
 from decoding.app.hardware.plan import plan
 from decoding.app.options import (
     DOCUMENTS,
@@ -401,6 +402,7 @@ def prompt_cache_drop(
 
 
 _command("plan --model TARGET --draft DRAFT --input books/")(plan)
+_command("models --input books/")(models)
 
 
 @_command("probe --gpus 2 --output machine.json")

@@ -126,6 +126,20 @@ def weight_sizes(
     )
 
 
+def matrix_columns(config: ModelConfig) -> dict[str, int]:
+    """Return the columns of each matrix, by its name in a checkpoint, with {} for all experts."""
+    sparse = config.experts.layers if config.experts is not None else ()
+    dense = {f"{layer_name(config, layer)}.{config.mlp_names[0]}." for layer in sparse}
+    parts = [*(parts for _, parts in _matrices(config, 1, 0, ())), *_stacks(config, 1, 0)]
+    columns = {part.tensor: part.columns.stop for stack in parts for part in stack}
+    others = ("{}", "shared_expert")
+    return {
+        name: count
+        for name, count in columns.items()
+        if any(other in name for other in others) or not name.startswith(tuple(dense))
+    }
+
+
 def _stacks(config: ModelConfig, ranks: int, rank: int) -> Iterator[list[_Part]]:
     """Yield a rank's stacks of the matrices of all experts: the tensors of each."""
     mixture = config.experts

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from decoding.app.documents.listing import find_documents
+from decoding.app.hardware.document_times import DocumentTimes
 from decoding.app.hardware.plan_view import Plans
 from decoding.app.options import as_flags
 from decoding.app.terminal.pace import duration
@@ -19,11 +20,8 @@ from decoding.models.loading import load_tokenizer
 from decoding.planning.planner import Planner
 from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder
-from offload.errors import InsufficientMemoryError, InvalidRequestError
-from offload.layout import ceil_div
+from offload.errors import InvalidRequestError
 from parallel.formats.locate import find_local
-
-_STEPS = 64  # prompt lengths that are planned; others are rounded up
 
 
 @dataclass(frozen=True)
@@ -83,32 +81,11 @@ class InputPlan:
 
     def predict(self, planner: Planner, plans: Plans) -> None:
         """Predict the seconds of each document, if it shares forwards as in `plans.shared`."""
-        new = plans.best.spec.max_new_tokens
         prompts = sum(len(each.parts) * each.answers for each in self.documents)
         self.concurrency = min(plans.shared.concurrency, max(1, prompts))
-        step = ceil_div(plans.best.spec.prompt, _STEPS)
-        seconds = dict[int, tuple[float, float]]()
-        prefills_again = planner.requirements.settings.deterministic
-
-        def predicted(tokens: int, answers: int) -> float:
-            """Return the seconds of answers about one text, which is prefilled once."""
-            rounded = min(step * ceil_div(tokens, step), plans.best.spec.prompt)
-            if rounded not in seconds:
-                try:
-                    plan = planner.plan(rounded, new, self.concurrency)
-                except InsufficientMemoryError:  # a few tokens may be rounded up too far
-                    plan = planner.plan(rounded, new)
-                forecast = plans.costs.forecast(plan)
-                seconds[rounded] = forecast.prefill_s, forecast.decode_s / plan.concurrency
-            prefill_s, decode_s = seconds[rounded]
-            return prefill_s * (answers if prefills_again else 1) + decode_s * answers
-
+        times = DocumentTimes(planner, plans.best, self.concurrency)
         self.documents = [
-            replace(
-                each,
-                seconds=sum(predicted(tokens, each.answers) for tokens in each.parts)
-                + each.answers * sum(predicted(tokens, 1) for tokens in each.merges),
-            )
+            replace(each, seconds=times.seconds(each.parts, each.merges, each.answers))
             for each in self.documents
         ]
 

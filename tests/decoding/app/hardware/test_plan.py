@@ -337,7 +337,16 @@ def test_readable_durations(seconds: float, words: str) -> None:
             "--compress-offload saves nothing with float32",
         ),
         (
-            "--hardware 1x4090 --host-memory 0.01 --mode plain --gpu-kv-layers 0".split(),
+            [
+                "--hardware",
+                "1x4090",
+                "--host-memory",
+                "0.01",
+                "--mode",
+                "plain",
+                "--gpu-kv-layers",
+                "0",
+            ],
             "Use --compress-offload, a shorter --context, more host memory",
         ),
         (

