@@ -15,12 +15,12 @@ from decoding.probe.survey import Gpu, Machine
 from offload.errors import TierForceError
 
 _CONTEXT_BYTES = 500e6  # assumed: what CUDA takes of a GPU for a process
-_IN_USE_BYTES = 1e9  # of a GPU, in use by other processes, from which the user is notified
+_IN_USE_BYTES = 1e9  # usage of a GPU by other processes from which there is a note
 # GB/s of a lane by PCIe generation, of which 80% are assumed achievable, as in the profiles
 _LANE_RATES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 _ACHIEVABLE = 0.8
 _FEWER_LANES = 0.9  # share of the profile's link rate below which the slot is taken as narrower
-_ASSUMED_CORES = 2  # of the machine whose rates are assumed for a CPU
+_ASSUMED_CORES = 2  # cores of the machine whose rates are assumed for a CPU
 _MEASURE = "`tierforce probe --gpus {gpus}` measures them, for --hardware"
 
 

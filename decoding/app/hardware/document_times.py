@@ -20,7 +20,7 @@ class DocumentTimes:
         """
         self._planner, self._longest, self._concurrency = planner, longest, concurrency
         self._step = ceil_div(longest.spec.prompt, steps)
-        self._known = dict[int, tuple[float, float]]()  # of prefill, and of an answer
+        self._known = dict[int, tuple[float, float]]()  # prefill, and an answer
 
     def seconds(self, parts: Sequence[int], merges: Sequence[int], answers: int = 1) -> float:
         """Return the seconds of a document, from the tokens of its prompts.

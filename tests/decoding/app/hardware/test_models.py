@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from decoding.app.hardware.candidates import Documents, Prompts
 from decoding.app.hardware.catalogue import CatalogueModel, find_model, load_catalogue
-from decoding.app.hardware.models import Documents, Prompts
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import parameter_count
 from parallel.config.weight_sizes import weight_sizes
@@ -147,7 +147,7 @@ def test_documents_are_estimated_by_their_size(tmp_path: Path) -> None:
     alone, shorter = (
         rows(tmp_path, "smollm2", *options, *more)[0] for more in ((), ("--context", "4096"))
     )
-    assert alone["parts"] == 1 + 4  # of 27,000 tokens, 7,580 at a time
+    assert alone["parts"] == 1 + 4  # 27,000 tokens, 7,580 at a time
     assert shorter["parts"] == 1 + 8
     assert shorter["seconds"] > 0
     assert "--context 4096 --input" in shorter["commands"][-1]
@@ -170,6 +170,19 @@ def test_prompts_hold_all_of_a_document(size: int) -> None:
     assert Documents(()).prompts(8_192, 512) == [Prompts((7_680,), ())]
 
 
+def test_documents_are_split_for_a_context_that_fits(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("It was the best of times. " * 100_000)
+    options = ("seed-oss-36b", "llama-3.3-70b", "--hardware", "1x4090", "--input", str(book))
+    seed, llama = rows(tmp_path, *options)
+    assert 8_192 <= seed["context"] < seed["context_limit"] == 524_288
+    assert seed["parts"] == -(-650_000 // (seed["context"] - 612))
+    assert f"--context {seed['context']} --input" in seed["commands"][-1]
+    longer = rows(tmp_path, *options, "--context", str(seed["context"] + 4096))[0]
+    assert longer["context"] == seed["context"]
+    assert "the weights alone take" in llama["error"]
+
+
 def test_the_list(tmp_path: Path) -> None:
     table = run(tmp_path, "--hardware", "1x4070-Ti-Super")
     assert table.code == 0, table.err
@@ -184,9 +197,9 @@ def test_a_model_in_detail(tmp_path: Path) -> None:
     options = ("llama-3.3-70b", "qwen3.5-9b", "--hardware", "1x4090")
     text = run(tmp_path, *options).out
     assert "the weights alone take" in text
-    assert text.count("tierforce summarize ") == 2  # that of the first does not fit
+    assert text.count("tierforce summarize ") == 2  # the first does not fit
     assert "its own prediction block" in text
-    terms = "Llama 3.1, to be accepted at https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct"
+    terms = "Llama 3.1; first accept it at https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct"
     assert terms in run(tmp_path, "llama-3.1-8b").out
 
 
