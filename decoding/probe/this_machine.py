@@ -26,10 +26,11 @@ _MEASURE = "`tierforce probe --gpus {gpus}` measures them, for --hardware"
 
 @dataclass(frozen=True)
 class ThisMachine:
-    """The profile of this machine, and what the user should know about it."""
+    """The profile of a machine, what it may decide, and what the user should know about it."""
 
     profile: HardwareProfile
-    notes: Sequence[str]
+    trust: Trust  # as an engine's on this machine
+    notes: Sequence[str] = ()
 
     @classmethod
     def detect(cls, gpus: int | None, max_gpus: int) -> ThisMachine:
@@ -100,7 +101,7 @@ def _with_gpus(
         device_memory=max(1.0, min(gpu.free for gpu in used) - _CONTEXT_BYTES),
         host_memory=max(1.0, machine.host_available),
     )
-    return ThisMachine(profile, notes)
+    return ThisMachine(profile, trust, notes)
 
 
 def _usage_notes(used: Sequence[Gpu], unused: int, is_chosen: bool) -> Iterator[str]:
@@ -128,7 +129,7 @@ def _without_gpu(machine: Machine, ranks: int) -> ThisMachine:
 
     Arithmetic is assumed to grow with the cores, and reading memory not to.
     """
-    assumed, _ = HardwareProfile.find(None, "", ranks)
+    assumed, trust = HardwareProfile.find(None, "", ranks)
     cores = machine.usable_cores
     scale = cores / _ASSUMED_CORES / ranks
     rates = {
@@ -148,4 +149,4 @@ def _without_gpu(machine: Machine, ranks: int) -> ThisMachine:
         f"rates are assumed for {words}: {_MEASURE.format(gpus=ranks)}. For another machine, name "
         "its GPUs: --hardware 2x4090."
     ]
-    return ThisMachine(profile, notes)
+    return ThisMachine(profile, trust, notes)

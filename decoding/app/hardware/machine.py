@@ -48,7 +48,8 @@ def find_machine(
     elif gpus is not None:
         raise TierForceError("--gpus is for this machine: --hardware says how many GPUs there are.")
     else:
-        machine = ThisMachine(HardwareProfile.from_name(hardware), ())
+        profile = HardwareProfile.from_name(hardware)
+        machine = ThisMachine(profile, profile.trust_in(hardware))
     if host_memory is None:
         return machine
     if not 0 <= host_memory < float("inf"):

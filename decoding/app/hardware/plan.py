@@ -176,7 +176,7 @@ def plan(
     costs = CostModel(machine, acceptance_rates)
     planner, size = Planner(requirements, costs), (prompt, max_new_tokens)
     # an engine without measured requests
-    first_costs = CostModel(machine, acceptance_rates, machine.trust_in(hardware or ""))
+    first_costs = CostModel(machine, acceptance_rates, described.trust)
     try:
         best = planner.plan(*size)
         first = Planner(requirements, first_costs).plan(*size)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.hardware_profile import HardwareProfile, Trust
 from decoding.probe.survey import Gpu, Machine
 from decoding.probe.this_machine import ThisMachine, visible_gpus
 from offload.errors import TierForceError
@@ -43,6 +43,7 @@ def test_memory_is_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
         host_memory=HOST,
     )
     assert [note.split(":")[0] for note in found.notes] == ["rates are those of the profile 1x4090"]
+    assert found.trust is Trust.UNSPLIT
     busy = detect(monkeypatch, replace(GPU, free=10_000_000_000))
     assert busy.profile.device_memory == 9.5e9
     assert busy.notes[0].startswith("GPU 0: 15.8 of 25.8 GB are in use")
@@ -94,6 +95,7 @@ def test_a_cpu_is_not_called_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert many.profile.memory_rate == one.profile.memory_rate
     assert many.profile.device_memory == HOST
     assert not many.profile.runs_ahead
+    assert many.trust is Trust.NONE  # an engine assumes rates, too
     two = detect(monkeypatch, cores=8, count=2)
     assert (two.profile.gpus, two.profile.device_memory) == (2, HOST / 2)
     assert two.profile.matmul == pytest.approx(many.profile.matmul / 2)
