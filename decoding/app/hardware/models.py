@@ -8,16 +8,20 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from decoding.app.hardware.candidates import Candidate, Documents, Wanted
 from decoding.app.hardware.catalogue import CatalogueModel, find_model, load_catalogue
 from decoding.app.hardware.machine import Hardware, HostMemory, PlannedGpus, find_machine
 from decoding.app.options import DOCUMENTS, IncludedFiles, JobOptions, option_parameter
+from decoding.app.terminal.streams import printable
 from decoding.config.defaults import NEW_TOKENS
 from decoding.config.settings import Settings
 from offload.errors import TierForceError
 from parallel.config.parameter_count import min_kv_heads
+
+_WIDE = 78  # columns of a terminal that shows all of the table
 
 
 def models(
@@ -56,7 +60,7 @@ def models(
     Settings(context=context)
     if include and input is None:
         raise TierForceError("--include needs --input: name the documents to plan for.")
-    targets = [find_model(name) for name in names or ()] or load_catalogue()[0]
+    targets = [find_model(name) for name in dict.fromkeys(names or ())] or load_catalogue()[0]
     documents = Documents(()) if input is None else Documents.read(input, include or ())
     wanted = Wanted(hardware, gpus, host_memory, documents, max_new_tokens, context)
     with Console(stderr=True).status("planning"):  # nothing without a terminal
@@ -66,14 +70,14 @@ def models(
         typer.echo(json.dumps([each.as_dict() for each in candidates], indent=2))
         return
     console = Console()
-    title = f"On {machine.profile.name}, {documents.title}. Predicted, not measured:"
+    title = f"On {printable(machine.profile.name)}, {documents.title}. Predicted, not measured:"
     if names:
         console.print(title, markup=False, highlight=False, soft_wrap=True)
         for model in targets:
             own = [each for each in candidates if each.model is model]
             typer.echo("\n".join(["", *_description(own)]))
     else:
-        console.print(_table(title, candidates))
+        console.print(models_table(title, candidates, console.width))
     notes = list(machine.notes)
     if documents.unreadable:
         notes.append(f"documents that cannot be read: {documents.unreadable}; `plan` names them.")
@@ -83,22 +87,19 @@ def models(
         console.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(title: str, candidates: Sequence[Candidate]) -> Table:
-    table = Table(title=title, title_justify="left", box=None)
-    for name in ("", "format", "licence"):
+def models_table(title: str, candidates: Sequence[Candidate], width: int) -> Table:
+    """Return a row per candidate; in a narrow terminal without what `models NAME` says as well."""
+    table = Table(title=escape(title), title_justify="left", box=None)
+    is_wide = width >= _WIDE
+    table.add_column("", no_wrap=True)
+    for name in ("format", *(["licence"] if is_wide else [])):
         table.add_column(name)
-    for name in ("GB", "context", "KV/token", "time"):
+    for name in ("GB", "context", "KV/token", "time") if is_wide else ("time",):
         table.add_column(name, justify="right")
     for each in candidates:
-        table.add_row(
-            each.model.name,
-            each.file.format,
-            each.model.licence,
-            f"{each.weight_bytes / 1e9:.1f}",
-            f"{each.context:,}",
-            _kib(each),
-            each.time,
-        )
+        size, context = f"{each.weight_bytes / 1e9:.1f}", f"{each.context:,}"
+        more = [each.model.licence, size, context, _kib(each)] if is_wide else []
+        table.add_row(each.model.name, each.file.format, *more, each.time)
     return table
 
 
@@ -115,7 +116,7 @@ def _description(candidates: Sequence[Candidate]) -> list[str]:
     elif model.config.has_predictor:
         lines.append("    draft: its own prediction block, if the file has it")
     for each in candidates:
-        fits = f"predicted: {each.time}" if each.error is None else f"does not fit: {each.error}"
+        fits = f"predicted: {each.time}" if each.error is None else f"not possible: {each.error}"
         if each.parts > 1 and each.error is None:
             fits += f", {each.parts:,} parts"
         lines.append(f"  {each.file.format}, {each.weight_bytes / 1e9:.1f} GB; {fits}")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from decoding.app.hardware.candidates import Documents, Prompts
+from decoding.app.hardware.candidates import Documents, Prompts, Wanted
 from decoding.app.hardware.catalogue import CatalogueModel, find_model, load_catalogue
+from decoding.app.hardware.models import models_table
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import parameter_count
 from parallel.config.weight_sizes import weight_sizes
@@ -193,12 +196,26 @@ def test_the_list(tmp_path: Path) -> None:
     assert {each["name"] for each in rows(tmp_path) if each["error"]} >= {"llama-3.3-70b"}
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_the_list_names_models_whole(width: int) -> None:
+    wanted = Wanted("1x4090", None, None, Documents(()), 512)
+    candidates = [wanted.candidate(model, model.files[-1]) for model in TARGETS]
+    console = Console(width=width, file=StringIO())
+    console.print(models_table("On [b]1x4090", candidates, width))
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].strip() == "On [b]1x4090"
+    assert [line.split()[0] for line in lines[2:]] == [model.name for model in TARGETS]
+    assert [line.split()[-1] for line in lines[2:]] == [c.time.split()[-1] for c in candidates]
+
+
 def test_a_model_in_detail(tmp_path: Path) -> None:
     options = ("llama-3.3-70b", "qwen3.5-9b", "--hardware", "1x4090")
     text = run(tmp_path, *options).out
     assert "the weights alone take" in text
     assert text.count("tierforce summarize ") == 2  # the first does not fit
     assert "its own prediction block" in text
+    assert run(tmp_path, options[0], *options).out == text
     terms = "Llama 3.1; first accept it at https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct"
     assert terms in run(tmp_path, "llama-3.1-8b").out
 
