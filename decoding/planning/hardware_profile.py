@@ -139,8 +139,8 @@ class HardwareProfile:
         A file holds numbers, or objects with `value` and `source`. Raises TierForceError for any
         other name or file.
         """
-        if (shipped := _shipped_profile(name)) is not None:
-            return cls._from_content(*shipped)
+        if (shipped := _shipped_numbers(name)) is not None:
+            return cls._from_content(name, shipped)
         if not Path(name).is_file():
             raise TierForceError(
                 f"`hardware` {name} is neither a file nor a known machine: use a number of GPUs "
@@ -158,8 +158,9 @@ class HardwareProfile:
         """Return the shipped profile of `count` GPUs of this name in the driver, or None."""
         for name, content in _shipped().items():
             if gpu in content["names"]["value"]:
-                shipped = _shipped_profile(f"{count}x{name}")
-                return None if shipped is None else cls._from_content(*shipped)
+                own = f"{count}x{name}"
+                shipped = _shipped_numbers(own)
+                return None if shipped is None else cls._from_content(own, shipped)
         return None
 
     @classmethod
@@ -189,7 +190,7 @@ class HardwareProfile:
     def trust_in(self, name: str) -> Trust:
         """Return what this profile, which `name` gave, may decide."""
         is_measured = None not in (self.reconstruct_rate, self.high_bits_rate)
-        is_shipped = _shipped_profile(name) is not None
+        is_shipped = _shipped_numbers(name) is not None
         return Trust.ALL if is_measured and not is_shipped else Trust.UNSPLIT
 
     @classmethod
@@ -258,15 +259,16 @@ ASSUMED_CPU = HardwareProfile(
 _OLD_FIELDS = {"join_rate", "near_rate", "pass_s", "piece_s"}  # renamed in version 0.2
 
 
-def _shipped_profile(name: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the name and the numbers of some shipped GPUs, such as 2x4090; None if unknown.
+def _shipped_numbers(name: str) -> dict[str, Any] | None:
+    """Return the numbers of some shipped GPUs, such as 2x4090; None if they are unknown.
 
     All-reduces are given for two GPUs. Of more, a ring takes 2 (n - 1) steps in place of 2, in each
     of which it transfers an n-th of the tensor (nccl-tests, PERFORMANCE.md).
     """
-    match = re.fullmatch(r"(\d{1,4})x(.+)", name)
-    content = _shipped().get(match[2]) if match else None
-    if match is None or content is None or not 1 <= (count := int(match[1])) <= _MAX_GPUS:
+    match = re.fullmatch(r"([1-9]\d{0,3})x(.+)", name)
+    if match is None or (content := _shipped().get(match[2])) is None:
+        return None
+    if (count := int(match[1])) > _MAX_GPUS:
         return None
     numbers = {field: each["value"] for field, each in content.items()}
     if count == 1:
@@ -276,7 +278,7 @@ def _shipped_profile(name: str) -> tuple[str, dict[str, Any]] | None:
     else:
         numbers["all_reduce_s"] *= count - 1
         numbers["all_reduce_rate"] *= count / (2 * (count - 1))
-    return f"{count}x{match[2]}", {**numbers, "gpus": count}
+    return {**numbers, "gpus": count}
 
 
 @cache

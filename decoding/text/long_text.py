@@ -19,6 +19,19 @@ _LABEL_TOKENS = 16  # at most, for a heading such as "Parts 10 to 19:" and the b
 _MIN_SHARE = 8  # at least that fraction of a prompt is for the part itself
 
 
+def merge_sizes(count: int, max_answers: int) -> list[int]:
+    """Return how many of `count` answers each prompt merges, round after round until one is left.
+
+    `max_answers`: what a prompt has room for, 2 or more.
+    """
+    sizes: list[int] = []
+    while count > 1:
+        groups = ceil_div(count, max_answers)
+        sizes += [size for size in shares(count, groups) if size > 1]
+        count = groups
+    return sizes
+
+
 @dataclass(frozen=True)
 class Task:
     """A prompt about a text, a part of it, or the answers about parts, for one request."""
@@ -211,12 +224,9 @@ class PromptBuilder:
         _, own = self._longest([self.format.for_part(each, 1, 1) for each in instructions.strings])
         parts = tuple(own + span.tokens for span in self.split(text, instructions))
         answer, room = self.max_new_tokens + _LABEL_TOKENS, self._merge_room(instructions)
-        own, merges, count = self.max_prompt - room, list[int](), len(parts)
-        while count > 1:
-            groups = ceil_div(count * answer, room // answer * answer)
-            merges += [own + size * answer for size in shares(count, groups) if size > 1]
-            count = groups
-        return len(prompt) + truncated, parts, tuple(merges)
+        own, sizes = self.max_prompt - room, merge_sizes(len(parts), room // answer)
+        merges = tuple(own + size * answer for size in sizes)
+        return len(prompt) + truncated, parts, merges
 
     def _whole_tasks(self, text: str, instructions: Instructions, splits: bool) -> list[Task]:
         """Return the tasks for a whole text; none if it is to be split."""

@@ -129,14 +129,18 @@ def weight_sizes(
 def matrix_columns(config: ModelConfig) -> dict[str, int]:
     """Return the columns of each matrix, by its name in a checkpoint, with {} for all experts."""
     sparse = config.experts.layers if config.experts is not None else ()
-    dense = {f"{layer_name(config, layer)}.{config.mlp_names[0]}." for layer in sparse}
+    block, gate_up, down = config.mlp_names
+    absent = {
+        f"{layer_name(config, layer)}.{block}.{name}.weight"
+        for layer in sparse
+        for name in (*gate_up, down)
+    }
     parts = [*(parts for _, parts in _matrices(config, 1, 0, ())), *_stacks(config, 1, 0)]
-    columns = {part.tensor: part.columns.stop for stack in parts for part in stack}
-    others = ("{}", "shared_expert")
     return {
-        name: count
-        for name, count in columns.items()
-        if any(other in name for other in others) or not name.startswith(tuple(dense))
+        part.tensor: part.columns.stop
+        for stack in parts
+        for part in stack
+        if part.tensor not in absent
     }
 
 

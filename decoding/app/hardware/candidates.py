@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decoding.app.documents.listing import find_documents
 from decoding.app.hardware.catalogue import CatalogueModel, ModelFile
 from decoding.app.hardware.document_times import DocumentTimes
-from decoding.app.hardware.machine import find_machine
 from decoding.app.hardware.plan import requirements_on
 from decoding.app.options import as_flags
 from decoding.app.terminal.pace import duration
@@ -23,11 +22,15 @@ from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.plan import Memory
 from decoding.planning.planner import Planner, fitting_requirements
 from decoding.planning.requirements import Requirements
+from decoding.text.long_text import merge_sizes
 from offload.dtypes import dtype_spec
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
 from offload.layout import ceil_div, shares
 from parallel.config.parameter_count import min_kv_heads
 from parallel.config.weight_sizes import weight_sizes
+
+if TYPE_CHECKING:
+    from decoding.probe.this_machine import ThisMachine
 
 _DTYPE = "bfloat16"
 _BYTES_PER_TOKEN = 4  # in UTF-8; SmolLM2's tokenizer makes tokens of 3.7 to 4.1 of English novels
@@ -87,17 +90,8 @@ class Prompts:
         text_room = max(1, room - _INSTRUCTION_TOKENS)
         count = ceil_div(tokens, text_room)
         parts = tuple(own + _INSTRUCTION_TOKENS for own in shares(tokens, count))
-        merges: list[int] = []
-        answers = max(2, text_room // new)
-        while count > 1:
-            groups = ceil_div(count, answers)
-            merges += [
-                min(room, own * new + _INSTRUCTION_TOKENS)
-                for own in shares(count, groups)
-                if own > 1
-            ]
-            count = groups
-        return cls(parts, tuple(merges))
+        sizes = merge_sizes(count, max(2, text_room // new))
+        return cls(parts, tuple(min(room, own * new + _INSTRUCTION_TOKENS) for own in sizes))
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ class Candidate:
     model: CatalogueModel
     file: ModelFile
     gpus: int
-    weight_bytes: int  # size of the file
+    weight_bytes: int  # all that is loaded of the file
     token_bytes: int  # KV of a token in layers with full attention
     context: int  # tokens of prompt and output that are planned for
     parts: int = 0  # prompts with parts of the documents, or with whole ones
@@ -160,9 +154,7 @@ class Candidate:
 class Wanted:
     """The machine, the documents and the answers that models are tried with."""
 
-    hardware: str | None
-    gpus: int | None
-    host_memory: float | None
+    find_machine: Callable[[int], ThisMachine]  # takes the maximum number of its GPUs
     documents: Documents
     max_new_tokens: int
     context: int | None = None  # None: the model's, or what fits of it
@@ -174,7 +166,7 @@ class Wanted:
         if model.draft is not None and draft_file is not None:
             draft = model.draft.in_format(draft_file)
         heads = min_kv_heads(target)
-        machine = find_machine(self.hardware, self.gpus, self.host_memory, heads).profile
+        machine = self.find_machine(heads).profile
         kind, limit = dtype_spec(_DTYPE), target.context_limit
         candidate = Candidate(
             model,

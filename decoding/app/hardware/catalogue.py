@@ -58,7 +58,14 @@ class CatalogueModel:
 
     def in_format(self, file: ModelFile) -> ModelConfig:
         """Return the config of the model as it is in a file, with what can stay packed."""
-        return with_types(self.config, file.format)
+        config = self.config
+        if file.format == WHOLE:
+            return config
+        columns = matrix_columns(config)
+        if config.has_predictor:
+            columns |= matrix_columns(predictor_config(config))
+        types = _mixture(config, columns, file.format)
+        return replace(config, kept_types=tuple(types.items()))
 
     def draft_file(self, file: ModelFile) -> ModelFile | None:
         """Return the draft's file that goes with a file: the smallest, or 16 bits beside these."""
@@ -104,17 +111,6 @@ def _model(name: str) -> CatalogueModel:
     )
 
 
-def with_types(config: ModelConfig, format: str) -> ModelConfig:
-    """Return a config with its matrices in a format, all of which can stay packed."""
-    if format == WHOLE:
-        return config
-    columns = dict(matrix_columns(config))
-    if config.has_predictor:
-        columns |= matrix_columns(predictor_config(config))
-    types = _mixture(config, columns, format)
-    return replace(config, kept_types=tuple(types.items()))
-
-
 def _mixture(config: ModelConfig, columns: Mapping[str, int], format: str) -> dict[str, KeptType]:
     """Return the types of matrices; those that are stored in 16 bits are left out."""
     types: dict[str, KeptType] = {}
@@ -135,6 +131,7 @@ def _type_in_q4_k_m(config: ModelConfig, name: str) -> str:
     """Return the type that llama.cpp's quantisation gives a matrix in Q4_K_M.
 
     Half of the layers have values and outputs of MLPs in Q6_K (`use_more_bits` of llama-quant.cpp).
+    Values of a 70B, which it stores in Q5_K, are taken as those of others: 0.1% of the bytes.
     """
     if name == HEAD or (name == EMBEDDING and config.tied):
         return "Q6_K"

@@ -3,15 +3,15 @@
 # No `from __future__ import annotations`: typer reads these annotations as objects.
 import json
 from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from decoding.app.hardware.candidates import Candidate, Documents, Wanted
 from decoding.app.hardware.catalogue import CatalogueModel, find_model, load_catalogue
 from decoding.app.hardware.machine import Hardware, HostMemory, PlannedGpus, find_machine
 from decoding.app.options import DOCUMENTS, IncludedFiles, JobOptions, option_parameter
@@ -20,6 +20,9 @@ from decoding.config.defaults import NEW_TOKENS
 from decoding.config.settings import Settings
 from offload.errors import TierForceError
 from parallel.config.parameter_count import min_kv_heads
+
+if TYPE_CHECKING:
+    from decoding.app.hardware.candidates import Candidate
 
 _WIDE = 78  # columns of a terminal that shows all of the table
 
@@ -60,15 +63,18 @@ def models(
     Settings(context=context)
     if include and input is None:
         raise TierForceError("--include needs --input: name the documents to plan for.")
+    from decoding.app.hardware.candidates import Documents, Wanted
+
     targets = [find_model(name) for name in dict.fromkeys(names or ())] or load_catalogue()[0]
     documents = Documents(()) if input is None else Documents.read(input, include or ())
-    wanted = Wanted(hardware, gpus, host_memory, documents, max_new_tokens, context)
+    find = cache(partial(find_machine, hardware, gpus, host_memory))
+    wanted = Wanted(find, documents, max_new_tokens, context)
     with Console(stderr=True).status("planning"):  # nothing without a terminal
         candidates = [wanted.candidate(model, file) for model in targets for file in model.files]
-    machine = find_machine(hardware, gpus, host_memory, min_kv_heads(targets[0].config))
     if as_json:
         typer.echo(json.dumps([each.as_dict() for each in candidates], indent=2))
         return
+    machine = find(min_kv_heads(targets[0].config))
     console = Console()
     title = f"On {printable(machine.profile.name)}, {documents.title}. Predicted, not measured:"
     if names:
@@ -87,7 +93,7 @@ def models(
         console.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
-def models_table(title: str, candidates: Sequence[Candidate], width: int) -> Table:
+def models_table(title: str, candidates: Sequence["Candidate"], width: int) -> Table:
     """Return a row per candidate; in a narrow terminal without what `models NAME` says as well."""
     table = Table(title=escape(title), title_justify="left", box=None)
     is_wide = width >= _WIDE
@@ -103,7 +109,7 @@ def models_table(title: str, candidates: Sequence[Candidate], width: int) -> Tab
     return table
 
 
-def _description(candidates: Sequence[Candidate]) -> list[str]:
+def _description(candidates: Sequence["Candidate"]) -> list[str]:
     """Return the lines that describe a model in its formats."""
     model = candidates[0].model
     lines = [
@@ -130,5 +136,5 @@ def _licence(model: CatalogueModel) -> str:
     return f"{model.licence}; first accept it at https://huggingface.co/{model.terms}"
 
 
-def _kib(candidate: Candidate) -> str:
+def _kib(candidate: "Candidate") -> str:
     return f"{candidate.token_bytes / 1024:.0f} KiB"

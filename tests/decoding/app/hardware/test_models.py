@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from decoding.app.hardware.candidates import Documents, Prompts, Wanted
 from decoding.app.hardware.catalogue import CatalogueModel, find_model, load_catalogue
+from decoding.app.hardware.machine import find_machine
 from decoding.app.hardware.models import models_table
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import parameter_count
@@ -198,7 +200,8 @@ def test_the_list(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_list_names_models_whole(width: int) -> None:
-    wanted = Wanted("1x4090", None, None, Documents(()), 512)
+    find = partial(find_machine, "1x4090", None, None)
+    wanted = Wanted(find, Documents(()), 512)
     candidates = [wanted.candidate(model, model.files[-1]) for model in TARGETS]
     console = Console(width=width, file=StringIO())
     console.print(models_table("On [b]1x4090", candidates, width))
