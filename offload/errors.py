@@ -13,12 +13,13 @@ class TierForceError(Exception):
 class InsufficientMemoryError(TierForceError):
     """The job does not fit in memory; the message says how much is needed and available.
 
-    `host_bytes`: host memory that is missing, if device memory suffices.
+    `host_bytes`: host memory that is missing, if device memory suffices. `fitting_context`: tokens
+    of prompt and output that would fit, if that was looked for.
     """
 
-    def __init__(self, message: str, host_bytes: int = 0):
+    def __init__(self, message: str, host_bytes: int = 0, fitting_context: int = 0):
         super().__init__(message)
-        self.host_bytes = host_bytes
+        self.host_bytes, self.fitting_context = host_bytes, fitting_context
 
 
 class InvalidRequestError(TierForceError):

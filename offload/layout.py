@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -214,9 +215,9 @@ class KVLayout:
         """Return the layers with keys and values, in order."""
         return [layer for layer in range(self.layers) if not self.is_recurrent(layer)]
 
-    @property
+    @cached_property  # plans ask for it very often
     def full_layers(self) -> int:
-        """Return the number of layers with full attention, whose KV grows with the sequence."""
+        """The number of layers with full attention, whose KV grows with the sequence."""
         windowed = len(self.window.layers) if self.window is not None else 0
         return len(self.attention_layers) - windowed
 

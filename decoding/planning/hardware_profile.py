@@ -19,6 +19,7 @@ from offload.regular_files import read_json
 from parallel.config_checks import Number, quote
 
 _MAX_GPUS = 1024
+_NAME = re.compile(r"([1-9]\d{0,3})x(.+)")  # such as 2x4090
 
 
 class Trust(Enum):
@@ -158,9 +159,7 @@ class HardwareProfile:
         """Return the shipped profile of `count` GPUs of this name in the driver, or None."""
         for name, content in _shipped().items():
             if gpu in content["names"]["value"]:
-                own = f"{count}x{name}"
-                shipped = _shipped_numbers(own)
-                return None if shipped is None else cls._from_content(own, shipped)
+                return cls.from_name(f"{count}x{name}")
         return None
 
     @classmethod
@@ -190,7 +189,7 @@ class HardwareProfile:
     def trust_in(self, name: str) -> Trust:
         """Return what this profile, which `name` gave, may decide."""
         is_measured = None not in (self.reconstruct_rate, self.high_bits_rate)
-        is_shipped = _shipped_numbers(name) is not None
+        is_shipped = shipped_gpu(name) is not None
         return Trust.ALL if is_measured and not is_shipped else Trust.UNSPLIT
 
     @classmethod
@@ -259,22 +258,25 @@ ASSUMED_CPU = HardwareProfile(
 _OLD_FIELDS = {"join_rate", "near_rate", "pass_s", "piece_s"}  # renamed in version 0.2
 
 
+def shipped_gpu(name: str) -> str | None:
+    """Return the kind of GPU that a name such as 2x4090 counts; None if it is not shipped."""
+    match = _NAME.fullmatch(name)
+    is_known = match is not None and match[2] in _shipped() and int(match[1]) <= _MAX_GPUS
+    return match[2] if match is not None and is_known else None
+
+
 def _shipped_numbers(name: str) -> dict[str, Any] | None:
     """Return the numbers of some shipped GPUs, such as 2x4090; None if they are unknown.
 
     All-reduces are given for two GPUs. Of more, a ring takes 2 (n - 1) steps in place of 2, in each
     of which it transfers an n-th of the tensor (nccl-tests, PERFORMANCE.md).
     """
-    match = re.fullmatch(r"([1-9]\d{0,3})x(.+)", name)
-    if match is None or (content := _shipped().get(match[2])) is None:
+    if (kind := shipped_gpu(name)) is None:
         return None
-    if (count := int(match[1])) > _MAX_GPUS:
-        return None
-    numbers = {field: each["value"] for field, each in content.items()}
+    count = int(name.partition("x")[0])
+    numbers = {field: each["value"] for field, each in _shipped()[kind].items()}
     if count == 1:
         numbers |= {"all_reduce_s": 0.0, "all_reduce_rate": 1e15}  # there are none
-    elif "all_reduce_s" not in numbers:
-        return None
     else:
         numbers["all_reduce_s"] *= count - 1
         numbers["all_reduce_rate"] *= count / (2 * (count - 1))

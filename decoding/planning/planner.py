@@ -51,10 +51,11 @@ class Planner:
             return self.choose(self.candidates(prompt, max_new_tokens, memory))
         except InsufficientMemoryError as error:
             longest = self.longest_prompt(prompt, max_new_tokens, memory)
+            context = longest + max_new_tokens if longest else 0
             hint = "No shorter context would fit either."
-            if longest:
-                hint = f"{longest + max_new_tokens} tokens of context would fit."
-            raise InsufficientMemoryError(f"{error} {hint}", error.host_bytes) from error
+            if context:
+                hint = f"{context} tokens of context would fit."
+            raise InsufficientMemoryError(f"{error} {hint}", error.host_bytes, context) from error
 
     def candidates(self, prompt: int, max_new_tokens: int, memory: Memory) -> dict[Strategy, Plan]:
         """Return the plan of each strategy that fits; only those that differ for this request.

@@ -31,6 +31,8 @@ class Gpu:
     iommu: str | None = None
     peers: tuple[int, ...] = ()  # NVML indices of GPUs with direct peer access
     free: int = 0  # bytes that no process has allocated
+    uuid: str = ""
+    is_divided: bool = False  # into instances (MIG)
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,17 @@ def _gpu(handle: Any) -> Gpu:
         nearby=not cpus or bool(cpus & os.sched_getaffinity(0)),
         iommu=iommu_of(address),
         free=memory.free,
+        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+        is_divided=_is_divided(handle),
     )
+
+
+def _is_divided(handle: Any) -> bool:
+    """Return whether the GPU is in MIG mode, which few have."""
+    try:
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
+    except pynvml.NVMLError:
+        return False
 
 
 def _has_peer_access(handle: Any, other: Any) -> bool:

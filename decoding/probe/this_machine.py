@@ -7,6 +7,8 @@ GPUs' shipped profile, or assumed.
 from __future__ import annotations
 
 import os
+import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +16,13 @@ from decoding.planning.hardware_profile import HardwareProfile, Trust
 from decoding.probe.survey import Gpu, Machine
 from offload.errors import TierForceError
 
+_VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+_UUID_PREFIX = len("GPU-") + 8  # characters that identify a GPU of a machine
+_NO_LIBRARY = "Shared Library Not Found"  # in NVML's error on a machine without a driver
+_DIVIDED = (
+    "plans are for whole GPUs, and one of this machine's is divided into instances (MIG): name "
+    "others in CUDA_VISIBLE_DEVICES, or a file that `tierforce probe` wrote in --hardware."
+)
 _CONTEXT_BYTES = 500e6  # assumed: what CUDA takes of a GPU for a process
 _IN_USE_BYTES = 1e9  # usage of a GPU by other processes from which there is a note
 # GB/s of a lane by PCIe generation, of which 80% are assumed achievable, as in the profiles
@@ -25,52 +34,29 @@ _MEASURE = "`tierforce probe --gpus {gpus}` measures them, for --hardware"
 
 
 @dataclass(frozen=True)
-class ThisMachine:
+class PlannedMachine:
     """The profile of a machine, what it may decide, and what the user should know about it."""
 
     profile: HardwareProfile
     trust: Trust  # as an engine's on this machine
     notes: Sequence[str] = ()
 
-    @classmethod
-    def detect(cls, gpus: int | None, max_gpus: int) -> ThisMachine:
-        """Return the machine that this process runs on.
 
-        Args:
-            gpus: ranks to use; None: all GPUs of the kind with the most memory.
-            max_gpus: GPUs between which the model can be divided.
+def this_machine(gpus: int | None) -> list[PlannedMachine]:
+    """Return the machine that this process runs on, with each number of GPUs that is worth a plan.
 
-        Raises TierForceError for more GPUs than there are.
-        """
-        machine = Machine.detect()
-        visible = visible_gpus(machine.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        if visible:
-            return _with_gpus(machine, visible, gpus, max_gpus)
-        return _without_gpu(machine, gpus or 1)
+    Args:
+        gpus: ranks to use; None: one of `gpu_counts`, all of which are returned.
 
-
-def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order.
-
-    Those after an index that does not exist are left out, as in CUDA. An entry that is a UUID
-    counts as any GPU: machines with different ones are rare.
+    Raises TierForceError for more GPUs than there are, and for parts of GPUs (MIG).
     """
-    if setting is None:
-        return list(gpus)
-    visible: list[Gpu] = []
-    for position, entry in enumerate(filter(None, map(str.strip, setting.split(",")))):
-        index = position if entry.startswith(("GPU-", "MIG-")) else -1
-        if entry.isdecimal():
-            index = int(entry)
-        if not 0 <= index < len(gpus):
-            break
-        visible.append(gpus[index])
-    return visible
-
-
-def _with_gpus(
-    machine: Machine, visible: Sequence[Gpu], gpus: int | None, max_gpus: int
-) -> ThisMachine:
+    machine = Machine.detect()
+    setting = os.environ.get(_VISIBLE)
+    visible = visible_gpus(machine.gpus, setting)
+    if any(gpu.is_divided for gpu in visible):
+        raise TierForceError(_DIVIDED)
+    if not visible:
+        return [_without_gpu(machine, gpus or 1, list(_missing_gpus(machine, setting)))]
     largest = max(visible, key=lambda gpu: gpu.memory)
     same = [gpu for gpu in visible if gpu.name == largest.name]
     if gpus is not None and gpus > len(same):
@@ -78,12 +64,72 @@ def _with_gpus(
             f"--gpus {gpus}, but this machine has {len(same)} x {largest.name}: plan for others "
             "with --hardware."
         )
-    used = same[: gpus or max_gpus]
-    count = len(used)
-    profile, trust = HardwareProfile.find(None, largest.name, count)
+    notes = [*_missing_gpus(machine, setting), *_other_kinds(machine, visible, same, setting)]
+    counts = [gpus] if gpus is not None else gpu_counts(len(same))
+    return [_with_gpus(machine, same[:count], notes) for count in counts]
+
+
+def gpu_counts(gpus: int) -> list[int]:
+    """Return the numbers of GPUs to choose between: all of them, and smaller powers of two."""
+    return [*(1 << power for power in range((gpus - 1).bit_length())), gpus]
+
+
+def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order, each once.
+
+    Those after an entry that refers to none are left out, as in CUDA. Raises TierForceError for an
+    instance of a divided GPU.
+    """
+    if setting is None:
+        return list(gpus)
+    visible: list[Gpu] = []
+    for entry in filter(None, map(str.strip, setting.split(","))):
+        if entry.startswith("MIG-"):
+            raise TierForceError(_DIVIDED)
+        if entry.startswith("GPU-"):  # a beginning of its UUID is enough
+            found = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
+        else:
+            found = list(gpus[int(entry) :][:1]) if entry.isdecimal() else []
+        if len(found) != 1:
+            break
+        visible += [gpu for gpu in found if gpu not in visible]
+    return visible
+
+
+def _missing_gpus(machine: Machine, setting: str | None) -> Iterator[str]:
+    """Yield notes on GPUs that the machine may have, and that the plan cannot be for."""
+    if setting is not None and machine.gpus and not visible_gpus(machine.gpus, setting):
+        yield f"{_VISIBLE}={shlex.quote(setting)} hides the machine's GPUs ({len(machine.gpus)})."
+    # without a driver's library there is no GPU to miss
+    if "respond" in machine.driver or (not machine.gpus and _NO_LIBRARY not in machine.driver):
+        yield f"the GPUs' driver says: {machine.driver}."
+
+
+def _other_kinds(
+    machine: Machine, visible: Sequence[Gpu], same: Sequence[Gpu], setting: str | None
+) -> Iterator[str]:
+    """Yield notes on GPUs of other kinds than those that plans are for."""
+    kinds = {gpu.name for gpu in machine.gpus}
+    others = Counter(gpu.name for gpu in visible if gpu not in same)
+    if others:
+        names = ", ".join(f"{count} x {name}" for name, count in others.items())
+        uuids = ",".join(gpu.uuid[:_UUID_PREFIX] for gpu in same)
+        yield f"the plan leaves out {names}: to run without, set {_VISIBLE}={uuids}."
+    is_by_index = setting is not None and "GPU-" not in setting
+    if len(kinds) > 1 and is_by_index and os.environ.get(_ORDER) != "PCI_BUS_ID":
+        yield (
+            f"{_VISIBLE} may count GPUs of several kinds in another order than the plan: "
+            f"{_ORDER}=PCI_BUS_ID sets that of nvidia-smi."
+        )
+
+
+def _with_gpus(machine: Machine, used: Sequence[Gpu], notes: Sequence[str]) -> PlannedMachine:
+    count, name = len(used), used[0].name
+    profile, trust = HardwareProfile.find(None, name, count)
     is_assumed = trust is Trust.NONE
     notes = [
-        *_usage_notes(used, len(visible) - count, is_chosen=gpus is not None),
+        *notes,
+        *_usage_notes(used),
         f"rates are {'assumed to be ' if is_assumed else ''}those of the profile {profile.name}: "
         f"{_MEASURE.format(gpus=count)}.",
     ]
@@ -95,21 +141,20 @@ def _with_gpus(
             f"{rate / 1e9:.1f} GB/s to each GPU are assumed."
         )
         profile = replace(profile, link_in=rate, link_out=rate)
+    free = min(gpu.free for gpu in used)
+    in_use = any(gpu.memory - gpu.free > _IN_USE_BYTES for gpu in used)
+    words = f"{count} x {name}" + (f", {free / 1e9:.1f} GB free" if in_use else "")
     profile = replace(
         profile,
-        name=f"this machine ({count} x {largest.name})",
-        device_memory=max(1.0, min(gpu.free for gpu in used) - _CONTEXT_BYTES),
+        name=f"this machine ({words})",
+        device_memory=max(1.0, free - _CONTEXT_BYTES),
         host_memory=max(1.0, machine.host_available),
     )
-    return ThisMachine(profile, trust, notes)
+    return PlannedMachine(profile, trust, notes)
 
 
-def _usage_notes(used: Sequence[Gpu], unused: int, is_chosen: bool) -> Iterator[str]:
-    """Yield notes on which GPUs a plan is for, and on those that are in use."""
-    if len(used) > 1 and not is_chosen:
-        yield f"the plan is for {len(used)} GPUs: run with --gpus {len(used)}."
-    if unused:
-        yield f"the plan leaves out {unused} of the GPUs."
+def _usage_notes(used: Sequence[Gpu]) -> Iterator[str]:
+    """Yield notes on GPUs that are in use."""
     for index, gpu in enumerate(used):
         if (in_use := gpu.memory - gpu.free) > _IN_USE_BYTES:
             yield (
@@ -124,7 +169,7 @@ def _link_rate(gpu: Gpu) -> float:
     return _ACHIEVABLE * rate * 1e9 or float("inf")
 
 
-def _without_gpu(machine: Machine, ranks: int) -> ThisMachine:
+def _without_gpu(machine: Machine, ranks: int, notes: Sequence[str]) -> PlannedMachine:
     """Return a machine whose device memory is host memory, which the ranks share.
 
     Arithmetic is assumed to grow with the cores, and reading memory not to.
@@ -146,7 +191,8 @@ def _without_gpu(machine: Machine, ranks: int) -> ThisMachine:
         **rates,
     )
     notes = [
+        *notes,
         f"rates are assumed for {words}: {_MEASURE.format(gpus=ranks)}. For another machine, name "
-        "its GPUs: --hardware 2x4090."
+        "its GPUs: --hardware 2x4090.",
     ]
-    return ThisMachine(profile, trust, notes)
+    return PlannedMachine(profile, trust, notes)

@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from offload.errors import TierForceError
-from parallel.config.model_config import ModelConfig, predictor_config
+from parallel.config.model_config import ModelConfig
 from parallel.config.weight_sizes import matrix_columns
 from parallel.formats.locate import PACKAGED
 from parallel.formats.plane_format import PLANE_FORMATS, KeptType
@@ -32,6 +32,12 @@ class ModelFile:
 
     format: str  # 16 bits, Q4_K_M, Q4_1 or MXFP4
     name: str  # on the hub, or of a package
+    is_gated: bool = False  # the hub asks for an account that has accepted the licence
+
+    @property
+    def repository(self) -> str:
+        """Return the name on the hub without that of the format."""
+        return self.name.partition(":")[0]
 
     @property
     def command(self) -> str:
@@ -39,9 +45,14 @@ class ModelFile:
         if self.name in PACKAGED:
             return PACKAGED[self.name][1]
         repo, _, tag = self.name.partition(":")
-        if tag:
-            return f"hf download {repo} --include '*{tag}.gguf'"
+        if tag:  # Unsloth has files of other mixtures, whose tags end likewise
+            return f"hf download {repo} --include '*{tag}.gguf' --exclude '*-UD-*'"
         return f"hf download {repo} --exclude '*/*'"  # folders hold other formats
+
+    @property
+    def licence_page(self) -> str | None:
+        """Return where the licence has to be accepted, if it has to be."""
+        return f"https://huggingface.co/{self.repository}" if self.is_gated else None
 
 
 @dataclass(frozen=True)
@@ -54,17 +65,16 @@ class CatalogueModel:
     config: ModelConfig  # in 16 bits
     files: tuple[ModelFile, ...]
     draft: CatalogueModel | None  # recommended; it has the same tokenizer
-    terms: str | None  # page on the hub where the licence has to be accepted
 
     def in_format(self, file: ModelFile) -> ModelConfig:
-        """Return the config of the model as it is in a file, with what can stay packed."""
-        config = self.config
+        """Return the config of the model as it is in a file, with what can stay packed.
+
+        GGUF files are taken as having no prediction block, which many leave out.
+        """
         if file.format == WHOLE:
-            return config
-        columns = matrix_columns(config)
-        if config.has_predictor:
-            columns |= matrix_columns(predictor_config(config))
-        types = _mixture(config, columns, file.format)
+            return self.config
+        config = replace(self.config, has_predictor=False)
+        types = _mixture(config, matrix_columns(config), file.format)
         return replace(config, kept_types=tuple(types.items()))
 
     def draft_file(self, file: ModelFile) -> ModelFile | None:
@@ -83,13 +93,20 @@ def load_catalogue() -> tuple[list[CatalogueModel], list[CatalogueModel]]:
 
 
 def find_model(name: str) -> CatalogueModel:
-    """Return a model by its name in the catalogue. Raises TierForceError for an unknown one."""
-    if name not in _content():
-        raise TierForceError(
-            f"the list has no model {name}: it has {', '.join(_content())}. Other models run, too: "
-            "`tierforce plan --model NAME` says how."
-        )
-    return _model(name)
+    """Return a model by its name in the catalogue, by its title, or by a file's name on the hub.
+
+    Raises TierForceError for an unknown one.
+    """
+    wanted = name.casefold()
+    for model in map(_model, _content()):
+        names = [model.name, model.title]
+        names += [each for file in model.files for each in (file.name, file.repository)]
+        if wanted in map(str.casefold, names):
+            return model
+    raise TierForceError(
+        f'the list has no model "{name}": it has {", ".join(_content())}. Other models run, too: '
+        "`tierforce plan --model NAME` says how."
+    )
 
 
 @cache
@@ -107,7 +124,6 @@ def _model(name: str) -> CatalogueModel:
         ModelConfig.from_fields({"dtype": "bfloat16", **entry["config"]}),
         tuple(ModelFile(**file) for file in entry["files"]),
         _model(entry["draft"]) if "draft" in entry else None,
-        entry.get("terms"),
     )
 
 
@@ -135,15 +151,13 @@ def _type_in_q4_k_m(config: ModelConfig, name: str) -> str:
     """
     if name == HEAD or (name == EMBEDDING and config.tied):
         return "Q6_K"
-    if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "fc.weight")):
+    if name.endswith(("in_proj_a.weight", "in_proj_b.weight")):
         return "Q8_0"
     if name.endswith("linear_attn.out_proj.weight"):
         return "Q5_K"
     match = re.search(r"layers\.(\d+)\..*(v_proj|down_proj)\.weight$", name)
     if match is None:
         return "Q4_K"
-    layers = config.layers + config.has_predictor
-    layer = config.layers if name.startswith("mtp.") else int(match[1])
-    eighth = layers // 8
+    layer, eighth = int(match[1]), config.layers // 8
     is_outer = layer < eighth or layer >= 7 * eighth
     return "Q6_K" if is_outer or (layer - eighth) % 3 == 2 else "Q4_K"

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.hardware_profile import HardwareProfile, shipped_gpu
 from offload.errors import TierForceError
 
 if TYPE_CHECKING:
-    from decoding.probe.this_machine import ThisMachine
+    from decoding.probe.this_machine import PlannedMachine
+
+_MAX_GB = 1_000_000
 
 Hardware = Annotated[
     str | None,
@@ -24,34 +26,65 @@ Hardware = Annotated[
 PlannedGpus = Annotated[
     int | None,
     typer.Option(
-        help="GPUs of this machine to plan for, or ranks on a CPU. Default: all that the model "
-        "can be divided between; 1 on a CPU.",
+        help="GPUs of this machine to plan for, or ranks on a CPU. Default: as many as are "
+        "predicted to be fastest; 1 on a CPU.",
         min=1,
+        max=1024,
     ),
 ]
 HostMemory = Annotated[
-    float | None, typer.Option(help="Host memory for KV in GB, instead of the machine's.")
+    float | None,
+    typer.Option(help="Host memory in GB that is available for KV; on a CPU for everything."),
 ]
 
 
-def find_machine(
-    hardware: str | None, gpus: int | None, host_memory: float | None, max_gpus: int
-) -> "ThisMachine":
-    """Return a machine by the options: this one unless `hardware` is given; `host_memory` in GB.
+def find_machines(
+    hardware: str | None,
+    gpus: int | None,
+    host_memory: float | None,
+    any_number: bool = False,
+) -> list["PlannedMachine"]:
+    """Return a machine by the options, with each number of GPUs to choose between.
 
-    Without `gpus`, of its GPUs the plan is for at most `max_gpus`. Raises TierForceError.
+    Raises TierForceError for options that describe none.
+
+    Args:
+        hardware: None for this machine.
+        gpus: of this machine; None: some.
+        host_memory: in GB; None: the machine's.
+        any_number: whether fewer GPUs than `hardware` names may be chosen.
     """
-    from decoding.probe.this_machine import ThisMachine  # imports the driver's library
+    from decoding.probe.this_machine import this_machine  # imports the driver's library
 
+    if host_memory is not None and not 0 <= host_memory <= _MAX_GB:
+        raise TierForceError(
+            f"--host-memory must be between 0 and {_MAX_GB:,} GB, found {host_memory}."
+        )
     if hardware is None:
-        machine = ThisMachine.detect(gpus, max_gpus)
+        machines = this_machine(gpus)
     elif gpus is not None:
         raise TierForceError("--gpus is for this machine: --hardware says how many GPUs there are.")
     else:
-        profile = HardwareProfile.from_name(hardware)
-        machine = ThisMachine(profile, profile.trust_in(hardware))
+        machines = _named_machines(hardware, any_number)
     if host_memory is None:
-        return machine
-    if not 0 <= host_memory < float("inf"):
-        raise TierForceError(f"--host-memory must be 0 or more GB, found {host_memory}.")
-    return replace(machine, profile=replace(machine.profile, host_memory=host_memory * 1e9))
+        return machines
+    nbytes = max(1.0, host_memory * 1e9)
+    return [replace(each, profile=_with_host_memory(each.profile, nbytes)) for each in machines]
+
+
+def _named_machines(name: str, any_number: bool) -> list["PlannedMachine"]:
+    """Return the machine that `--hardware` names."""
+    from decoding.probe.this_machine import PlannedMachine, gpu_counts
+
+    profile = HardwareProfile.from_name(name)
+    kind = shipped_gpu(name)
+    counts = gpu_counts(int(profile.gpus)) if any_number and kind is not None else []
+    profiles = [HardwareProfile.from_name(f"{count}x{kind}") for count in counts] or [profile]
+    return [PlannedMachine(each, each.trust_in(name)) for each in profiles]
+
+
+def _with_host_memory(profile: HardwareProfile, nbytes: float) -> HardwareProfile:
+    """Return a profile with this host memory, which is a CPU's only memory."""
+    if profile.runs_ahead:
+        return replace(profile, host_memory=nbytes)
+    return replace(profile, host_memory=nbytes, device_memory=max(1.0, nbytes / profile.gpus))

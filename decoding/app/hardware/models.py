@@ -3,7 +3,6 @@
 # No `from __future__ import annotations`: typer reads these annotations as objects.
 import json
 from collections.abc import Sequence
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,18 +12,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from decoding.app.hardware.catalogue import CatalogueModel, find_model, load_catalogue
-from decoding.app.hardware.machine import Hardware, HostMemory, PlannedGpus, find_machine
+from decoding.app.hardware.machine import Hardware, HostMemory, PlannedGpus, find_machines
 from decoding.app.options import DOCUMENTS, IncludedFiles, JobOptions, option_parameter
 from decoding.app.terminal.streams import printable
 from decoding.config.defaults import NEW_TOKENS
 from decoding.config.settings import Settings
 from offload.errors import TierForceError
-from parallel.config.parameter_count import min_kv_heads
 
 if TYPE_CHECKING:
     from decoding.app.hardware.candidates import Candidate
 
-_WIDE = 78  # columns of a terminal that shows all of the table
+_OF_MACHINE = ("name", "gpus", "device_memory", "host_memory")
+_WIDE = 80  # columns of a terminal that shows all of the table
 
 
 def models(
@@ -65,47 +64,75 @@ def models(
         raise TierForceError("--include needs --input: name the documents to plan for.")
     from decoding.app.hardware.candidates import Documents, Wanted
 
-    targets = [find_model(name) for name in dict.fromkeys(names or ())] or load_catalogue()[0]
-    documents = Documents(()) if input is None else Documents.read(input, include or ())
-    find = cache(partial(find_machine, hardware, gpus, host_memory))
-    wanted = Wanted(find, documents, max_new_tokens, context)
+    targets = [find_model(name) for name in names or ()] or load_catalogue()[0]
+    targets = list({model.name: model for model in targets}.values())
+    documents = Documents() if input is None else Documents.read(input, include or ())
+    machines = find_machines(hardware, gpus, host_memory, any_number=True)
+    wanted = Wanted(machines, documents, max_new_tokens, context)
     with Console(stderr=True).status("planning"):  # nothing without a terminal
         candidates = [wanted.candidate(model, file) for model in targets for file in model.files]
+    machine = machines[-1]
+    notes = list(machine.notes)
+    if documents.unreadable:
+        notes.append(f"documents that cannot be read: {documents.unreadable}; `plan` names them.")
     if as_json:
-        typer.echo(json.dumps([each.as_dict() for each in candidates], indent=2))
-        return
-    machine = find(min_kv_heads(targets[0].config))
+        profile = machine.profile
+        content = {
+            "machine": {name: getattr(profile, name) for name in _OF_MACHINE},
+            "documents": len(documents.sizes),
+            "estimated_tokens": documents.tokens,
+            "unreadable_documents": documents.unreadable,
+            "max_new_tokens": max_new_tokens,
+            "notes": notes,
+            "models": [each.as_dict() for each in candidates],
+        }
+        typer.echo(json.dumps(content, indent=2))
+    else:
+        title = f"On {printable(machine.profile.name)}, {documents.title}. Predicted, not measured:"
+        _show(title, targets if names else [], candidates, notes)
+    if names and all(each.error is not None for each in candidates):
+        raise typer.Exit(1)
+
+
+def _show(
+    title: str,
+    described: Sequence[CatalogueModel],
+    candidates: Sequence["Candidate"],
+    notes: Sequence[str],
+) -> None:
+    """Print descriptions of models or, of none, a table of all, and notes."""
     console = Console()
-    title = f"On {printable(machine.profile.name)}, {documents.title}. Predicted, not measured:"
-    if names:
+    if described:
         console.print(title, markup=False, highlight=False, soft_wrap=True)
-        for model in targets:
+        for model in described:
             own = [each for each in candidates if each.model is model]
             typer.echo("\n".join(["", *_description(own)]))
     else:
         console.print(models_table(title, candidates, console.width))
-    notes = list(machine.notes)
-    if documents.unreadable:
-        notes.append(f"documents that cannot be read: {documents.unreadable}; `plan` names them.")
-    if not names:
-        notes.append("`tierforce models NAME` says where the files of a model are.")
+        notes = [*notes, "`tierforce models NAME` says where the files of a model are."]
     for note in notes:
         console.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def models_table(title: str, candidates: Sequence["Candidate"], width: int) -> Table:
     """Return a row per candidate; in a narrow terminal without what `models NAME` says as well."""
-    table = Table(title=escape(title), title_justify="left", box=None)
+    table = Table(title=escape(title), title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.pad_edge = False
     is_wide = width >= _WIDE
     table.add_column("", no_wrap=True)
     for name in ("format", *(["licence"] if is_wide else [])):
         table.add_column(name)
-    for name in ("GB", "context", "KV/token", "time") if is_wide else ("time",):
-        table.add_column(name, justify="right")
+    has_gpus = is_wide and any(each.gpus > 1 for each in candidates)
+    more = ["GB + draft", "context", "KV/token", *(["GPUs"] if has_gpus else [])]
+    for name in [*(more if is_wide else []), "time"]:
+        table.add_column(name, justify="right", no_wrap=is_wide)
     for each in candidates:
-        size, context = f"{each.weight_bytes / 1e9:.1f}", f"{each.context:,}"
-        more = [each.model.licence, size, context, _kib(each)] if is_wide else []
-        table.add_row(each.model.name, each.file.format, *more, each.time)
+        cells = [each.model.name, each.file.format]
+        if is_wide:
+            cells += [each.model.licence, _size(each), f"{each.context:,}", _kib(each)]
+        if has_gpus:
+            cells.append(str(each.gpus or ""))
+        table.add_row(*cells, each.time)
     return table
 
 
@@ -114,26 +141,39 @@ def _description(candidates: Sequence["Candidate"]) -> list[str]:
     model = candidates[0].model
     lines = [
         f"{model.title}",
-        f"    licence: {_licence(model)}",
+        f"    licence: {model.licence}",
         f"    context: {model.config.context_limit:,} tokens; KV: {_kib(candidates[0])} per token",
     ]
     if model.draft is not None:
-        lines.append(f"    draft: {model.draft.title} (licence: {_licence(model.draft)})")
+        lines.append(f"    draft: {model.draft.title} (licence: {model.draft.licence})")
     elif model.config.has_predictor:
-        lines.append("    draft: its own prediction block, if the file has it")
+        lines.append("    draft: in 16 bits its own prediction block")
     for each in candidates:
-        fits = f"predicted: {each.time}" if each.error is None else f"not possible: {each.error}"
-        if each.parts > 1 and each.error is None:
-            fits += f", {each.parts:,} parts"
-        lines.append(f"  {each.file.format}, {each.weight_bytes / 1e9:.1f} GB; {fits}")
-        lines += [f"    {command}" for command in each.commands if each.error is None]
+        lines.append(f"  {each.file.format}, {_size(each)} GB; {_outcome(each)}")
+        files = [file for file in (each.file, each.draft_file) if file is not None]
+        pages = [file.licence_page for file in files if file.licence_page is not None]
+        if each.error is None:
+            lines += [f"    first accept the licence at {page}" for page in pages]
+            lines += [f"    {command}" for command in each.commands]
     return lines
 
 
-def _licence(model: CatalogueModel) -> str:
-    if model.terms is None:
-        return model.licence
-    return f"{model.licence}; first accept it at https://huggingface.co/{model.terms}"
+def _outcome(candidate: "Candidate") -> str:
+    """Return what is predicted of a model in a format."""
+    if candidate.error is not None:
+        return f"not possible: {candidate.error}"
+    words = [f"predicted: {candidate.time}"]
+    words += [f"{candidate.gpus} GPUs"] if candidate.gpus > 1 else []
+    words += [f"{candidate.parts:,} parts"] if candidate.parts > 1 else []
+    if candidate.context < candidate.model.config.context_limit:
+        words.append(f"in a context of {candidate.context:,} tokens")
+    return ", ".join(words)
+
+
+def _size(candidate: "Candidate") -> str:
+    """Return the GB of a model and, if it has one, of its draft."""
+    sizes = (candidate.weight_bytes, candidate.draft_bytes)
+    return " + ".join(f"{nbytes / 1e9:.1f}" for nbytes in sizes if nbytes)
 
 
 def _kib(candidate: "Candidate") -> str:

@@ -6,6 +6,7 @@ It needs neither weights nor a GPU: everything follows from configs and hardware
 # No `from __future__ import annotations`: typer reads these annotations as objects.
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -13,7 +14,8 @@ import typer
 from rich.console import Console
 
 from decoding.app.documents.option_files import read_questions
-from decoding.app.hardware.machine import Hardware, HostMemory, PlannedGpus, find_machine
+from decoding.app.hardware.machine import Hardware, HostMemory, PlannedGpus, find_machines
+from decoding.app.hardware.machine_choice import divisible, fastest_machine, requirements_on
 from decoding.app.hardware.plan_view import Plans, memory_table, plan_picture, times_table
 from decoding.app.options import (
     DOCUMENTS,
@@ -37,27 +39,25 @@ from decoding.config.defaults import (
 )
 from decoding.config.settings import Settings
 from decoding.planning.cost_model import CostModel
-from decoding.planning.forward_cost import choose_weights
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.planner import Planner, fitting_requirements
+from decoding.planning.planner import Planner
 from decoding.planning.requirements import (
     Requirements,
-    draft_ranks,
     predictor_notes,
     weight_notes,
 )
 from decoding.planning.round_cost import Acceptance
 from decoding.text.instructions import Instructions
 from decoding.text.vocabulary import check_same_vocabulary, names_in
-from offload.dtypes import DTYPES, dtype_spec
+from offload.dtypes import DTYPES
 from offload.errors import InsufficientMemoryError, TierForceError
-from parallel.config.model_config import ModelConfig, predictor_config
-from parallel.config.parameter_count import min_kv_heads
+from parallel.config.model_config import ModelConfig
 from parallel.config.text_model import wrapper_notes
 from parallel.formats.locate import find_local
 
 if TYPE_CHECKING:
     from decoding.app.hardware.input_plan import InputPlan
+    from decoding.probe.this_machine import PlannedMachine
 
 PREDICTED = "predicted best"
 MAX_PADDING = 1024  # maximum difference of vocabulary sizes with one tokenizer
@@ -140,8 +140,7 @@ def plan(
     if plot is not None:
         check_writable("--plot", plot)
     target = ModelConfig.from_name(model, packed=True).with_rope_scaling(rope)
-    described = find_machine(hardware, gpus, host_memory, min_kv_heads(target))
-    machine = described.profile
+    machines = find_machines(hardware, gpus, host_memory)
     _check_rates({"acceptance": acceptance, "inner-acceptance": inner_acceptance})
     settings = Settings(
         mode=mode,
@@ -156,20 +155,23 @@ def plan(
         weights=weights,
         deterministic=deterministic,
         # An engine decides by a self-test of its GPU (`cuda_graphs_supported`).
-        graphs=machine.runs_ahead and not deterministic,
+        graphs=machines[0].profile.runs_ahead and not deterministic,
     )
     small = None if draft is None else ModelConfig.from_name(draft, packed=True)
-    requirements = requirements_on(machine, target, small, settings)
-    _check_draft_vocabulary(model, draft, requirements)
-    target = requirements.target
+    needs_on = partial(requirements_on, target=target, draft=small, settings=settings)
+    _check_draft_vocabulary(model, draft, needs_on(machines[0].profile))
     prompt = _prompt_tokens(target, context, max_new_tokens)
     documents = _input_plan(input, include or [], model, questions, long)
     if documents is not None:
         prompt = documents.read(prompt + max_new_tokens, max_new_tokens)
-    requirements = fitting_requirements(requirements, prompt, max_new_tokens, machine.device_memory)
-    notes = [*described.notes, *target.context_notes(), *wrapper_notes(target.wrapper)]
-    notes += [*weight_notes(requirements), *predictor_notes(requirements)]
     acceptance_rates = Acceptance(acceptance, inner_acceptance, is_coupled=deterministic)
+    described, requirements = fastest_machine(
+        divisible(machines, target), needs_on, acceptance_rates, prompt, max_new_tokens
+    )
+    machine = described.profile
+    notes = [*_number_notes(machine, machines), *described.notes]
+    notes += [*target.context_notes(), *wrapper_notes(target.wrapper)]
+    notes += [*weight_notes(requirements), *predictor_notes(requirements)]
     if deterministic:
         check_concurrency(concurrency)
         concurrency = 1
@@ -217,6 +219,15 @@ def _show(plans: Plans, documents: "InputPlan | None", notes: Sequence[str]) -> 
         console.print(f"Note: {printable(note)}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _number_notes(machine: HardwareProfile, machines: Sequence["PlannedMachine"]) -> list[str]:
+    """Return a note on a number of GPUs that was chosen."""
+    if len(machines) == 1:
+        return []
+    count, total = int(machine.gpus), int(machines[-1].profile.gpus)
+    chosen = f"all {total} GPUs" if count == total else f"{count} of the {total} GPUs"
+    return [f"the plan is for {chosen}, predicted to be fastest: run with --gpus {count}."]
+
+
 def _check_rates(rates: Mapping[str, float]) -> None:
     """Raise TierForceError for an acceptance rate, by its option, that is none."""
     for name, rate in rates.items():
@@ -241,33 +252,6 @@ def _input_plan(
     if questions is not None:
         instructions = Instructions(read_questions(questions), are_questions=True)
     return InputPlan(source, include, model, instructions, splits)
-
-
-def requirements_on(
-    machine: HardwareProfile, target: ModelConfig, draft: ModelConfig | None, settings: Settings
-) -> Requirements:
-    """Return the requirements on one rank of a machine, with weights stored as fits it best.
-
-    Raises TierForceError for incompatible models or settings.
-    """
-    ranks, kind = int(machine.gpus), dtype_spec(settings.dtype)
-    memory = machine.device_memory
-    target = choose_weights(target, settings.weights, machine, kind, memory)
-    small = predictor_config(target) if target.has_predictor else None
-    if draft is not None:
-        small = choose_weights(draft, settings.weights, machine, kind, memory, target)
-    target.kv_layout(ranks, kind)  # raises if the heads cannot be split over ranks
-    settings.check_layers(target.full_layers)
-    return Requirements(
-        target=target,
-        draft=small,
-        mode=settings.resolved_mode(small is not None, target.full_layers),
-        settings=settings,
-        dtype=kind,
-        ranks=ranks,
-        draft_ranks=draft_ranks(small, ranks, kind) if small is not None else 1,
-        copies=machine.runs_ahead,  # on a CPU, the device is the host
-    )
 
 
 def _check_draft_vocabulary(model: str, draft: str | None, requirements: Requirements) -> None:

@@ -78,13 +78,13 @@ def test_gpus_are_identified_by_their_driver_name() -> None:
         ("NVIDIA L40S", 1, "1xL40S"),
         ("NVIDIA RTX 6000 Ada Generation", 1, "1x6000-Ada"),
         ("NVIDIA A100-SXM4-80GB", 1, "1xA100-80"),
-        ("NVIDIA A100 80GB PCIe", 1, "1xA100-80"),
+        ("NVIDIA A100 80GB PCIe", 4, "4xA100-80"),
+        ("NVIDIA H200 NVL", 2, "2xH200"),
     ]:
         expected = HardwareProfile.from_name(name), Trust.UNSPLIT
         assert HardwareProfile.find(None, gpu, ranks) == expected
     for gpu, ranks in [
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 1),
-        ("NVIDIA H200", 2),
         ("an unknown GPU", 1),
         ("", 1),
     ]:
@@ -102,7 +102,7 @@ def test_all_reduces_of_more_gpus_take_longer() -> None:
     assert one.all_reduce_s == 0.0
     assert four.all_reduce_s == pytest.approx(3 * two.all_reduce_s)
     assert four.all_reduce_rate == pytest.approx(two.all_reduce_rate / 1.5)
-    for name in ("0x4090", "1025x4090", "4090", "2xH200", "1x4080", "1x"):
+    for name in ("0x4090", "1025x4090", "4090", "1x4080", "1x"):
         with pytest.raises(TierForceError, match=f"`hardware` {name} is neither a file nor"):
             HardwareProfile.from_name(name)
 

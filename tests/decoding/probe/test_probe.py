@@ -202,6 +202,7 @@ class FakeDriver:
     """The NVML functions that the probe calls."""
 
     NVMLError = pynvml.NVMLError
+    NVML_DEVICE_MIG_ENABLE = pynvml.NVML_DEVICE_MIG_ENABLE
     NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = (
         pynvml.NVML_P2P_CAPS_INDEX_READ,
         pynvml.NVML_P2P_STATUS_OK,
@@ -217,12 +218,15 @@ class FakeDriver:
             "DeviceGetCurrPcieLinkGeneration": 1,
             "DeviceGetMaxPcieLinkGeneration": 4,
             "DeviceGetMaxPcieLinkWidth": 16,
+            "DeviceGetMigMode": [1, 1],
         }
         function = name.removeprefix("nvml")
         if function == "DeviceGetCurrPcieLinkWidth":
             return self._unknown
         if function == "DeviceGetMemoryInfo":
             return lambda _: type("Memory", (), {"total": GPU.memory, "free": GPU.free})
+        if function == "DeviceGetUUID":
+            return lambda index: f"GPU-{index}"
         if function == "DeviceGetHandleByIndex":
             return lambda index: index
         if function == "DeviceGetPciInfo":
@@ -265,6 +269,8 @@ def test_gpus_are_those_of_the_driver(driver: list[str]) -> None:
             nearby=False,
             iommu="DMA",
             peers=(),
+            uuid="GPU-0",
+            is_divided=True,
         ),
         Gpu(
             "RTX 4090",
@@ -278,6 +284,8 @@ def test_gpus_are_those_of_the_driver(driver: list[str]) -> None:
             nearby=False,
             iommu=None,
             peers=(0,),
+            uuid="GPU-1",
+            is_divided=True,
         ),
     ]
     assert machine.driver == "580.00"

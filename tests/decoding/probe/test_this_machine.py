@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from decoding.planning.hardware_profile import HardwareProfile, Trust
 from decoding.probe.survey import Gpu, Machine
-from decoding.probe.this_machine import ThisMachine, visible_gpus
+from decoding.probe.this_machine import PlannedMachine, gpu_counts, this_machine, visible_gpus
 from offload.errors import TierForceError
 
 NAME = "NVIDIA GeForce RTX 4090"
-GPU = Gpu(NAME, 25_756_000_000, 4, 4, 16, 16, None, "0000:01:00.0", free=25_400_000_000)
+GPU = Gpu(
+    NAME,
+    25_756_000_000,
+    4,
+    4,
+    16,
+    16,
+    None,
+    "0000:01:00.0",
+    free=25_400_000_000,
+    uuid="GPU-11111111-aaaa",
+)
+SECOND = replace(GPU, address="0000:02:00.0", uuid="GPU-22222222-bbbb")
 OTHER = replace(GPU, name="NVIDIA GeForce RTX 3060", memory=12_000_000_000, free=11_000_000_000)
 HOST = 60_000_000_000
 
@@ -20,18 +33,25 @@ HOST = 60_000_000_000
 @pytest.fixture(autouse=True)
 def all_gpus_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
 
 
-def detect(
+def machines(
     monkeypatch: pytest.MonkeyPatch,
     *gpus: Gpu,
     count: int | None = None,
-    max_gpus: int = 8,
     cores: int = 8,
-) -> ThisMachine:
-    machine = Machine(list(gpus), "575.1", 16, cores, HOST, None, False)
+    driver: str = "",
+) -> list[PlannedMachine]:
+    driver = driver or ("575.1" if gpus else "no GPU: NVML Shared Library Not Found")
+    machine = Machine(list(gpus), driver, 16, cores, HOST, None, False)
     monkeypatch.setattr(Machine, "detect", lambda: machine)
-    return ThisMachine.detect(count, max_gpus)
+    return this_machine(count)
+
+
+def detect(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu, **options: Any) -> PlannedMachine:
+    """Return the machine with all of its GPUs."""
+    return machines(monkeypatch, *gpus, **options)[-1]
 
 
 def test_memory_is_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,21 +69,29 @@ def test_memory_is_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
     assert busy.notes[0].startswith("GPU 0: 15.8 of 25.8 GB are in use")
 
 
-def test_all_gpus_of_a_kind_are_used_up_to_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = detect(monkeypatch, OTHER, GPU, replace(GPU, free=20_000_000_000))
-    assert found.profile.gpus == 2
-    assert found.profile.device_memory == 19.5e9
-    assert found.profile.all_reduce_rate == HardwareProfile.from_name("2x4090").all_reduce_rate
-    assert found.notes[:2] == [
-        "the plan is for 2 GPUs: run with --gpus 2.",
-        "the plan leaves out 1 of the GPUs.",
+def test_plans_choose_between_numbers_of_gpus_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [gpu_counts(gpus) for gpus in (1, 2, 3, 4, 6, 8)] == [
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 4],
+        [1, 2, 4, 6],
+        [1, 2, 4, 8],
     ]
-    assert detect(monkeypatch, GPU, GPU, max_gpus=1).profile.gpus == 1
-    chosen = detect(monkeypatch, GPU, GPU, GPU, count=2)
+    one, two = machines(monkeypatch, OTHER, GPU, replace(SECOND, free=20_000_000_000))
+    assert (one.profile.gpus, two.profile.gpus) == (1, 2)
+    assert one.profile.device_memory == 24.9e9
+    assert two.profile.device_memory == 19.5e9
+    assert two.profile.name == f"this machine (2 x {NAME}, 20.0 GB free)"
+    assert two.profile.all_reduce_rate == HardwareProfile.from_name("2x4090").all_reduce_rate
+    assert one.notes[0] == (
+        f"the plan leaves out 1 x {OTHER.name}: to run without, set "
+        "CUDA_VISIBLE_DEVICES=GPU-11111111,GPU-22222222."
+    )
+    (chosen,) = machines(monkeypatch, GPU, SECOND, GPU, count=2)
     assert chosen.profile.gpus == 2
-    assert chosen.notes[0] == "the plan leaves out 1 of the GPUs."
     with pytest.raises(TierForceError, match=f"--gpus 3, but this machine has 2 x {NAME}: plan"):
-        detect(monkeypatch, GPU, GPU, OTHER, count=3)
+        machines(monkeypatch, GPU, SECOND, OTHER, count=3)
 
 
 @pytest.mark.parametrize(
@@ -109,15 +137,45 @@ def test_a_cpu_is_not_called_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("-1", []),
         ("2,0", [2, 0]),
         ("1, 7, 0", [1]),
-        ("GPU-a1,GPU-b2", [0, 1]),
+        ("0,0", [0]),
+        ("GPU-c3,GPU-a1", [2, 0]),
+        ("GPU-,0", []),  # all three begin so
         ("none", []),
     ],
 )
 def test_visible_gpus(setting: str | None, indices: list[int]) -> None:
-    gpus = [replace(GPU, address=str(index)) for index in range(3)]
+    uuids = ("GPU-a1b2", "GPU-b2c3", "GPU-c3d4")
+    gpus = [replace(GPU, address=str(index), uuid=uuid) for index, uuid in enumerate(uuids)]
     assert [int(gpu.address) for gpu in visible_gpus(gpus, setting)] == indices
 
 
-def test_hidden_gpus_are_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_cannot_be_planned_for_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a driver that does not answer; not those of a machine without a driver."""
+    assert len(detect(monkeypatch).notes) == 1
+    mismatch = "no GPU: Driver/library version mismatch"
+    assert detect(monkeypatch, driver=mismatch).notes[0] == f"the GPUs' driver says: {mismatch}."
+    lost = "575.1, GPU 1 does not respond: GPU is lost"
+    assert detect(monkeypatch, GPU, driver=lost).notes[0] == f"the GPUs' driver says: {lost}."
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not detect(monkeypatch, GPU).profile.runs_ahead
+    hidden = detect(monkeypatch, GPU)
+    assert not hidden.profile.runs_ahead
+    assert hidden.notes[0] == "CUDA_VISIBLE_DEVICES='' hides the machine's GPUs (1)."
+
+
+def test_indices_of_unequal_gpus_may_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    note = "CUDA_VISIBLE_DEVICES may count GPUs of several kinds in another order"
+    assert detect(monkeypatch, GPU, OTHER).notes[0].startswith(note)
+    assert not detect(monkeypatch, GPU, SECOND).notes[0].startswith(note)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert not detect(monkeypatch, GPU, OTHER).notes[0].startswith(note)
+
+
+@pytest.mark.parametrize("setting", ["MIG-12345678", None])
+def test_instances_of_divided_gpus_are_refused(
+    setting: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    with pytest.raises(TierForceError, match=r"is divided into instances \(MIG\)"):
+        detect(monkeypatch, replace(GPU, is_divided=setting is None))

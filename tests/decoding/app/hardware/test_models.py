@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -14,13 +13,15 @@ from rich.console import Console
 
 from decoding.app.hardware.candidates import Documents, Prompts, Wanted
 from decoding.app.hardware.catalogue import CatalogueModel, find_model, load_catalogue
-from decoding.app.hardware.machine import find_machine
+from decoding.app.hardware.machine import find_machines
 from decoding.app.hardware.models import models_table
+from decoding.planning.hardware_profile import HardwareProfile
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import parameter_count
 from parallel.config.weight_sizes import weight_sizes
 from parallel.formats.hub import GgufName
 from parallel.formats.locate import PACKAGED
+from parallel.formats.weight_headers import PREDICTION
 from support.commands import Finished, forked, refused
 from support.gguf_headers import PUBLISHED
 
@@ -57,8 +58,8 @@ def run(folder: Path, *options: str) -> Finished:
 
 def rows(folder: Path, *options: str) -> list[dict[str, Any]]:
     done = run(folder, *options, "--json")
-    assert done.code == 0, done.err
-    return list(json.loads(done.out))
+    assert not done.err  # the code is 1 if none fits
+    return list(json.loads(done.out)["models"])
 
 
 @pytest.mark.parametrize("name", FILE_SIZES)
@@ -89,7 +90,8 @@ def test_types_are_those_of_a_file(name: str, file: str, tmp_path: Path) -> None
     expected = ModelConfig.from_name(str(path), packed=True)
     model = find_model(name)
     found = model.in_format(model.files[-1])
-    assert dict(found.kept_types) == dict(expected.kept_types)
+    kept = {key: kind for key, kind in expected.kept_types if not key.startswith(PREDICTION)}
+    assert dict(found.kept_types) == kept
     for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "tied"):
         assert getattr(found, field) == getattr(expected, field)
     assert found.context_limit == expected.context_limit
@@ -112,7 +114,10 @@ def test_files_can_be_named(model: CatalogueModel) -> None:
         assert (parsed is not None) == (file.format == "Q4_K_M")
         if parsed is not None:
             assert parsed.tag == "Q4_K_M"
-            assert file.command == f"hf download {parsed.repo} --include '*Q4_K_M.gguf'"
+            assert (
+                file.command
+                == f"hf download {parsed.repo} --include '*Q4_K_M.gguf' --exclude '*-UD-*'"
+            )
     if model.draft is not None:  # as `plan` compares those that are not here
         assert abs(model.draft.config.vocab - model.config.vocab) <= 1024
         is_packed = model.files[0].format != "16 bits"
@@ -155,7 +160,7 @@ def test_documents_are_estimated_by_their_size(tmp_path: Path) -> None:
     assert alone["parts"] == 1 + 4  # 27,000 tokens, 7,580 at a time
     assert shorter["parts"] == 1 + 8
     assert shorter["seconds"] > 0
-    assert "--context 4096 --input" in shorter["commands"][-1]
+    assert f"--context 4096 --input {folder} --output" in shorter["commands"][-1]
     done = run(tmp_path, "smollm2", *options)
     assert "2 documents of about 29,600 tokens in all" in done.out
     assert "documents that cannot be read: 1; `plan` names them" in done.out
@@ -172,7 +177,7 @@ def test_prompts_hold_all_of_a_document(size: int) -> None:
     assert max(*prompts.parts, *prompts.merges, 0) <= 7_680
     merged = sum((tokens - 100) // 512 - 1 for tokens in prompts.merges)
     assert merged == len(prompts.parts) - 1
-    assert Documents(()).prompts(8_192, 512) == [Prompts((7_680,), ())]
+    assert Documents().prompts(8_192, 512) == [Prompts((7_680,), ())]
 
 
 def test_documents_are_split_for_a_context_that_fits(tmp_path: Path) -> None:
@@ -183,16 +188,36 @@ def test_documents_are_split_for_a_context_that_fits(tmp_path: Path) -> None:
     assert 8_192 <= seed["context"] < seed["context_limit"] == 524_288
     assert seed["parts"] == -(-650_000 // (seed["context"] - 612))
     assert f"--context {seed['context']} --input" in seed["commands"][-1]
-    longer = rows(tmp_path, *options, "--context", str(seed["context"] + 4096))[0]
-    assert longer["context"] == seed["context"]
     assert "the weights alone take" in llama["error"]
+    longer = rows(tmp_path, *options, "--context", str(seed["context"] + 4096))[0]
+    assert longer["context"] == seed["context"] + 4096
+    assert "tokens of context would fit" in longer["error"]
+
+
+def test_a_context_that_fits_is_found_without_documents_too(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, "seed-oss-36b", "--hardware", "1x4090")
+    assert 8_192 <= row["context"] < 131_072
+    assert f"--context {row['context']} --input books/" in row["commands"][-1]
+    (row,) = rows(tmp_path, "qwen3-4b", "--hardware", "1x4090")[:1]
+    assert (row["context"], row["context_limit"]) == (131_072, 262_144)
+    assert "--context 131072" in row["commands"][-1]
+
+
+def test_as_many_gpus_are_taken_as_are_fastest(tmp_path: Path) -> None:
+    names = ("llama-3.1-8b", "llama-3.3-70b", "smollm2")
+    few = rows(tmp_path, *names, "--hardware", "2x4090")
+    many = rows(tmp_path, *names, "--hardware", "4x4090")
+    assert [row["gpus"] for row in many] == [2, 2, 4, 1]
+    assert [row["seconds"] for row in many[:2]] == [row["seconds"] for row in few[:2]]
+    assert " --gpus 4 " in many[2]["commands"][-1]
+    assert "GPUs" in run(tmp_path, "--hardware", "4x4090").out.splitlines()[2].split()
 
 
 def test_the_list(tmp_path: Path) -> None:
     table = run(tmp_path, "--hardware", "1x4070-Ti-Super")
     assert table.code == 0, table.err
     for model in TARGETS:
-        assert f" {model.name} " in table.out
+        assert f"\n{model.name} " in table.out
     assert "does not fit" in table.out
     assert max(map(len, table.out.splitlines()[:10])) <= 80
     assert {each["name"] for each in rows(tmp_path) if each["error"]} >= {"llama-3.3-70b"}
@@ -200,8 +225,7 @@ def test_the_list(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_list_names_models_whole(width: int) -> None:
-    find = partial(find_machine, "1x4090", None, None)
-    wanted = Wanted(find, Documents(()), 512)
+    wanted = Wanted(find_machines("1x4090", None, None), Documents())
     candidates = [wanted.candidate(model, model.files[-1]) for model in TARGETS]
     console = Console(width=width, file=StringIO())
     console.print(models_table("On [b]1x4090", candidates, width))
@@ -217,20 +241,53 @@ def test_a_model_in_detail(tmp_path: Path) -> None:
     text = run(tmp_path, *options).out
     assert "the weights alone take" in text
     assert text.count("tierforce summarize ") == 2  # the first does not fit
-    assert "its own prediction block" in text
-    assert run(tmp_path, options[0], *options).out == text
-    terms = "Llama 3.1; first accept it at https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct"
-    assert terms in run(tmp_path, "llama-3.1-8b").out
+    assert "in 16 bits its own prediction block" in text
+    for same in (
+        "LLAMA-3.3-70b",
+        "Llama-3.3-70B-Instruct",
+        "bartowski/Llama-3.3-70B-Instruct-GGUF",
+    ):
+        assert run(tmp_path, same, *options).out == text
+    text = run(tmp_path, "llama-3.1-8b", "--hardware", "1x4090", "--max-new-tokens", "100").out
+    whole, packed = text.split("Q4_K_M, ", 1)
+    accept = "first accept the licence at https://huggingface.co/meta-llama/"
+    assert f"{accept}Llama-3.1-8B-Instruct" in whole
+    assert f"{accept}Llama-3.2-1B-Instruct" in whole
+    assert accept not in packed
+    assert packed.count("--max-new-tokens 100 ") == 1
+    done = run(tmp_path, "llama-3.3-70b", "--hardware", "1x4090")
+    assert (done.code, done.err) == (1, "")
+    assert "not possible" in done.out
+
+
+def test_json_says_what_the_tables_say(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("It was the best of times. " * 400)
+    (tmp_path / "b.txt").write_bytes(b"\x00\x01")
+    options = ("llama-3.1-8b", "--hardware", "2x4090", "--input", str(tmp_path), "--json")
+    content = json.loads(run(tmp_path, *options, "--include", "*.txt").out)
+    assert content["machine"]["name"] == "2x4090"
+    assert content["machine"]["device_memory"] == 25.2e9
+    assert (content["documents"], content["unreadable_documents"]) == (1, 1)
+    assert content["estimated_tokens"] == 2_600
+    assert content["notes"] == ["documents that cannot be read: 1; `plan` names them."]
+    row = content["models"][0]
+    draft = row["draft"]
+    assert (draft["name"], draft["format"]) == ("llama-3.2-1b", "16 bits")
+    assert draft["weight_bytes"] == pytest.approx(2.47e9, rel=0.01)
+    assert draft["licence_page"] == "https://huggingface.co/meta-llama/Llama-3.2-1B-Instruct"
+    assert f"--input {tmp_path} --include '*.txt' --output" in row["commands"][-1]
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["gpt-5"], "the list has no model gpt-5: it has smollm2, "),
+        (["gpt 5"], 'the list has no model "gpt 5": it has smollm2, '),
         (["--include", "*.py"], "--include needs --input"),
         (["--hardware", "1x4080"], "--hardware 1x4080 is neither a file nor a known machine"),
         (["--input", "nowhere"], "--input nowhere"),
         (["--context", "0"], "--context must be at least 1"),
+        (["--context", "600"], "600 tokens of context leave no room for a prompt and 512 new"),
+        (["--host-memory", "1e30"], "--host-memory must be between 0 and 1,000,000 GB"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
     ],
 )
@@ -238,8 +295,22 @@ def test_refusals_of_models(options: list[str], line: str, tmp_path: Path) -> No
     assert line in refused(run(tmp_path, *options))
 
 
-def test_a_context_without_room_is_no_error_of_the_list(tmp_path: Path) -> None:
-    (row,) = rows(tmp_path, "smollm2", "--context", "600")
-    assert row["error"] == "600 tokens of context leave no room for a prompt and 512 new tokens."
-    (row,) = rows(tmp_path, "gemma-3-27b", "--hardware", "32x4090")
-    assert row["error"] == "the model can be divided between 16 GPUs at most."
+def test_a_model_that_cannot_be_tried_is_a_row(tmp_path: Path) -> None:
+    done = run(tmp_path, "smollm2", "--context", "9000", "--json")
+    (row,) = json.loads(done.out)["models"]
+    assert done.code == 1
+    assert row["error"].startswith("--context 9000 is more than the model's 8192 positions")
+    assert row["commands"] == []
+    profile = tmp_path / "machine.json"
+    content = vars(HardwareProfile.from_name("32x4090"))
+    profile.write_text(json.dumps({key: value for key, value in content.items() if key != "name"}))
+    text = run(tmp_path, "--hardware", str(profile)).out
+    assert any(line.split()[-2:] == ["not", "possible"] for line in text.splitlines())
+
+
+def test_memory_of_a_cpu_can_be_given(tmp_path: Path) -> None:
+    """It has one memory, for weights and KV."""
+    (row,) = rows(tmp_path, "smollm2", "--host-memory", "1")
+    assert row["context"] == 8_192
+    done = run(tmp_path, "qwen3-4b", "--host-memory", "1", "--json")
+    assert all("1.0 GB of memory" in row["error"] for row in json.loads(done.out)["models"])

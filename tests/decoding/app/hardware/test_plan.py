@@ -321,9 +321,9 @@ def test_readable_durations(seconds: float, words: str) -> None:
         (["--context", "100"], "--context 100 leaves no room for a prompt and 512 new tokens"),
         (["--acceptance", "1.5"], "--acceptance must be between 0 and 1, found 1.5"),
         (["--retrieval-budget", "-1"], "--retrieval-budget must be at least 1, found -1"),
-        (["--host-memory", "-3"], "--host-memory must be 0 or more GB, found -3.0"),
+        (["--host-memory", "-3"], "--host-memory must be between 0 and 1,000,000 GB, found -3.0"),
         (
-            ["--host-memory", "0.01", "--context", "131072", "--gpu-kv-layers", "0"],
+            ["--hardware=1x4090", "--host-memory=0.01", "--context=131072", "--gpu-kv-layers=0"],
             "tokens of context would fit",
         ),
         (["--gpu-kv-layers", "99"], "--gpu-kv-layers 99: the model has 6 layers"),
@@ -532,7 +532,7 @@ def test_weights_that_do_not_fit_are_reported(pair: Pair) -> None:
 def test_plan_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys\n"
-        "from decoding.app.hardware.plan import requirements_on\n"
+        "from decoding.app.hardware.machine_choice import requirements_on\n"
         "from decoding.planning.cost_model import CostModel\n"
         "from decoding.planning.hardware_profile import HardwareProfile\n"
         "from decoding.planning.planner import Planner\n"

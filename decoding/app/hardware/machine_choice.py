@@ -1,0 +1,82 @@
+"""How a model would run on a machine: what it requires of each GPU, and on how many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from decoding.config.settings import Settings
+from decoding.planning.cost_model import CostModel
+from decoding.planning.forward_cost import choose_weights
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.planner import Planner, fitting_requirements
+from decoding.planning.requirements import Requirements, draft_ranks
+from decoding.planning.round_cost import Acceptance
+from offload.dtypes import dtype_spec
+from offload.errors import InsufficientMemoryError
+from parallel.config.model_config import ModelConfig, predictor_config
+from parallel.config.parameter_count import min_kv_heads
+
+if TYPE_CHECKING:
+    from decoding.probe.this_machine import PlannedMachine
+
+
+def requirements_on(
+    machine: HardwareProfile, target: ModelConfig, draft: ModelConfig | None, settings: Settings
+) -> Requirements:
+    """Return the requirements on one rank of a machine, with weights stored as fits it best.
+
+    Raises TierForceError for incompatible models or settings.
+    """
+    ranks, kind = int(machine.gpus), dtype_spec(settings.dtype)
+    memory = machine.device_memory
+    target = choose_weights(target, settings.weights, machine, kind, memory)
+    small = predictor_config(target) if target.has_predictor else None
+    if draft is not None:
+        small = choose_weights(draft, settings.weights, machine, kind, memory, target)
+    target.kv_layout(ranks, kind)  # raises if the heads cannot be split over ranks
+    settings.check_layers(target.full_layers)
+    return Requirements(
+        target=target,
+        draft=small,
+        mode=settings.resolved_mode(small is not None, target.full_layers),
+        settings=settings,
+        dtype=kind,
+        ranks=ranks,
+        draft_ranks=draft_ranks(small, ranks, kind) if small is not None else 1,
+        copies=machine.runs_ahead,  # on a CPU, the device is the host
+    )
+
+
+def divisible(machines: Sequence[PlannedMachine], target: ModelConfig) -> Sequence[PlannedMachine]:
+    """Return those between whose GPUs a model can be divided; of one number, that."""
+    heads = min_kv_heads(target)
+    return [each for each in machines if each.profile.gpus <= heads] or machines[:1]
+
+
+def fastest_machine(
+    machines: Sequence[PlannedMachine],
+    requirements_of: Callable[[HardwareProfile], Requirements],
+    rates: Acceptance,
+    prompt: int,
+    max_new_tokens: int,
+) -> tuple[PlannedMachine, Requirements]:
+    """Return the machine on which a request is predicted to be fastest, and what it requires.
+
+    If it fits none, the last one.
+    """
+    best: tuple[PlannedMachine, Requirements] | None = None
+    best_s = float("inf")
+    for machine in machines:
+        profile, needs = machine.profile, requirements_of(machine.profile)
+        needs = fitting_requirements(needs, prompt, max_new_tokens, profile.device_memory)
+        seconds, costs = float("inf"), CostModel(profile, rates)
+        if len(machines) > 1:
+            with suppress(InsufficientMemoryError):
+                plan = Planner(needs, costs).plan(prompt, max_new_tokens)
+                seconds = costs.forecast(plan).document_s
+        if best is None or seconds <= best_s:
+            best, best_s = (machine, needs), seconds
+    assert best is not None
+    return best
