@@ -189,7 +189,7 @@ class HardwareProfile:
     def trust_in(self, name: str) -> Trust:
         """Return what this profile, which `name` gave, may decide."""
         is_measured = None not in (self.reconstruct_rate, self.high_bits_rate)
-        is_shipped = shipped_gpu(name) is not None
+        is_shipped = shipped_gpus(name) is not None
         return Trust.ALL if is_measured and not is_shipped else Trust.UNSPLIT
 
     @classmethod
@@ -258,11 +258,12 @@ ASSUMED_CPU = HardwareProfile(
 _OLD_FIELDS = {"join_rate", "near_rate", "pass_s", "piece_s"}  # renamed in version 0.2
 
 
-def shipped_gpu(name: str) -> str | None:
-    """Return the kind of GPU that a name such as 2x4090 counts; None if it is not shipped."""
+def shipped_gpus(name: str) -> tuple[int, str] | None:
+    """Return the number and the kind of shipped GPUs in a name such as 2x4090; None for others."""
     match = _NAME.fullmatch(name)
-    is_known = match is not None and match[2] in _shipped() and int(match[1]) <= _MAX_GPUS
-    return match[2] if match is not None and is_known else None
+    if match is None or match[2] not in _shipped() or int(match[1]) > _MAX_GPUS:
+        return None
+    return int(match[1]), match[2]
 
 
 def _shipped_numbers(name: str) -> dict[str, Any] | None:
@@ -271,9 +272,9 @@ def _shipped_numbers(name: str) -> dict[str, Any] | None:
     All-reduces are given for two GPUs. Of more, a ring takes 2 (n - 1) steps in place of 2, in each
     of which it transfers an n-th of the tensor (nccl-tests, PERFORMANCE.md).
     """
-    if (kind := shipped_gpu(name)) is None:
+    if (found := shipped_gpus(name)) is None:
         return None
-    count = int(name.partition("x")[0])
+    count, kind = found
     numbers = {field: each["value"] for field, each in _shipped()[kind].items()}
     if count == 1:
         numbers |= {"all_reduce_s": 0.0, "all_reduce_rate": 1e15}  # there are none

@@ -40,17 +40,18 @@ class Machine:
     """The host and its GPUs."""
 
     gpus: list[Gpu]
-    driver: str  # version, or the reason why there is none
+    driver: str  # version, or the reason why there is none; GPUs that do not respond
     cores: int
     usable_cores: int  # allowed for this process
     host_available: int  # bytes, within cgroup limits
     memlock: int | None  # bytes that may be pinned; None: no limit
     wsl: bool
+    has_problem: bool = False  # whether the driver or a GPU does not respond
 
     @classmethod
     def detect(cls) -> Machine:
         """Survey the machine that this process runs on."""
-        gpus, driver = _gpus()
+        gpus, driver, has_problem = _gpus()
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         version = Path("/proc/version")
         wsl = version.exists() and "microsoft" in version.read_text().lower()
@@ -63,11 +64,15 @@ class Machine:
             host_available(),
             limit,
             wsl,
+            has_problem,
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields for a JSON file."""
-        return asdict(self)
+        """Return what a JSON file may tell others: no serial numbers."""
+        fields = asdict(self)
+        for gpu in fields["gpus"]:
+            del gpu["uuid"]
+        return fields
 
     def gpu_at(self, address: str) -> Gpu:
         """Return the GPU at a PCI address.
@@ -78,16 +83,16 @@ class Machine:
         return next((gpu for gpu in self.gpus if gpu.address == address), unknown)
 
 
-def _gpus() -> tuple[list[Gpu], str]:
-    """Return the responding GPUs, and the driver version or its error."""
+def _gpus() -> tuple[list[Gpu], str, bool]:
+    """Return the responding GPUs, the driver version or its error, and whether one is missing."""
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return [], f"no GPU: {error}"
+    except pynvml.NVMLError as error:  # most machines without a GPU have no driver's library
+        return [], f"no GPU: {error}", error.value != pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
     gpus: list[Gpu] = []
-    status = ""
+    version = status = ""
     try:
-        status = _text(pynvml.nvmlSystemGetDriverVersion())
+        version = status = _text(pynvml.nvmlSystemGetDriverVersion())
         handles: dict[int, Any] = {}
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
@@ -107,7 +112,7 @@ def _gpus() -> tuple[list[Gpu], str]:
         status += f", which does not respond: {error}"
     finally:
         pynvml.nvmlShutdown()
-    return gpus, status
+    return gpus, status, status != version
 
 
 def iommu_of(address: str, sysfs: Path = SYSFS) -> str | None:

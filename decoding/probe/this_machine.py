@@ -7,6 +7,7 @@ GPUs' shipped profile, or assumed.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,6 @@ from offload.errors import TierForceError
 
 _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _UUID_PREFIX = len("GPU-") + 8  # characters that identify a GPU of a machine
-_NO_LIBRARY = "Shared Library Not Found"  # in NVML's error on a machine without a driver
 _DIVIDED = (
     "plans are for whole GPUs, and one of this machine's is divided into instances (MIG): name "
     "others in CUDA_VISIBLE_DEVICES, or a file that `tierforce probe` wrote in --hardware."
@@ -53,10 +53,16 @@ def this_machine(gpus: int | None) -> list[PlannedMachine]:
     machine = Machine.detect()
     setting = os.environ.get(_VISIBLE)
     visible = visible_gpus(machine.gpus, setting)
+    notes = []
+    if setting is not None and machine.gpus and not visible:
+        hidden = len(machine.gpus)
+        notes.append(f"{_VISIBLE}={shlex.quote(setting)} hides the machine's GPUs ({hidden}).")
+    if machine.has_problem:
+        notes.append(f"the GPUs' driver says: {machine.driver}.")
+    if not visible:
+        return [_without_gpu(machine, gpus or 1, notes)]
     if any(gpu.is_divided for gpu in visible):
         raise TierForceError(_DIVIDED)
-    if not visible:
-        return [_without_gpu(machine, gpus or 1, list(_missing_gpus(machine, setting)))]
     largest = max(visible, key=lambda gpu: gpu.memory)
     same = [gpu for gpu in visible if gpu.name == largest.name]
     if gpus is not None and gpus > len(same):
@@ -64,7 +70,7 @@ def this_machine(gpus: int | None) -> list[PlannedMachine]:
             f"--gpus {gpus}, but this machine has {len(same)} x {largest.name}: plan for others "
             "with --hardware."
         )
-    notes = [*_missing_gpus(machine, setting), *_other_kinds(machine, visible, same, setting)]
+    notes += _other_kinds(machine, visible, same, setting)
     counts = [gpus] if gpus is not None else gpu_counts(len(same))
     return [_with_gpus(machine, same[:count], notes) for count in counts]
 
@@ -75,34 +81,29 @@ def gpu_counts(gpus: int) -> list[int]:
 
 
 def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order, each once.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order.
 
-    Those after an entry that refers to none are left out, as in CUDA. Raises TierForceError for an
-    instance of a divided GPU.
+    As in CUDA, those after an entry that refers to none are left out, and all are if one is
+    repeated. The first entry decides whether they are indices or beginnings of UUIDs. Raises
+    TierForceError for an instance of a divided GPU.
     """
     if setting is None:
         return list(gpus)
+    entries = [entry.strip() for entry in setting.split(",")]
     visible: list[Gpu] = []
-    for entry in filter(None, map(str.strip, setting.split(","))):
-        if entry.startswith("MIG-"):
+    for entry in entries:
+        if gpus and entry.startswith("MIG-"):
             raise TierForceError(_DIVIDED)
-        if entry.startswith("GPU-"):  # a beginning of its UUID is enough
-            found = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
+        if entries[0].startswith("GPU-"):
+            found = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
         else:
-            found = list(gpus[int(entry) :][:1]) if entry.isdecimal() else []
+            found = list(gpus[int(entry) :][:1]) if re.fullmatch(r"\+?[0-9]+", entry) else []
         if len(found) != 1:
             break
-        visible += [gpu for gpu in found if gpu not in visible]
+        if any(found[0] is gpu for gpu in visible):
+            return []
+        visible += found
     return visible
-
-
-def _missing_gpus(machine: Machine, setting: str | None) -> Iterator[str]:
-    """Yield notes on GPUs that the machine may have, and that the plan cannot be for."""
-    if setting is not None and machine.gpus and not visible_gpus(machine.gpus, setting):
-        yield f"{_VISIBLE}={shlex.quote(setting)} hides the machine's GPUs ({len(machine.gpus)})."
-    # without a driver's library there is no GPU to miss
-    if "respond" in machine.driver or (not machine.gpus and _NO_LIBRARY not in machine.driver):
-        yield f"the GPUs' driver says: {machine.driver}."
 
 
 def _other_kinds(
@@ -143,7 +144,9 @@ def _with_gpus(machine: Machine, used: Sequence[Gpu], notes: Sequence[str]) -> P
         profile = replace(profile, link_in=rate, link_out=rate)
     free = min(gpu.free for gpu in used)
     in_use = any(gpu.memory - gpu.free > _IN_USE_BYTES for gpu in used)
-    words = f"{count} x {name}" + (f", {free / 1e9:.1f} GB free" if in_use else "")
+    words = f"{count} x {name}"
+    if in_use:
+        words += f", {'at least ' if count > 1 else ''}{free / 1e9:.1f} GB free"
     profile = replace(
         profile,
         name=f"this machine ({words})",
@@ -155,11 +158,11 @@ def _with_gpus(machine: Machine, used: Sequence[Gpu], notes: Sequence[str]) -> P
 
 def _usage_notes(used: Sequence[Gpu]) -> Iterator[str]:
     """Yield notes on GPUs that are in use."""
-    for index, gpu in enumerate(used):
+    for gpu in used:
         if (in_use := gpu.memory - gpu.free) > _IN_USE_BYTES:
             yield (
-                f"GPU {index}: {in_use / 1e9:.1f} of {gpu.memory / 1e9:.1f} GB are in use, perhaps "
-                "by other programs; the plan is for the rest."
+                f"GPU {gpu.address}: {in_use / 1e9:.1f} of {gpu.memory / 1e9:.1f} GB are in use, "
+                "perhaps by other programs; plans are for the rest."
             )
 
 

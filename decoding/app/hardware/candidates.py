@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from decoding.app.documents.listing import find_documents
 from decoding.app.hardware.catalogue import CatalogueModel, ModelFile
 from decoding.app.hardware.document_times import DocumentTimes
-from decoding.app.hardware.machine_choice import divisible, fastest_machine, requirements_on
+from decoding.app.hardware.model_on_machine import divisible, requirements_on
 from decoding.app.options import as_flags
 from decoding.app.terminal.pace import duration
 from decoding.app.terminal.streams import counted
@@ -22,7 +22,6 @@ from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.planner import Planner, fitting_requirements
 from decoding.planning.requirements import Requirements
-from decoding.planning.round_cost import Acceptance
 from decoding.text.long_text import merge_sizes
 from offload.dtypes import dtype_spec
 from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
@@ -44,44 +43,36 @@ _MIN_CONTEXT, _CONTEXT_UNIT = 8192, 1024
 
 @dataclass(frozen=True)
 class Documents:
-    """The sizes of the documents to plan for, in bytes of UTF-8; those of none are unknown."""
+    """The documents to plan for: how many tokens each is estimated to have."""
 
-    sizes: Sequence[int] = ()
+    tokens: Sequence[int]
+    title: str
     unreadable: int = 0
     options: tuple[str, ...] = ("--input", "books/")  # name them
+    context: int | None = None  # the longest that is needed; None: unknown
+
+    @classmethod
+    def default(cls, context: int | None, new: int) -> Documents:
+        """Return a document that fills a context, with its instruction and so many new tokens."""
+        context = context or _CONTEXT
+        title = f"a document of {context:,} tokens, its answer included"
+        return cls([context - new - _INSTRUCTION_TOKENS], title, context=context)
 
     @classmethod
     def read(cls, source: Path, include: Sequence[str]) -> Documents:
         """Read the documents of an input. Raises TierForceError if there are none."""
-        sizes, unreadable = [], 0
+        tokens, unreadable = [], 0
         for document in find_documents(source, include=include).documents:
             try:
-                sizes.append(len(document.read().text.encode()))
+                nbytes = len(document.read().text.encode())
+                tokens.append(ceil_div(nbytes, _BYTES_PER_TOKEN))
             except InvalidRequestError:
                 unreadable += 1
-        if not sizes:
+        if not tokens:
             raise TierForceError(f"--input {source}: none of its documents can be read.")
+        title = f"{counted(len(tokens), 'document')} of about {sum(tokens):,} tokens in all"
         patterns = [option for pattern in include for option in ("--include", pattern)]
-        return cls(sizes, unreadable, ("--input", str(source), *patterns))
-
-    def prompts(self, context: int, new: int) -> list[Prompts]:
-        """Return each document's prompts, in a context with room for so many new tokens."""
-        if not self.sizes:
-            return [Prompts((min(context, _CONTEXT) - new,), ())]
-        return [Prompts.of(size, context - new, new) for size in self.sizes]
-
-    @property
-    def title(self) -> str:
-        """Return what is planned for, in words."""
-        if not self.sizes:
-            return f"a document of {_CONTEXT:,} tokens, or of the context if that is shorter"
-        words = counted(len(self.sizes), "document")
-        return f"{words} of about {self.tokens:,} tokens in all"
-
-    @property
-    def tokens(self) -> int:
-        """Return the estimated tokens of all documents; 0 of none."""
-        return sum(self.sizes) // _BYTES_PER_TOKEN
+        return cls(tokens, title, unreadable, ("--input", str(source), *patterns))
 
 
 @dataclass(frozen=True)
@@ -92,14 +83,20 @@ class Prompts:
     merges: tuple[int, ...]
 
     @classmethod
-    def of(cls, size: int, room: int, new: int) -> Prompts:
-        """Return the prompts of a document of `size` bytes with at most `room` tokens each."""
-        tokens = ceil_div(size, _BYTES_PER_TOKEN)
-        text_room = max(1, room - _INSTRUCTION_TOKENS)
-        count = ceil_div(tokens, text_room)
+    def of(cls, tokens: int, context: int, new: int) -> Prompts:
+        """Return the prompts of a document in a context with room for so many new tokens.
+
+        Raises TierForceError if the context is too short.
+        """
+        room = context - new - _INSTRUCTION_TOKENS
+        if room < 1 or (tokens > room and room < 2 * new):  # two answers are merged
+            raise TierForceError(
+                f"`context` {context} leaves no room for a prompt and {new} new tokens."
+            )
+        count = ceil_div(tokens, room)
         parts = tuple(own + _INSTRUCTION_TOKENS for own in shares(tokens, count))
-        sizes = merge_sizes(count, max(2, text_room // new))
-        return cls(parts, tuple(min(room, own * new + _INSTRUCTION_TOKENS) for own in sizes))
+        sizes = merge_sizes(count, max(2, room // new))
+        return cls(parts, tuple(own * new + _INSTRUCTION_TOKENS for own in sizes))
 
 
 @dataclass(frozen=True)
@@ -111,12 +108,11 @@ class Candidate:
     weight_bytes: int  # all that is loaded of the file
     draft_bytes: int  # likewise of the draft's
     token_bytes: int  # KV of a token in layers with full attention
-    context: int  # tokens of prompt and output that are planned for
-    gpus: int = 0
-    parts: int = 0  # prompts with parts of the documents, or with whole ones
+    context: int  # tokens of prompt and output together
+    gpus: int | None = None
+    parts: int | None = None  # prompts with parts of the documents, or with whole ones
     seconds: float | None = None  # predicted for all documents
-    error: str | None = None
-    is_too_large: bool = False  # the machine is too small
+    error: TierForceError | None = None
     options: tuple[str, ...] = ()  # other options of the command
 
     @property
@@ -128,16 +124,24 @@ class Candidate:
     def time(self) -> str:
         """Return the predicted time, in words."""
         if self.seconds is None:
-            return "does not fit" if self.is_too_large else "not possible"
+            is_too_large = isinstance(self.error, InsufficientMemoryError)
+            return "does not fit" if is_too_large else "not possible"
         return duration(self.seconds)
 
     @property
+    def reason(self) -> str | None:
+        """Return why it is not possible, in the words of the command line."""
+        return None if self.error is None else as_flags(str(self.error))
+
+    @property
     def commands(self) -> list[str]:
-        """Return the commands that fetch the files and use them."""
+        """Return the commands that fetch the files and use them, if that is possible."""
+        if self.error is not None:
+            return []
         draft = self.draft_file
         words = ["tierforce", "summarize", "--model", self.file.name]
         words += [] if draft is None else ["--draft", draft.name]
-        words += ["--gpus", str(self.gpus)] if self.gpus > 1 else []
+        words += ["--gpus", f"{self.gpus}"] if (self.gpus or 1) > 1 else []
         if self.context < self.model.config.context_limit:
             words += ["--context", str(self.context)]
         words += [*self.options, "--output", "summaries.md"]
@@ -159,8 +163,8 @@ class Candidate:
             "gpus": self.gpus,
             "parts": self.parts,
             "seconds": self.seconds,
-            "error": self.error,
-            "commands": [] if self.error is not None else self.commands,
+            "error": self.reason,
+            "commands": self.commands,
         }
 
 
@@ -185,84 +189,74 @@ class Wanted:
     context: int | None = None  # None: the model's, or what fits of it
 
     def __post_init__(self) -> None:
-        """Raise TierForceError for a context that no model could use."""
+        """Raise TierForceError for a context that is too short for any model."""
         if self.context is not None:
-            self._check_room(self.context)
+            Prompts.of(1, self.context, self.max_new_tokens)
 
     def candidate(self, model: CatalogueModel, file: ModelFile) -> Candidate:
-        """Plan for a model in a format. Raises TierForceError for unusable options."""
+        """Plan for a model in a format."""
         target, draft_file = model.in_format(file), model.draft_file(file)
         draft = None
         if model.draft is not None and draft_file is not None:
             draft = model.draft.in_format(draft_file)
-        kind, limit = dtype_spec(_DTYPE), target.context_limit
-        if not self.documents.sizes:
-            limit = min(limit, _CONTEXT)
-        new = self.max_new_tokens
+        kind, new = dtype_spec(_DTYPE), self.max_new_tokens
+        limit = target.context_limit
         candidate = Candidate(
             model,
             file,
             _loaded_bytes(target),
             0 if draft is None else _loaded_bytes(draft),
             target.kv_layout(1, kind).bytes(1, target.full_layers),
-            self.context or limit,
+            self.context or min(limit, self.documents.context or limit),
             options=(
                 *(() if new == NEW_TOKENS else ("--max-new-tokens", str(new))),
                 *self.documents.options,
             ),
         )
-        graphs = self.machines[0].profile.runs_ahead
-        settings = Settings(dtype=_DTYPE, graphs=graphs)
+        settings = Settings(dtype=_DTYPE, graphs=self.machines[0].profile.runs_ahead)
         needs_on = partial(requirements_on, target=target, draft=draft, settings=settings)
-        try:
-            target.check_context(candidate.context)
-            self._check_room(candidate.context)
-            return self._in_context(candidate, divisible(self.machines, target), needs_on)
-        except TierForceError as error:
-            is_too_large = isinstance(error, InsufficientMemoryError)
-            return replace(candidate, error=as_flags(str(error)), is_too_large=is_too_large)
+        outcomes = [
+            self._outcome(candidate, machine.profile, needs_on)
+            for machine in reversed(divisible(self.machines, target))
+        ]
+        return min(outcomes, key=_rank)
 
-    def _check_room(self, context: int) -> None:
-        """Raise TierForceError if a context is too short."""
-        new = self.max_new_tokens
-        if context <= new + _INSTRUCTION_TOKENS:
-            raise TierForceError(
-                f"{context} tokens of context leave no room for a prompt and {new} new tokens."
-            )
-
-    def _in_context(
+    def _outcome(
         self,
         candidate: Candidate,
-        machines: Sequence[PlannedMachine],
+        machine: HardwareProfile,
         needs_on: Callable[[HardwareProfile], Requirements],
     ) -> Candidate:
-        """Return a candidate with the time of the documents, in a context that fits.
+        """Return a candidate with the time of the documents on a machine, or with an error."""
+        first_error: TierForceError | None = None
+        context = candidate.context
+        while True:  # whether a context fits is not monotonic
+            try:
+                candidate.model.config.check_context(context)
+                return self._planned(replace(candidate, context=context), machine, needs_on)
+            except InsufficientMemoryError as error:
+                first_error = first_error or error
+                shorter = min(error.fitting_context, context - 1)
+                context = shorter // _CONTEXT_UNIT * _CONTEXT_UNIT
+                if self.context is not None or context < _MIN_CONTEXT:
+                    return replace(candidate, error=first_error)
+            except TierForceError as error:
+                return replace(candidate, error=first_error or error)
+
+    def _planned(
+        self,
+        candidate: Candidate,
+        machine: HardwareProfile,
+        needs_on: Callable[[HardwareProfile], Requirements],
+    ) -> Candidate:
+        """Return a candidate with the time of the documents in its context.
 
         Raises TierForceError.
         """
-        rates, new = Acceptance(), self.max_new_tokens
-        longest = self._longest(candidate.context)
-        machine, needs = fastest_machine(machines, needs_on, rates, longest, new)
-        try:
-            return self._planned(candidate, machine.profile, needs)
-        except InsufficientMemoryError as error:
-            context = error.fitting_context // _CONTEXT_UNIT * _CONTEXT_UNIT
-            if self.context is not None or context < _MIN_CONTEXT:
-                raise
-        needs = needs_on(machine.profile)
-        return self._planned(replace(candidate, context=context), machine.profile, needs)
-
-    def _longest(self, context: int) -> int:
-        """Return the tokens of the longest prompt."""
-        prompts = self.documents.prompts(context, self.max_new_tokens)
-        return max(max((*each.parts, *each.merges)) for each in prompts)
-
-    def _planned(
-        self, candidate: Candidate, machine: HardwareProfile, needs: Requirements
-    ) -> Candidate:
-        """Return a candidate with the time of the documents. Raises TierForceError."""
-        context, new = candidate.context, self.max_new_tokens
-        prompts, longest = self.documents.prompts(context, new), self._longest(context)
+        new = self.max_new_tokens
+        prompts = [Prompts.of(each, candidate.context, new) for each in self.documents.tokens]
+        longest = max(max((*each.parts, *each.merges)) for each in prompts)
+        needs = needs_on(machine)
         needs = fitting_requirements(needs, longest, new, machine.device_memory)
         planner = Planner(needs, CostModel(machine))
         best = planner.plan(longest, new)
@@ -271,6 +265,14 @@ class Wanted:
         times = DocumentTimes(planner, best, shared.concurrency, _STEPS)
         seconds = sum(times.seconds(each.parts, each.merges) for each in prompts)
         return replace(candidate, gpus=int(machine.gpus), parts=parts, seconds=seconds)
+
+
+def _rank(candidate: Candidate) -> tuple[bool, int, float]:
+    """Return what is smaller for a better number of GPUs: a longer context, then less time."""
+    if candidate.seconds is None:
+        fitting = getattr(candidate.error, "fitting_context", 0)
+        return True, -fitting, 0.0
+    return False, -candidate.context, candidate.seconds
 
 
 def _loaded_bytes(config: ModelConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,15 +80,17 @@ class InputPlan:
                 self.documents.append(InputDocument(source.id, error=reason))
         return max(max((*each.parts, *each.merges), default=1) for each in self.documents)
 
-    def predict(self, planner: Planner, plans: Plans) -> None:
-        """Predict the seconds of each document, if it shares forwards as in `plans.shared`."""
+    def predicted(self, planner: Planner, plans: Plans) -> InputPlan:
+        """Return it with the seconds of each document, if it shares forwards as `plans.shared`."""
         prompts = sum(len(each.parts) * each.answers for each in self.documents)
-        self.concurrency = min(plans.shared.concurrency, max(1, prompts))
-        times = DocumentTimes(planner, plans.best, self.concurrency)
-        self.documents = [
+        other = copy(self)
+        other.concurrency = min(plans.shared.concurrency, max(1, prompts))
+        times = DocumentTimes(planner, plans.best, other.concurrency)
+        other.documents = [
             replace(each, seconds=times.seconds(each.parts, each.merges, each.answers))
             for each in self.documents
         ]
+        return other
 
     @property
     def seconds(self) -> float:

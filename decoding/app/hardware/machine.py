@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from decoding.planning.hardware_profile import HardwareProfile, shipped_gpu
+from decoding.planning.hardware_profile import HardwareProfile, shipped_gpus
 from offload.errors import TierForceError
 
 if TYPE_CHECKING:
@@ -14,22 +14,19 @@ if TYPE_CHECKING:
 
 _MAX_GB = 1_000_000
 
-Hardware = Annotated[
-    str | None,
-    typer.Option(
-        help="Machine to plan for: a number of GPUs and one of 4090, 3090, 5090, 4070-Ti-Super, "
-        "L40S, 6000-Ada, A100-80 and H200, such as 2x4090, or a JSON file written by probe. "
-        "Default: this machine, with the memory that is free now.",
-        metavar="MACHINE",
-    ),
-]
+MACHINE = (
+    "Machine to plan for: a number of GPUs and one of 4090, 3090, 5090, 4070-Ti-Super, L40S, "
+    "6000-Ada, A100-80 and H200, such as 2x4090, or a JSON file written by probe. Default: this "
+    "machine, with the memory that is free now."
+)
+Hardware = Annotated[str | None, typer.Option(help=MACHINE, metavar="MACHINE")]
 PlannedGpus = Annotated[
     int | None,
     typer.Option(
         help="GPUs of this machine to plan for, or ranks on a CPU. Default: as many as are "
         "predicted to be fastest; 1 on a CPU.",
         min=1,
-        max=1024,
+        max=64,
     ),
 ]
 HostMemory = Annotated[
@@ -76,10 +73,10 @@ def _named_machines(name: str, any_number: bool) -> list["PlannedMachine"]:
     """Return the machine that `--hardware` names."""
     from decoding.probe.this_machine import PlannedMachine, gpu_counts
 
-    profile = HardwareProfile.from_name(name)
-    kind = shipped_gpu(name)
-    counts = gpu_counts(int(profile.gpus)) if any_number and kind is not None else []
-    profiles = [HardwareProfile.from_name(f"{count}x{kind}") for count in counts] or [profile]
+    profiles = [HardwareProfile.from_name(name)]
+    if any_number and (found := shipped_gpus(name)) is not None:
+        count, kind = found
+        profiles = [HardwareProfile.from_name(f"{each}x{kind}") for each in gpu_counts(count)]
     return [PlannedMachine(each, each.trust_in(name)) for each in profiles]
 
 

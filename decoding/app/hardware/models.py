@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from decoding.app.hardware.catalogue import CatalogueModel, find_model, load_catalogue
-from decoding.app.hardware.machine import Hardware, HostMemory, PlannedGpus, find_machines
+from decoding.app.hardware.machine import MACHINE, HostMemory, PlannedGpus, find_machines
 from decoding.app.options import DOCUMENTS, IncludedFiles, JobOptions, option_parameter
 from decoding.app.terminal.streams import printable
 from decoding.config.defaults import NEW_TOKENS
@@ -35,10 +35,21 @@ def models(
             show_default=False,
         ),
     ] = None,
-    hardware: Hardware = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{MACHINE} Fewer of its GPUs are planned for if that is faster.",
+            metavar="MACHINE",
+        ),
+    ] = None,
     gpus: PlannedGpus = None,
     host_memory: HostMemory = None,
-    context: Annotated[int | None, option_parameter(Settings, "context")] = None,
+    context: Annotated[
+        int | None,
+        option_parameter(
+            Settings, "context", default="the model's, or as much of it as is needed and fits"
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, option_parameter(JobOptions, "max_new_tokens")] = NEW_TOKENS,
     input: Annotated[
         Path | None,
@@ -66,7 +77,10 @@ def models(
 
     targets = [find_model(name) for name in names or ()] or load_catalogue()[0]
     targets = list({model.name: model for model in targets}.values())
-    documents = Documents() if input is None else Documents.read(input, include or ())
+    if input is None:
+        documents = Documents.default(context, max_new_tokens)
+    else:
+        documents = Documents.read(input, include or ())
     machines = find_machines(hardware, gpus, host_memory, any_number=True)
     wanted = Wanted(machines, documents, max_new_tokens, context)
     with Console(stderr=True).status("planning"):  # nothing without a terminal
@@ -76,11 +90,12 @@ def models(
     if documents.unreadable:
         notes.append(f"documents that cannot be read: {documents.unreadable}; `plan` names them.")
     if as_json:
-        profile = machine.profile
         content = {
-            "machine": {name: getattr(profile, name) for name in _OF_MACHINE},
-            "documents": len(documents.sizes),
-            "estimated_tokens": documents.tokens,
+            "machines": [
+                {name: getattr(each.profile, name) for name in _OF_MACHINE} for each in machines
+            ],
+            "documents": len(documents.tokens),
+            "estimated_tokens": sum(documents.tokens),
             "unreadable_documents": documents.unreadable,
             "max_new_tokens": max_new_tokens,
             "notes": notes,
@@ -91,7 +106,7 @@ def models(
         title = f"On {printable(machine.profile.name)}, {documents.title}. Predicted, not measured:"
         _show(title, targets if names else [], candidates, notes)
     if names and all(each.error is not None for each in candidates):
-        raise typer.Exit(1)
+        raise TierForceError(f"none of these can be used on {machine.profile.name}.")
 
 
 def _show(
@@ -122,7 +137,7 @@ def models_table(title: str, candidates: Sequence["Candidate"], width: int) -> T
     table.add_column("", no_wrap=True)
     for name in ("format", *(["licence"] if is_wide else [])):
         table.add_column(name)
-    has_gpus = is_wide and any(each.gpus > 1 for each in candidates)
+    has_gpus = is_wide and any((each.gpus or 1) > 1 for each in candidates)
     more = ["GB + draft", "context", "KV/token", *(["GPUs"] if has_gpus else [])]
     for name in [*(more if is_wide else []), "time"]:
         table.add_column(name, justify="right", no_wrap=is_wide)
@@ -161,10 +176,10 @@ def _description(candidates: Sequence["Candidate"]) -> list[str]:
 def _outcome(candidate: "Candidate") -> str:
     """Return what is predicted of a model in a format."""
     if candidate.error is not None:
-        return f"not possible: {candidate.error}"
+        return f"{candidate.time}: {candidate.reason}"
     words = [f"predicted: {candidate.time}"]
-    words += [f"{candidate.gpus} GPUs"] if candidate.gpus > 1 else []
-    words += [f"{candidate.parts:,} parts"] if candidate.parts > 1 else []
+    words += [f"{candidate.gpus} GPUs"] if (candidate.gpus or 1) > 1 else []
+    words += [f"{candidate.parts:,} parts"] if (candidate.parts or 1) > 1 else []
     if candidate.context < candidate.model.config.context_limit:
         words.append(f"in a context of {candidate.context:,} tokens")
     return ", ".join(words)

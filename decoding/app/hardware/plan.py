@@ -5,7 +5,7 @@ It needs neither weights nor a GPU: everything follows from configs and hardware
 
 # No `from __future__ import annotations`: typer reads these annotations as objects.
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from decoding.app.documents.option_files import read_questions
 from decoding.app.hardware.machine import Hardware, HostMemory, PlannedGpus, find_machines
-from decoding.app.hardware.machine_choice import divisible, fastest_machine, requirements_on
+from decoding.app.hardware.model_on_machine import divisible, requirements_on
 from decoding.app.hardware.plan_view import Plans, memory_table, plan_picture, times_table
 from decoding.app.options import (
     DOCUMENTS,
@@ -40,7 +40,7 @@ from decoding.config.defaults import (
 from decoding.config.settings import Settings
 from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.planner import Planner
+from decoding.planning.planner import Planner, fitting_requirements
 from decoding.planning.requirements import (
     Requirements,
     predictor_notes,
@@ -164,34 +164,27 @@ def plan(
     documents = _input_plan(input, include or [], model, questions, long)
     if documents is not None:
         prompt = documents.read(prompt + max_new_tokens, max_new_tokens)
-    acceptance_rates = Acceptance(acceptance, inner_acceptance, is_coupled=deterministic)
-    described, requirements = fastest_machine(
-        divisible(machines, target), needs_on, acceptance_rates, prompt, max_new_tokens
-    )
-    machine = described.profile
-    notes = [*_number_notes(machine, machines), *described.notes]
-    notes += [*target.context_notes(), *wrapper_notes(target.wrapper)]
-    notes += [*weight_notes(requirements), *predictor_notes(requirements)]
     if deterministic:
         check_concurrency(concurrency)
         concurrency = 1
-    costs = CostModel(machine, acceptance_rates)
-    planner, size = Planner(requirements, costs), (prompt, max_new_tokens)
-    # an engine without measured requests
-    first_costs = CostModel(machine, acceptance_rates, described.trust)
-    try:
-        best = planner.plan(*size)
-        first = Planner(requirements, first_costs).plan(*size)
-        if concurrency is None:
-            shared = planner.max_concurrent(best, MAX_CONCURRENCY)
-        else:
-            shared = planner.plan(*size, concurrency)
-    except InsufficientMemoryError as error:
-        raise InsufficientMemoryError(f"it does not fit {machine.name}: {error}") from error
-    plans = Plans(costs, best, planner.alternatives(best), shared, first)
-    if documents is not None:
-        documents.predict(planner, plans)
-        notes += documents.notes
+    rates = Acceptance(acceptance, inner_acceptance, is_coupled=deterministic)
+    described, plans, documents = _fastest(
+        divisible(machines, target),
+        partial(
+            _plans_on,
+            needs_on=needs_on,
+            rates=rates,
+            prompt=prompt,
+            new=max_new_tokens,
+            concurrency=concurrency,
+        ),
+        documents,
+    )
+    requirements = plans.best.requirements
+    notes = [*_number_notes(described.profile, machines), *described.notes]
+    notes += [*target.context_notes(), *wrapper_notes(target.wrapper)]
+    notes += [*weight_notes(requirements), *predictor_notes(requirements)]
+    notes += documents.notes if documents is not None else []
     if plot is not None:
         plan_picture(plot, model, plans)
     if as_json:
@@ -219,13 +212,71 @@ def _show(plans: Plans, documents: "InputPlan | None", notes: Sequence[str]) -> 
         console.print(f"Note: {printable(note)}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _plans_on(
+    described: "PlannedMachine",
+    needs_on: Callable[[HardwareProfile], Requirements],
+    rates: Acceptance,
+    prompt: int,
+    new: int,
+    concurrency: int | None,
+) -> tuple[Planner, Plans]:
+    """Return the plans of a request on a machine. Raises InsufficientMemoryError."""
+    machine = described.profile
+    requirements = fitting_requirements(needs_on(machine), prompt, new, machine.device_memory)
+    costs = CostModel(machine, rates)
+    planner = Planner(requirements, costs)
+    # an engine without measured requests
+    first_costs = CostModel(machine, rates, described.trust)
+    try:
+        best = planner.plan(prompt, new)
+        first = Planner(requirements, first_costs).plan(prompt, new)
+        if concurrency is None:
+            shared = planner.max_concurrent(best, MAX_CONCURRENCY)
+        else:
+            shared = planner.plan(prompt, new, concurrency)
+    except InsufficientMemoryError as error:
+        raise InsufficientMemoryError(
+            f"it does not fit {machine.name}: {error}", fitting_context=error.fitting_context
+        ) from error
+    return planner, Plans(costs, best, planner.alternatives(best), shared, first)
+
+
+def _fastest(
+    machines: Sequence["PlannedMachine"],
+    plans_on: Callable[["PlannedMachine"], tuple[Planner, Plans]],
+    documents: "InputPlan | None",
+) -> tuple["PlannedMachine", Plans, "InputPlan | None"]:
+    """Return the machine on which the documents, or one, are predicted to take least.
+
+    Raises the InsufficientMemoryError of the longest context that would fit, if they fit none.
+    """
+    choices: list[tuple[float, PlannedMachine, Plans, InputPlan | None]] = []
+    errors = list[InsufficientMemoryError]()
+    for machine in machines:
+        try:
+            planner, plans = plans_on(machine)
+        except InsufficientMemoryError as error:
+            errors.append(error)
+            continue
+        own, seconds = None, plans.costs.forecast(plans.best).document_s
+        if documents is not None:
+            own = documents.predicted(planner, plans)
+            seconds = own.seconds
+        choices.append((seconds, machine, plans, own))
+    if not choices:
+        raise max(errors, key=lambda error: error.fitting_context)
+    return min(choices, key=lambda choice: choice[0])[1:]
+
+
 def _number_notes(machine: HardwareProfile, machines: Sequence["PlannedMachine"]) -> list[str]:
     """Return a note on a number of GPUs that was chosen."""
     if len(machines) == 1:
         return []
     count, total = int(machine.gpus), int(machines[-1].profile.gpus)
-    chosen = f"all {total} GPUs" if count == total else f"{count} of the {total} GPUs"
-    return [f"the plan is for {chosen}, predicted to be fastest: run with --gpus {count}."]
+    return [
+        f"of {total} GPUs the plan is for {count}, the fastest number that is possible: run with "
+        f"--gpus {count}."
+    ]
 
 
 def _check_rates(rates: Mapping[str, float]) -> None:

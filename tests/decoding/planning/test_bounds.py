@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from decoding import Settings
-from decoding.app.hardware.machine_choice import requirements_on
+from decoding.app.hardware.model_on_machine import requirements_on
 from decoding.app.hardware.plan import _prompt_tokens
 from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile

@@ -288,7 +288,8 @@ def test_gpus_are_those_of_the_driver(driver: list[str]) -> None:
             is_divided=True,
         ),
     ]
-    assert machine.driver == "580.00"
+    assert (machine.driver, machine.has_problem) == ("580.00", False)
+    assert "uuid" not in machine.as_dict()["gpus"][0]
     assert driver == ["0000:41:00.0", "0000:c1:00.0"]
 
 
@@ -317,3 +318,17 @@ def test_an_unresponsive_gpu_is_skipped(
     machine = Machine.detect()
     assert [gpu.address for gpu in machine.gpus] == ["0000:c1:00.0"]
     assert "580.00, GPU 0 does not respond" in machine.driver
+    assert machine.has_problem
+
+
+@pytest.mark.parametrize("problem", ["LIBRARY_NOT_FOUND", "LIB_RM_VERSION_MISMATCH"])
+def test_a_machine_without_a_driver_has_no_problem(
+    problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init() -> None:
+        raise pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{problem}"))
+
+    monkeypatch.setattr(pynvml, "nvmlInit", init)
+    machine = Machine.detect()
+    assert machine.driver.startswith("no GPU: ")
+    assert machine.has_problem == (problem != "LIBRARY_NOT_FOUND")

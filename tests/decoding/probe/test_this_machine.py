@@ -41,10 +41,11 @@ def machines(
     *gpus: Gpu,
     count: int | None = None,
     cores: int = 8,
-    driver: str = "",
+    problem: str = "",
 ) -> list[PlannedMachine]:
-    driver = driver or ("575.1" if gpus else "no GPU: NVML Shared Library Not Found")
-    machine = Machine(list(gpus), driver, 16, cores, HOST, None, False)
+    machine = Machine(
+        list(gpus), problem or "575.1", 16, cores, HOST, None, False, has_problem=bool(problem)
+    )
     monkeypatch.setattr(Machine, "detect", lambda: machine)
     return this_machine(count)
 
@@ -66,7 +67,7 @@ def test_memory_is_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.trust is Trust.UNSPLIT
     busy = detect(monkeypatch, replace(GPU, free=10_000_000_000))
     assert busy.profile.device_memory == 9.5e9
-    assert busy.notes[0].startswith("GPU 0: 15.8 of 25.8 GB are in use")
+    assert busy.notes[0].startswith("GPU 0000:01:00.0: 15.8 of 25.8 GB are in use")
 
 
 def test_plans_choose_between_numbers_of_gpus_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +83,7 @@ def test_plans_choose_between_numbers_of_gpus_of_a_kind(monkeypatch: pytest.Monk
     assert (one.profile.gpus, two.profile.gpus) == (1, 2)
     assert one.profile.device_memory == 24.9e9
     assert two.profile.device_memory == 19.5e9
-    assert two.profile.name == f"this machine (2 x {NAME}, 20.0 GB free)"
+    assert two.profile.name == f"this machine (2 x {NAME}, at least 20.0 GB free)"
     assert two.profile.all_reduce_rate == HardwareProfile.from_name("2x4090").all_reduce_rate
     assert one.notes[0] == (
         f"the plan leaves out 1 x {OTHER.name}: to run without, set "
@@ -137,8 +138,14 @@ def test_a_cpu_is_not_called_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("-1", []),
         ("2,0", [2, 0]),
         ("1, 7, 0", [1]),
-        ("0,0", [0]),
+        ("+1", [1]),
+        ("0,0", []),
+        ("0,,1", [0]),
+        (",0", []),
+        ("0,GPU-b2", [0]),
         ("GPU-c3,GPU-a1", [2, 0]),
+        ("GPU-c3,0,GPU-a1", [2]),
+        ("GPU-c3,GPU-c3d4", []),
         ("GPU-,0", []),  # all three begin so
         ("none", []),
     ],
@@ -150,12 +157,11 @@ def test_visible_gpus(setting: str | None, indices: list[int]) -> None:
 
 
 def test_gpus_that_cannot_be_planned_for_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of a driver that does not answer; not those of a machine without a driver."""
     assert len(detect(monkeypatch).notes) == 1
     mismatch = "no GPU: Driver/library version mismatch"
-    assert detect(monkeypatch, driver=mismatch).notes[0] == f"the GPUs' driver says: {mismatch}."
+    assert detect(monkeypatch, problem=mismatch).notes[0] == f"the GPUs' driver says: {mismatch}."
     lost = "575.1, GPU 1 does not respond: GPU is lost"
-    assert detect(monkeypatch, GPU, driver=lost).notes[0] == f"the GPUs' driver says: {lost}."
+    assert detect(monkeypatch, GPU, problem=lost).notes[0] == f"the GPUs' driver says: {lost}."
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     hidden = detect(monkeypatch, GPU)
     assert not hidden.profile.runs_ahead
@@ -177,5 +183,8 @@ def test_instances_of_divided_gpus_are_refused(
 ) -> None:
     if setting is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    divided = replace(GPU, is_divided=setting is None)
     with pytest.raises(TierForceError, match=r"is divided into instances \(MIG\)"):
-        detect(monkeypatch, replace(GPU, is_divided=setting is None))
+        detect(monkeypatch, GPU, divided)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert detect(monkeypatch, GPU, divided).profile.gpus == 1

@@ -16,6 +16,8 @@ from decoding.app.hardware.catalogue import CatalogueModel, find_model, load_cat
 from decoding.app.hardware.machine import find_machines
 from decoding.app.hardware.models import models_table
 from decoding.planning.hardware_profile import HardwareProfile
+from decoding.probe.survey import Gpu, Machine
+from offload.errors import TierForceError
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import parameter_count
 from parallel.config.weight_sizes import weight_sizes
@@ -58,7 +60,7 @@ def run(folder: Path, *options: str) -> Finished:
 
 def rows(folder: Path, *options: str) -> list[dict[str, Any]]:
     done = run(folder, *options, "--json")
-    assert not done.err  # the code is 1 if none fits
+    assert done.code == 0, done.err
     return list(json.loads(done.out)["models"])
 
 
@@ -169,15 +171,17 @@ def test_documents_are_estimated_by_their_size(tmp_path: Path) -> None:
     assert "none of its documents can be read" in refused(run(tmp_path, *options))
 
 
-@pytest.mark.parametrize("size", [1, 30_000, 31_000, 400_000, 40_000_000])
-def test_prompts_hold_all_of_a_document(size: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 7_580, 7_581, 100_000, 10_000_000])
+def test_prompts_hold_all_of_a_document(tokens: int) -> None:
     """Answers are merged until one is left, in prompts that fit."""
-    prompts = Prompts.of(size, 7_680, 512)
-    assert sum(tokens - 100 for tokens in prompts.parts) == -(-size // 4)
+    prompts = Prompts.of(tokens, 8_192, 512)
+    assert sum(each - 100 for each in prompts.parts) == tokens
     assert max(*prompts.parts, *prompts.merges, 0) <= 7_680
-    merged = sum((tokens - 100) // 512 - 1 for tokens in prompts.merges)
+    merged = sum((each - 100) // 512 - 1 for each in prompts.merges)
     assert merged == len(prompts.parts) - 1
-    assert Documents().prompts(8_192, 512) == [Prompts((7_680,), ())]
+    assert Prompts.of(512, 1_124, 512) == Prompts((612,), ())
+    with pytest.raises(TierForceError, match="leaves no room"):  # two answers have to be merged
+        Prompts.of(513, 1_124, 512)
 
 
 def test_documents_are_split_for_a_context_that_fits(tmp_path: Path) -> None:
@@ -189,26 +193,84 @@ def test_documents_are_split_for_a_context_that_fits(tmp_path: Path) -> None:
     assert seed["parts"] == -(-650_000 // (seed["context"] - 612))
     assert f"--context {seed['context']} --input" in seed["commands"][-1]
     assert "the weights alone take" in llama["error"]
-    longer = rows(tmp_path, *options, "--context", str(seed["context"] + 4096))[0]
-    assert longer["context"] == seed["context"] + 4096
+    context = str(seed["context"] + 4096)
+    done = run(tmp_path, *options, "--context", context, "--json")
+    assert done.err == "tierforce: none of these can be used on 1x4090.\n"
+    longer = json.loads(done.out)["models"][0]
+    assert longer["context"] == int(context)
     assert "tokens of context would fit" in longer["error"]
 
 
 def test_a_context_that_fits_is_found_without_documents_too(tmp_path: Path) -> None:
     (row,) = rows(tmp_path, "seed-oss-36b", "--hardware", "1x4090")
     assert 8_192 <= row["context"] < 131_072
+    assert row["parts"] == -(-130_460 // (row["context"] - 612))
     assert f"--context {row['context']} --input books/" in row["commands"][-1]
     (row,) = rows(tmp_path, "qwen3-4b", "--hardware", "1x4090")[:1]
-    assert (row["context"], row["context_limit"]) == (131_072, 262_144)
+    assert (row["context"], row["context_limit"], row["parts"]) == (131_072, 262_144, 1)
     assert "--context 131072" in row["commands"][-1]
+    (longer,) = rows(tmp_path, "qwen3-4b", "--hardware", "1x4090", "--context", "200000")[:1]
+    assert longer["seconds"] > 1.5 * row["seconds"]
 
 
-def test_as_many_gpus_are_taken_as_are_fastest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3-4b", "qwen3.5-9b"])
+@pytest.mark.parametrize("host_memory", [0.65, 0.7, 1.0, 1.3, 1.8, 3.0])
+def test_a_context_that_is_found_fits(name: str, host_memory: float) -> None:
+    """Whether a context fits is not monotonic: a shorter one may need more host memory."""
+    machines = find_machines("1x4090", None, host_memory)
+    wanted = Wanted(machines, Documents.default(None, 512))
+    model = find_model(name)
+    found = wanted.candidate(model, model.files[0])
+    if found.error is None:
+        assert (
+            Wanted(machines, wanted.documents, 512, found.context).candidate(model, model.files[0])
+            == found
+        )
+    else:
+        assert getattr(found.error, "fitting_context", 0) < 8_192
+
+
+DOCUMENTS = {
+    "one": [130_460],
+    "many short": [10_000] * 64,
+    "long and short": [125_000, *[2_000] * 300],
+}
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-3-27b"])
+def test_as_many_gpus_are_taken_as_are_fastest(name: str, documents: list[int]) -> None:
+    model = find_model(name)
+    file, own = model.files[-1], Documents(documents, "")
+    single = [
+        Wanted(find_machines(f"{gpus}x4090", None, None), own).candidate(model, file)
+        for gpus in (1, 2, 4)
+    ]
+    chosen = Wanted(find_machines("4x4090", None, None, any_number=True), own)
+    assert chosen.candidate(model, file) == min(single, key=lambda each: each.seconds or 1e9)
+
+
+def test_a_gpu_in_use_does_not_hide_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each number of GPUs, the memory of the fullest is what all have."""
+    name = "NVIDIA GeForce RTX 4090"
+    free, full = (
+        Gpu(name, 25_756_000_000, 4, 4, 16, 16, None, address, free=nbytes)
+        for address, nbytes in (("a", 25_400_000_000), ("b", 3_000_000_000))
+    )
+    machine = Machine([free, full], "575.1", 16, 16, 4_000_000_000, None, False)
+    monkeypatch.setattr(Machine, "detect", lambda: machine)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    wanted = Wanted(find_machines(None, None, None), Documents.default(None, 512))
+    model = find_model("granite-3.3-8b")
+    found = [wanted.candidate(model, file) for file in model.files]
+    assert [each.gpus for each in found] == [1, 1]
+    assert [each.error for each in found] == [None, None]
+
+
+def test_the_list_says_how_many_gpus(tmp_path: Path) -> None:
     names = ("llama-3.1-8b", "llama-3.3-70b", "smollm2")
-    few = rows(tmp_path, *names, "--hardware", "2x4090")
     many = rows(tmp_path, *names, "--hardware", "4x4090")
     assert [row["gpus"] for row in many] == [2, 2, 4, 1]
-    assert [row["seconds"] for row in many[:2]] == [row["seconds"] for row in few[:2]]
     assert " --gpus 4 " in many[2]["commands"][-1]
     assert "GPUs" in run(tmp_path, "--hardware", "4x4090").out.splitlines()[2].split()
 
@@ -225,7 +287,7 @@ def test_the_list(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_list_names_models_whole(width: int) -> None:
-    wanted = Wanted(find_machines("1x4090", None, None), Documents())
+    wanted = Wanted(find_machines("1x4090", None, None), Documents.default(None, 512))
     candidates = [wanted.candidate(model, model.files[-1]) for model in TARGETS]
     console = Console(width=width, file=StringIO())
     console.print(models_table("On [b]1x4090", candidates, width))
@@ -256,8 +318,8 @@ def test_a_model_in_detail(tmp_path: Path) -> None:
     assert accept not in packed
     assert packed.count("--max-new-tokens 100 ") == 1
     done = run(tmp_path, "llama-3.3-70b", "--hardware", "1x4090")
-    assert (done.code, done.err) == (1, "")
-    assert "not possible" in done.out
+    assert done.err == "tierforce: none of these can be used on 1x4090.\n"
+    assert "does not fit: the weights alone take" in done.out
 
 
 def test_json_says_what_the_tables_say(tmp_path: Path) -> None:
@@ -265,8 +327,8 @@ def test_json_says_what_the_tables_say(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"\x00\x01")
     options = ("llama-3.1-8b", "--hardware", "2x4090", "--input", str(tmp_path), "--json")
     content = json.loads(run(tmp_path, *options, "--include", "*.txt").out)
-    assert content["machine"]["name"] == "2x4090"
-    assert content["machine"]["device_memory"] == 25.2e9
+    assert [each["name"] for each in content["machines"]] == ["1x4090", "2x4090"]
+    assert content["machines"][1]["device_memory"] == 25.2e9
     assert (content["documents"], content["unreadable_documents"]) == (1, 1)
     assert content["estimated_tokens"] == 2_600
     assert content["notes"] == ["documents that cannot be read: 1; `plan` names them."]
@@ -286,7 +348,7 @@ def test_json_says_what_the_tables_say(tmp_path: Path) -> None:
         (["--hardware", "1x4080"], "--hardware 1x4080 is neither a file nor a known machine"),
         (["--input", "nowhere"], "--input nowhere"),
         (["--context", "0"], "--context must be at least 1"),
-        (["--context", "600"], "600 tokens of context leave no room for a prompt and 512 new"),
+        (["--context", "600"], "--context 600 leaves no room for a prompt and 512 new tokens"),
         (["--host-memory", "1e30"], "--host-memory must be between 0 and 1,000,000 GB"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
     ],
@@ -300,7 +362,7 @@ def test_a_model_that_cannot_be_tried_is_a_row(tmp_path: Path) -> None:
     (row,) = json.loads(done.out)["models"]
     assert done.code == 1
     assert row["error"].startswith("--context 9000 is more than the model's 8192 positions")
-    assert row["commands"] == []
+    assert (row["gpus"], row["parts"], row["commands"]) == (None, None, [])
     profile = tmp_path / "machine.json"
     content = vars(HardwareProfile.from_name("32x4090"))
     profile.write_text(json.dumps({key: value for key, value in content.items() if key != "name"}))

@@ -7,18 +7,29 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from decoding import Settings
-from decoding.app.hardware.plan_view import duration
+from decoding.app.hardware.catalogue import find_model
+from decoding.app.hardware.input_plan import InputPlan
+from decoding.app.hardware.machine import find_machines
+from decoding.app.hardware.model_on_machine import requirements_on
+from decoding.app.hardware.plan import _fastest, _plans_on
+from decoding.app.hardware.plan_view import Plans, duration
 from decoding.config.defaults import RETRIEVAL_BUDGETS
 from decoding.engine.session import SequenceState
 from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.planner import Planner
 from decoding.planning.requirements import Requirements, weight_bytes
+from decoding.planning.round_cost import Acceptance
+from decoding.probe.survey import Gpu, Machine
 from offload.errors import InsufficientMemoryError, TierForceError
 from parallel.formats.gguf.header import read_header
 from parallel.model.loading import parameter_bytes
@@ -532,7 +543,7 @@ def test_weights_that_do_not_fit_are_reported(pair: Pair) -> None:
 def test_plan_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys\n"
-        "from decoding.app.hardware.machine_choice import requirements_on\n"
+        "from decoding.app.hardware.model_on_machine import requirements_on\n"
         "from decoding.planning.cost_model import CostModel\n"
         "from decoding.planning.hardware_profile import HardwareProfile\n"
         "from decoding.planning.planner import Planner\n"
@@ -670,3 +681,57 @@ def test_memory_of_a_cpu_is_counted_once(tmp_path: Path) -> None:
     numbers["device_memory"] = 0.5 * weights
     hardware.write_text(json.dumps({**numbers, "runs_ahead": False}))
     assert "GB, and 0.0 GB of memory are available. Use a smaller" in plan(tmp_path, *options).err
+
+
+def four_gpus() -> None:
+    """Make the machine one with four 4090s, of which the last has little memory left."""
+    name = "NVIDIA GeForce RTX 4090"
+    gpus = [
+        Gpu(name, 25_756_000_000, 4, 4, 16, 16, None, str(index), free=25_400_000_000)
+        for index in range(4)
+    ]
+    gpus[3] = replace(gpus[3], free=1_000_000_000)
+    machine = Machine(gpus, "575.1", 16, 16, 60_000_000_000, None, False)
+    Machine.detect = classmethod(lambda cls: machine)  # type: ignore[method-assign,assignment]
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus"), [((), 2), (("--gpus", "1"), 1), (("--concurrency", "2"), 2)]
+)
+def test_as_many_gpus_of_this_machine_are_planned_for_as_are_fastest(
+    options: tuple[str, ...], gpus: int, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    fields = json.loads(
+        (Path(__file__).parents[4] / "decoding/app/hardware/models.json").read_text()
+    )["llama-3.1-8b"]
+    config.write_text(json.dumps({"dtype": "bfloat16", **fields["config"]}))
+    arguments = ("plan", "--model", str(config), "--json", *options)
+    done = forked(tmp_path, *arguments, before=four_gpus)
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert plan["job"]["ranks"] == gpus
+    note = "of 4 GPUs the plan is for 2, the fastest number that is possible: run with --gpus 2."
+    assert (note in plan["notes"]) == ("--gpus" not in options)
+    small = forked(tmp_path, *arguments, "--gpus", "4", before=four_gpus)
+    assert "it does not fit this machine (4 x NVIDIA" in refused(small)
+
+
+def test_the_time_of_all_documents_decides() -> None:
+    model = find_model("llama-3.1-8b")
+    settings = Settings(dtype="bfloat16", graphs=True)
+    needs_on = partial(requirements_on, target=model.config, draft=None, settings=settings)
+    plans_on = partial(
+        _plans_on, needs_on=needs_on, rates=Acceptance(), prompt=130_000, new=512, concurrency=None
+    )
+    machines = find_machines("2x4090", None, None, any_number=True)
+
+    def predicted(planner: Planner, plans: Plans) -> SimpleNamespace:
+        return SimpleNamespace(seconds=plans.best.requirements.ranks)
+
+    documents = cast(InputPlan, SimpleNamespace(predicted=predicted))
+    assert _fastest(machines, plans_on, None)[0].profile.gpus == 2
+    machine, _, own = _fastest(machines, plans_on, documents)
+    assert machine.profile.gpus == 1
+    assert own is not None
+    assert own.seconds == 1

@@ -1,20 +1,15 @@
-"""How a model would run on a machine: what it requires of each GPU, and on how many of them."""
+"""What a model requires of each GPU of a machine, and between how many it can be divided."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from decoding.config.settings import Settings
-from decoding.planning.cost_model import CostModel
 from decoding.planning.forward_cost import choose_weights
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.planner import Planner, fitting_requirements
 from decoding.planning.requirements import Requirements, draft_ranks
-from decoding.planning.round_cost import Acceptance
 from offload.dtypes import dtype_spec
-from offload.errors import InsufficientMemoryError
 from parallel.config.model_config import ModelConfig, predictor_config
 from parallel.config.parameter_count import min_kv_heads
 
@@ -53,30 +48,3 @@ def divisible(machines: Sequence[PlannedMachine], target: ModelConfig) -> Sequen
     """Return those between whose GPUs a model can be divided; of one number, that."""
     heads = min_kv_heads(target)
     return [each for each in machines if each.profile.gpus <= heads] or machines[:1]
-
-
-def fastest_machine(
-    machines: Sequence[PlannedMachine],
-    requirements_of: Callable[[HardwareProfile], Requirements],
-    rates: Acceptance,
-    prompt: int,
-    max_new_tokens: int,
-) -> tuple[PlannedMachine, Requirements]:
-    """Return the machine on which a request is predicted to be fastest, and what it requires.
-
-    If it fits none, the last one.
-    """
-    best: tuple[PlannedMachine, Requirements] | None = None
-    best_s = float("inf")
-    for machine in machines:
-        profile, needs = machine.profile, requirements_of(machine.profile)
-        needs = fitting_requirements(needs, prompt, max_new_tokens, profile.device_memory)
-        seconds, costs = float("inf"), CostModel(profile, rates)
-        if len(machines) > 1:
-            with suppress(InsufficientMemoryError):
-                plan = Planner(needs, costs).plan(prompt, max_new_tokens)
-                seconds = costs.forecast(plan).document_s
-        if best is None or seconds <= best_s:
-            best, best_s = (machine, needs), seconds
-    assert best is not None
-    return best
