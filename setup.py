@@ -16,6 +16,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["offload*", "parallel*", "decoding*"]),
+    py_modules=["tierforce"],
     package_data={
         "decoding": ["py.typed"],
         "decoding.planning": ["profiles.json"],

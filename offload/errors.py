@@ -26,6 +26,10 @@ class InvalidRequestError(TierForceError):
     """A request cannot be processed; a batch records the error and continues."""
 
 
+class TruncatedPromptWarning(UserWarning):
+    """A prompt is longer than the context, and its beginning is dropped."""
+
+
 class RequestCancelled(TierForceError):
     """A request was cancelled during prefill."""
 

@@ -15,6 +15,7 @@ from support.commands import TARGET
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("offload", "parallel", "decoding")
+MODULE = "tierforce.py"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in (*PACKAGES, "bench", "tests/support"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", MODULE, "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip("wheel", "--no-build-isolation", "--wheel-dir", str(source), str(source))
     (built,) = source.glob("*.whl")
@@ -61,17 +62,21 @@ def run_installed(site: Path, folder: Path, *arguments: str) -> str:
 
 def test_the_wheel_contains_exactly_our_packages(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
+    top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert top == {*PACKAGES, MODULE}
     assert "decoding/planning/profiles.json" in names
     for package in PACKAGES:
         assert f"{package}/py.typed" in names
     sources = {path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
-    assert {Path(name) for name in names if name.endswith(".py")} == sources
+    assert {Path(name) for name in names if name.endswith(".py")} == {*sources, Path(MODULE)}
 
 
 @pytest.mark.slow
 def test_the_installed_command_runs_in_any_folder(site: Path, tmp_path: Path) -> None:
-    code = "import decoding, offload, parallel; print(decoding.__file__)"
+    code = (
+        "import decoding, offload, parallel, tierforce; print(decoding.__file__)\n"
+        "assert all(getattr(tierforce, name) for name in tierforce.__all__)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(site)}
     location = subprocess.check_output(
         [sys.executable, "-c", code], text=True, cwd=tmp_path, env=environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from decoding.planning.plan import Plan
 from decoding.speculation.sampling import Sampling
 from decoding.text.detokenizer import detokenize_stream
 from decoding.text.prompt import Template
-from offload.errors import TierForceError
+from offload.errors import TierForceError, TruncatedPromptWarning
 from parallel.execution.executor import Idle, Stop
 from parallel.model.pipeline import Progress
 from parallel.ranks.process_group import TensorParallelGroup
@@ -106,8 +107,9 @@ class Engine:
     ) -> Iterator[str]:
         """Yield the continuation of a prompt of any length, in pieces of whole characters.
 
-        The beginning of a prompt longer than the context is dropped; `stats.truncated_tokens` says
-        how much. Special tokens are left out. Otherwise as `generate`.
+        The beginning of a prompt longer than the context is dropped, with a warning:
+        TruncatedPromptWarning; `stats.truncated_tokens` says how much. Special tokens are left out.
+        Otherwise as `generate`.
 
         Args:
             prompt: the string to continue; nothing in it is parsed as a special token.
@@ -128,6 +130,13 @@ class Engine:
         room = self.context - max_new_tokens
         template = Template.chat(self.tokenizer) if chat else Template.plain(self.tokenizer)
         tokens, dropped = template.build(self.tokenizer, prompt, room, keep_end=True)
+        if dropped:
+            warnings.warn(
+                f"the prompt is longer than the context of {self.context} tokens: its first "
+                f"{dropped} tokens are dropped",
+                TruncatedPromptWarning,
+                stacklevel=2,
+            )
         compiled = self.grammars.compile_optional(grammar)
         options = sampling or Sampling(), dropped, progress, name
         request = Request(tokens, max_new_tokens, *options, grammar=compiled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from decoding.app.terminal.streams import silence_transformers, warn, write
 from decoding.engine.engine import Engine, Progress
 from decoding.grammars.grammar import CUT, Grammar
 from decoding.text.prompt import Template
-from offload.errors import InvalidRequestError, TierForceError
+from offload.errors import InvalidRequestError, TierForceError, TruncatedPromptWarning
 from parallel.ranks.process_group import TensorParallelGroup
 
 PROMPT = "prompt"  # name of the request in progress and warnings
@@ -42,6 +43,7 @@ def run(
     the JSON file `stats`. Raises TierForceError on failure.
     """
     silence_transformers()
+    warnings.simplefilter("ignore", TruncatedPromptWarning)  # `generate` has its own
     group = TensorParallelGroup.from_environment(common.device, warn)
     with group.sync_errors():
         prompt = text or ""

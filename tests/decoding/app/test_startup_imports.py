@@ -44,6 +44,16 @@ def test_help_and_a_mistyped_option_import_nothing_heavy(arguments: str) -> None
     assert len(modules) < MAX_MODULES
 
 
+def test_the_public_names_are_imported_on_first_use() -> None:
+    code = (
+        "import sys, tierforce; print(*sys.modules); tierforce.Settings(); print(tierforce.Engine)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules, engine = run.stdout.splitlines()
+    assert not set(modules.split()) & HEAVY
+    assert "decoding.engine.engine.Engine" in engine
+
+
 @pytest.mark.parametrize("more", [(), ("--draft", str(DRAFT), "--json")], ids=["alone", "pair"])
 def test_a_plan_imports_neither_torch_nor_transformers(more: tuple[str, ...]) -> None:
     modules = imported_modules("plan", "--model", str(TARGET), "--hardware", "1x4090", *more)

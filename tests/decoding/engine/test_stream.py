@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.text.detokenizer import detokenize_stream
-from offload.errors import InvalidRequestError
+from offload.errors import InvalidRequestError, TruncatedPromptWarning
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO
 
@@ -66,8 +66,12 @@ def test_pieces_are_yielded_as_soon_as_they_are_whole(engine: Engine) -> None:
 def test_the_beginning_of_a_long_prompt_is_dropped(engine: Engine) -> None:
     text = "The sun was low over the hills, and no one spoke. " * 20
     tokens = engine.tokenizer(text, add_special_tokens=False).input_ids
-    output = "".join(engine.stream(text, 20, Sampling(0.7, top_p=1, seed=3)))
-    assert engine.stats.truncated_tokens == len(tokens) - 80 > 100
+    dropped = len(tokens) - 80
+    line = f"longer than the context of 100 tokens: its first {dropped} tokens are dropped"
+    with pytest.warns(TruncatedPromptWarning, match=line) as warned:
+        output = "".join(engine.stream(text, 20, Sampling(0.7, top_p=1, seed=3)))
+    assert warned[0].filename == __file__
+    assert engine.stats.truncated_tokens == dropped > 100
     assert engine.stats.prompt_tokens == 80
     new = list(engine.generate(tokens[-80:], 20, Sampling(0.7, top_p=1, seed=3)))
     assert output == engine.tokenizer.decode(new, skip_special_tokens=True)
