@@ -15,8 +15,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["offload*", "parallel*", "decoding*"]),
-    py_modules=["tierforce"],
+    packages=find_packages(include=["offload*", "parallel*", "decoding*", "tierforce"]),
     package_data={
         "decoding": ["py.typed"],
         "decoding.planning": ["profiles.json"],
@@ -24,6 +23,7 @@ setup(
         "decoding.app.server.http": ["page.html"],
         "parallel": ["py.typed"],
         "offload": ["py.typed"],
+        "tierforce": ["py.typed"],
     },
     install_requires=[
         "torch>=2.11,<2.14",

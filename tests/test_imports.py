@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("offload", "parallel", "decoding", "bench")
+PACKAGES = ("offload", "parallel", "decoding", "tierforce", "bench")
 # A package imports only itself and packages listed before it. A module belongs to the longest of
 # these names that is a prefix of its own.
 IMPORT_ORDER = (
@@ -56,7 +56,8 @@ IMPORT_ORDER = (
     ("decoding.app.server.http",),
     ("decoding.app.server",),
     ("decoding.app.commands", "decoding.app.options_page"),
-    ("decoding.app.main", "decoding.cli", "decoding.__main__"),
+    ("decoding.app.main", "decoding.cli"),
+    ("tierforce",),
     ("bench.harness",),
     ("bench.peers",),
     ("bench.speed",),

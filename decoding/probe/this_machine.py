@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +20,7 @@ _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _UUID_PREFIX = len("GPU-") + 8  # characters that identify a GPU of a machine
 _DIVIDED = (
     "plans are for whole GPUs, and one of this machine's is divided into instances (MIG): name "
-    "others in CUDA_VISIBLE_DEVICES, or a file that `tierforce probe` wrote in --hardware."
+    "others in CUDA_VISIBLE_DEVICES, or give --hardware a file that `tierforce probe` wrote."
 )
 _CONTEXT_BYTES = 500e6  # assumed: what CUDA takes of a GPU for a process
 _IN_USE_BYTES = 1e9  # usage of a GPU by other processes from which there is a note
@@ -40,6 +39,7 @@ class PlannedMachine:
     profile: HardwareProfile
     trust: Trust  # as an engine's on this machine
     notes: Sequence[str] = ()
+    environment: str = ""  # variable that chooses its GPUs, if they are not the first ones
 
 
 def this_machine(gpus: int | None) -> list[PlannedMachine]:
@@ -58,7 +58,7 @@ def this_machine(gpus: int | None) -> list[PlannedMachine]:
         hidden = len(machine.gpus)
         notes.append(f"{_VISIBLE}={shlex.quote(setting)} hides the machine's GPUs ({hidden}).")
     if machine.has_problem:
-        notes.append(f"the GPUs' driver says: {machine.driver}.")
+        notes.append(f"NVIDIA's driver has a problem ({machine.driver}).")
     if not visible:
         return [_without_gpu(machine, gpus or 1, notes)]
     if any(gpu.is_divided for gpu in visible):
@@ -70,9 +70,15 @@ def this_machine(gpus: int | None) -> list[PlannedMachine]:
             f"--gpus {gpus}, but this machine has {len(same)} x {largest.name}: plan for others "
             "with --hardware."
         )
-    notes += _other_kinds(machine, visible, same, setting)
+    notes += _order_notes(machine, setting)
+    notes += _usage_notes(same)
+    # those in use by others come last
+    free_first = sorted(same, key=lambda gpu: -gpu.free if _is_in_use(gpu) else float("-inf"))
     counts = [gpus] if gpus is not None else gpu_counts(len(same))
-    return [_with_gpus(machine, same[:count], notes) for count in counts]
+    return [
+        _with_gpus(machine, visible, [gpu for gpu in same if gpu in free_first[:count]], notes)
+        for count in counts
+    ]
 
 
 def gpu_counts(gpus: int) -> list[int]:
@@ -97,7 +103,7 @@ def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
         if entries[0].startswith("GPU-"):
             found = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
         else:
-            found = list(gpus[int(entry) :][:1]) if re.fullmatch(r"\+?[0-9]+", entry) else []
+            found = list(gpus[int(entry) :][:1]) if re.fullmatch(r"\+?[0-9]{1,9}", entry) else []
         if len(found) != 1:
             break
         if any(found[0] is gpu for gpu in visible):
@@ -106,31 +112,30 @@ def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
     return visible
 
 
-def _other_kinds(
-    machine: Machine, visible: Sequence[Gpu], same: Sequence[Gpu], setting: str | None
-) -> Iterator[str]:
-    """Yield notes on GPUs of other kinds than those that plans are for."""
-    kinds = {gpu.name for gpu in machine.gpus}
-    others = Counter(gpu.name for gpu in visible if gpu not in same)
-    if others:
-        names = ", ".join(f"{count} x {name}" for name, count in others.items())
-        uuids = ",".join(gpu.uuid[:_UUID_PREFIX] for gpu in same)
-        yield f"the plan leaves out {names}: to run without, set {_VISIBLE}={uuids}."
+def _order_notes(machine: Machine, setting: str | None) -> Iterator[str]:
+    """Yield a note if CUDA may count GPUs of several kinds in another order than the driver."""
     is_by_index = setting is not None and "GPU-" not in setting
-    if len(kinds) > 1 and is_by_index and os.environ.get(_ORDER) != "PCI_BUS_ID":
+    has_kinds = len({gpu.name for gpu in machine.gpus}) > 1
+    if has_kinds and is_by_index and os.environ.get(_ORDER) != "PCI_BUS_ID":
         yield (
             f"{_VISIBLE} may count GPUs of several kinds in another order than the plan: "
             f"{_ORDER}=PCI_BUS_ID sets that of nvidia-smi."
         )
 
 
-def _with_gpus(machine: Machine, used: Sequence[Gpu], notes: Sequence[str]) -> PlannedMachine:
-    count, name = len(used), used[0].name
+def _with_gpus(
+    machine: Machine, visible: Sequence[Gpu], used: Sequence[Gpu], notes: Sequence[str]
+) -> PlannedMachine:
+    """Return the machine with some of its visible GPUs, which are of one kind."""
+    count, name, environment = len(used), used[0].name, ""
+    has_kinds = len({gpu.name for gpu in visible}) > 1
+    if has_kinds or list(visible[:count]) != list(used):
+        uuids = ",".join(gpu.uuid[:_UUID_PREFIX] for gpu in used)
+        environment = f"{_VISIBLE}={uuids}"
     profile, trust = HardwareProfile.find(None, name, count)
     is_assumed = trust is Trust.NONE
     notes = [
         *notes,
-        *_usage_notes(used),
         f"rates are {'assumed to be ' if is_assumed else ''}those of the profile {profile.name}: "
         f"{_MEASURE.format(gpus=count)}.",
     ]
@@ -143,9 +148,8 @@ def _with_gpus(machine: Machine, used: Sequence[Gpu], notes: Sequence[str]) -> P
         )
         profile = replace(profile, link_in=rate, link_out=rate)
     free = min(gpu.free for gpu in used)
-    in_use = any(gpu.memory - gpu.free > _IN_USE_BYTES for gpu in used)
     words = f"{count} x {name}"
-    if in_use:
+    if any(map(_is_in_use, used)):
         words += f", {'at least ' if count > 1 else ''}{free / 1e9:.1f} GB free"
     profile = replace(
         profile,
@@ -153,17 +157,20 @@ def _with_gpus(machine: Machine, used: Sequence[Gpu], notes: Sequence[str]) -> P
         device_memory=max(1.0, free - _CONTEXT_BYTES),
         host_memory=max(1.0, machine.host_available),
     )
-    return PlannedMachine(profile, trust, notes)
+    return PlannedMachine(profile, trust, notes, environment)
+
+
+def _is_in_use(gpu: Gpu) -> bool:
+    return gpu.memory - gpu.free > _IN_USE_BYTES
 
 
 def _usage_notes(used: Sequence[Gpu]) -> Iterator[str]:
     """Yield notes on GPUs that are in use."""
-    for gpu in used:
-        if (in_use := gpu.memory - gpu.free) > _IN_USE_BYTES:
-            yield (
-                f"GPU {gpu.address}: {in_use / 1e9:.1f} of {gpu.memory / 1e9:.1f} GB are in use, "
-                "perhaps by other programs; plans are for the rest."
-            )
+    for gpu in filter(_is_in_use, used):
+        yield (
+            f"GPU {gpu.address}: {(gpu.memory - gpu.free) / 1e9:.1f} of {gpu.memory / 1e9:.1f} GB "
+            "are in use, perhaps by other programs; plans are for the rest."
+        )
 
 
 def _link_rate(gpu: Gpu) -> float:

@@ -1,4 +1,7 @@
-"""The README's lines work as pasted, in a clone, with a shorter output here to save time."""
+"""README's lines with `tierforce`, and its Python code, work as pasted; here with shorter answers.
+
+`make demo` and what installs TierForce are not tested here.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def run(clone: Path, line: str, entered: str = "") -> str:
 
 
 def test_lines_name_nothing_that_is_not_here() -> None:
-    """Every line is run by a test below, and has no placeholder."""
+    """Nor a command without a test below."""
     known = {"summarize", "plan", "models", "chat", "serve"}
     assert {line.split()[1] for line in COMMANDS} == known
     for line in COMMANDS:
@@ -117,6 +120,7 @@ def test_server(clone: Path) -> None:
                 assert server.poll() is None
                 time.sleep(0.1)
         assert "<title>" in page
+        assert server.poll() is None  # not another one on this port
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(60)

@@ -89,9 +89,13 @@ class Prompts:
         Raises TierForceError if the context is too short.
         """
         room = context - new - _INSTRUCTION_TOKENS
-        if room < 1 or (tokens > room and room < 2 * new):  # two answers are merged
+        if room < 1:
             raise TierForceError(
                 f"`context` {context} leaves no room for a prompt and {new} new tokens."
+            )
+        if tokens > room and room < 2 * new:
+            raise TierForceError(
+                f"`context` {context} leaves no room to merge answers of {new} tokens about parts."
             )
         count = ceil_div(tokens, room)
         parts = tuple(own + _INSTRUCTION_TOKENS for own in shares(tokens, count))
@@ -113,6 +117,7 @@ class Candidate:
     parts: int | None = None  # prompts with parts of the documents, or with whole ones
     seconds: float | None = None  # predicted for all documents
     error: TierForceError | None = None
+    environment: str = ""  # variable of the command that chooses GPUs
     options: tuple[str, ...] = ()  # other options of the command
 
     @property
@@ -146,7 +151,7 @@ class Candidate:
             words += ["--context", str(self.context)]
         words += [*self.options, "--output", "summaries.md"]
         fetch = [self.file.command, *([] if draft is None else [draft.command])]
-        return [*fetch, shlex.join(words)]
+        return [*fetch, f"{self.environment} {shlex.join(words)}".lstrip()]
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields for JSON."""
@@ -216,7 +221,9 @@ class Wanted:
         settings = Settings(dtype=_DTYPE, graphs=self.machines[0].profile.runs_ahead)
         needs_on = partial(requirements_on, target=target, draft=draft, settings=settings)
         outcomes = [
-            self._outcome(candidate, machine.profile, needs_on)
+            self._outcome(
+                replace(candidate, environment=machine.environment), machine.profile, needs_on
+            )
             for machine in reversed(divisible(self.machines, target))
         ]
         return min(outcomes, key=_rank)
@@ -268,11 +275,10 @@ class Wanted:
 
 
 def _rank(candidate: Candidate) -> tuple[bool, int, float]:
-    """Return what is smaller for a better number of GPUs: a longer context, then less time."""
-    if candidate.seconds is None:
-        fitting = getattr(candidate.error, "fitting_context", 0)
-        return True, -fitting, 0.0
-    return False, -candidate.context, candidate.seconds
+    """Return what is smaller for a better number of GPUs: fewer parts, then less time."""
+    if candidate.seconds is None or candidate.parts is None:
+        return True, -getattr(candidate.error, "fitting_context", 0), 0.0
+    return False, candidate.parts, candidate.seconds
 
 
 def _loaded_bytes(config: ModelConfig) -> int:

@@ -23,8 +23,8 @@ Hardware = Annotated[str | None, typer.Option(help=MACHINE, metavar="MACHINE")]
 PlannedGpus = Annotated[
     int | None,
     typer.Option(
-        help="GPUs of this machine to plan for, or ranks on a CPU. Default: as many as are "
-        "predicted to be fastest; 1 on a CPU.",
+        help="GPUs of the machine to plan for, or ranks on a CPU. Default: as many of this "
+        "machine's as are predicted to be fastest; 1 on a CPU.",
         min=1,
         max=64,
     ),
@@ -59,24 +59,27 @@ def find_machines(
         )
     if hardware is None:
         machines = this_machine(gpus)
-    elif gpus is not None:
-        raise TierForceError("--gpus is for this machine: --hardware says how many GPUs there are.")
     else:
-        machines = _named_machines(hardware, any_number)
+        machines = _named_machines(hardware, gpus, any_number)
     if host_memory is None:
         return machines
     nbytes = max(1.0, host_memory * 1e9)
     return [replace(each, profile=_with_host_memory(each.profile, nbytes)) for each in machines]
 
 
-def _named_machines(name: str, any_number: bool) -> list["PlannedMachine"]:
+def _named_machines(name: str, gpus: int | None, any_number: bool) -> list["PlannedMachine"]:
     """Return the machine that `--hardware` names."""
     from decoding.probe.this_machine import PlannedMachine, gpu_counts
 
     profiles = [HardwareProfile.from_name(name)]
-    if any_number and (found := shipped_gpus(name)) is not None:
-        count, kind = found
-        profiles = [HardwareProfile.from_name(f"{each}x{kind}") for each in gpu_counts(count)]
+    count = int(profiles[0].gpus)
+    if gpus is not None and gpus > count:
+        raise TierForceError(f"--gpus {gpus}, but --hardware {name} has {count} GPUs.")
+    if (found := shipped_gpus(name)) is not None and (gpus is not None or any_number):
+        counts = gpu_counts(count) if gpus is None else [gpus]
+        profiles = [HardwareProfile.from_name(f"{each}x{found[1]}") for each in counts]
+    elif gpus not in (None, count):
+        raise TierForceError(f"--hardware {name} was measured with {count} GPUs: leave out --gpus.")
     return [PlannedMachine(each, each.trust_in(name)) for each in profiles]
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from decoding.app.hardware.catalogue import CatalogueModel, find_model, load_catalogue
+from decoding.app.hardware.catalogue import WHOLE, CatalogueModel, find_model, load_catalogue
 from decoding.app.hardware.machine import MACHINE, HostMemory, PlannedGpus, find_machines
 from decoding.app.options import DOCUMENTS, IncludedFiles, JobOptions, option_parameter
 from decoding.app.terminal.streams import printable
@@ -38,7 +38,7 @@ def models(
     hardware: Annotated[
         str | None,
         typer.Option(
-            help=f"{MACHINE} Fewer of its GPUs are planned for if that is faster.",
+            help=f"{MACHINE} Of 4x4090, fewer are planned for if that is better.",
             metavar="MACHINE",
         ),
     ] = None,
@@ -161,7 +161,7 @@ def _description(candidates: Sequence["Candidate"]) -> list[str]:
     ]
     if model.draft is not None:
         lines.append(f"    draft: {model.draft.title} (licence: {model.draft.licence})")
-    elif model.config.has_predictor:
+    elif model.config.has_predictor and model.files[0].format == WHOLE:
         lines.append("    draft: in 16 bits its own prediction block")
     for each in candidates:
         lines.append(f"  {each.file.format}, {_size(each)} GB; {_outcome(each)}")

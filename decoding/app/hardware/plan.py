@@ -5,7 +5,7 @@ It needs neither weights nor a GPU: everything follows from configs and hardware
 
 # No `from __future__ import annotations`: typer reads these annotations as objects.
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -181,7 +181,7 @@ def plan(
         documents,
     )
     requirements = plans.best.requirements
-    notes = [*_number_notes(described.profile, machines), *described.notes]
+    notes = [*_choice_notes(described, machines), *described.notes]
     notes += [*target.context_notes(), *wrapper_notes(target.wrapper)]
     notes += [*weight_notes(requirements), *predictor_notes(requirements)]
     notes += documents.notes if documents is not None else []
@@ -253,30 +253,32 @@ def _fastest(
     choices: list[tuple[float, PlannedMachine, Plans, InputPlan | None]] = []
     errors = list[InsufficientMemoryError]()
     for machine in machines:
+        own = None
         try:
             planner, plans = plans_on(machine)
+            seconds = plans.costs.forecast(plans.best).document_s
+            if documents is not None:
+                own = documents.predicted(planner, plans)
+                seconds = own.seconds
         except InsufficientMemoryError as error:
             errors.append(error)
-            continue
-        own, seconds = None, plans.costs.forecast(plans.best).document_s
-        if documents is not None:
-            own = documents.predicted(planner, plans)
-            seconds = own.seconds
-        choices.append((seconds, machine, plans, own))
+        else:
+            choices.append((seconds, machine, plans, own))
     if not choices:
-        raise max(errors, key=lambda error: error.fitting_context)
+        raise max(reversed(errors), key=lambda error: error.fitting_context)
     return min(choices, key=lambda choice: choice[0])[1:]
 
 
-def _number_notes(machine: HardwareProfile, machines: Sequence["PlannedMachine"]) -> list[str]:
-    """Return a note on a number of GPUs that was chosen."""
-    if len(machines) == 1:
-        return []
-    count, total = int(machine.gpus), int(machines[-1].profile.gpus)
-    return [
-        f"of {total} GPUs the plan is for {count}, the fastest number that is possible: run with "
-        f"--gpus {count}."
-    ]
+def _choice_notes(machine: "PlannedMachine", machines: Sequence["PlannedMachine"]) -> Iterator[str]:
+    """Yield notes on GPUs that were chosen, and on how to run with them."""
+    count, total = int(machine.profile.gpus), int(machines[-1].profile.gpus)
+    if len(machines) > 1:
+        yield (
+            f"of {total} GPUs the plan is for {count}, which is predicted to be fastest: run with "
+            f"--gpus {count}."
+        )
+    if machine.environment:
+        yield f"the plan is not for the GPUs that come first: run with {machine.environment}."
 
 
 def _check_rates(rates: Mapping[str, float]) -> None:

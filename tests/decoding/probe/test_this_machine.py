@@ -85,14 +85,27 @@ def test_plans_choose_between_numbers_of_gpus_of_a_kind(monkeypatch: pytest.Monk
     assert two.profile.device_memory == 19.5e9
     assert two.profile.name == f"this machine (2 x {NAME}, at least 20.0 GB free)"
     assert two.profile.all_reduce_rate == HardwareProfile.from_name("2x4090").all_reduce_rate
-    assert one.notes[0] == (
-        f"the plan leaves out 1 x {OTHER.name}: to run without, set "
-        "CUDA_VISIBLE_DEVICES=GPU-11111111,GPU-22222222."
-    )
-    (chosen,) = machines(monkeypatch, GPU, SECOND, GPU, count=2)
+    assert one.environment == "CUDA_VISIBLE_DEVICES=GPU-11111111"
+    assert two.environment == "CUDA_VISIBLE_DEVICES=GPU-11111111,GPU-22222222"
+    (chosen,) = machines(monkeypatch, GPU, SECOND, OTHER, count=2)
     assert chosen.profile.gpus == 2
     with pytest.raises(TierForceError, match=f"--gpus 3, but this machine has 2 x {NAME}: plan"):
         machines(monkeypatch, GPU, SECOND, OTHER, count=3)
+
+
+def test_gpus_in_use_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, fuller = (replace(GPU, free=free, uuid=f"GPU-{free}") for free in (3 * 10**9, 2 * 10**9))
+    third = replace(SECOND, uuid="GPU-33333333")
+    found = machines(monkeypatch, fuller, SECOND, full, third)
+    assert [each.profile.device_memory for each in found] == [24.9e9, 24.9e9, 1.5e9]
+    assert [each.environment for each in found] == [
+        "CUDA_VISIBLE_DEVICES=GPU-22222222",
+        "CUDA_VISIBLE_DEVICES=GPU-22222222,GPU-33333333",
+        "",
+    ]
+    three = detect(monkeypatch, fuller, SECOND, full, third, count=3)
+    assert three.environment == "CUDA_VISIBLE_DEVICES=GPU-22222222,GPU-30000000,GPU-33333333"
+    assert not detect(monkeypatch, SECOND, fuller, count=1).environment
 
 
 @pytest.mark.parametrize(
@@ -139,6 +152,7 @@ def test_a_cpu_is_not_called_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2,0", [2, 0]),
         ("1, 7, 0", [1]),
         ("+1", [1]),
+        ("9" * 5000, []),
         ("0,0", []),
         ("0,,1", [0]),
         (",0", []),
@@ -159,9 +173,15 @@ def test_visible_gpus(setting: str | None, indices: list[int]) -> None:
 def test_gpus_that_cannot_be_planned_for_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(detect(monkeypatch).notes) == 1
     mismatch = "no GPU: Driver/library version mismatch"
-    assert detect(monkeypatch, problem=mismatch).notes[0] == f"the GPUs' driver says: {mismatch}."
+    assert (
+        detect(monkeypatch, problem=mismatch).notes[0]
+        == f"NVIDIA's driver has a problem ({mismatch})."
+    )
     lost = "575.1, GPU 1 does not respond: GPU is lost"
-    assert detect(monkeypatch, GPU, problem=lost).notes[0] == f"the GPUs' driver says: {lost}."
+    assert (
+        detect(monkeypatch, GPU, problem=lost).notes[0]
+        == f"NVIDIA's driver has a problem ({lost})."
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     hidden = detect(monkeypatch, GPU)
     assert not hidden.profile.runs_ahead

@@ -180,7 +180,7 @@ def test_prompts_hold_all_of_a_document(tokens: int) -> None:
     merged = sum((each - 100) // 512 - 1 for each in prompts.merges)
     assert merged == len(prompts.parts) - 1
     assert Prompts.of(512, 1_124, 512) == Prompts((612,), ())
-    with pytest.raises(TierForceError, match="leaves no room"):  # two answers have to be merged
+    with pytest.raises(TierForceError, match="no room to merge answers of 512 tokens"):
         Prompts.of(513, 1_124, 512)
 
 
@@ -237,34 +237,55 @@ DOCUMENTS = {
 }
 
 
+@pytest.mark.parametrize("host_memory", [None, 2.0, 3.0])
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-3-27b"])
-def test_as_many_gpus_are_taken_as_are_fastest(name: str, documents: list[int]) -> None:
+def test_as_many_gpus_are_taken_as_are_fastest(
+    name: str, documents: list[int], host_memory: float | None
+) -> None:
+    """Of those that read the documents in the fewest parts."""
     model = find_model(name)
     file, own = model.files[-1], Documents(documents, "")
     single = [
-        Wanted(find_machines(f"{gpus}x4090", None, None), own).candidate(model, file)
+        Wanted(find_machines("4x4090", gpus, host_memory), own).candidate(model, file)
         for gpus in (1, 2, 4)
     ]
-    chosen = Wanted(find_machines("4x4090", None, None, any_number=True), own)
-    assert chosen.candidate(model, file) == min(single, key=lambda each: each.seconds or 1e9)
-
-
-def test_a_gpu_in_use_does_not_hide_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With each number of GPUs, the memory of the fullest is what all have."""
-    name = "NVIDIA GeForce RTX 4090"
-    free, full = (
-        Gpu(name, 25_756_000_000, 4, 4, 16, 16, None, address, free=nbytes)
-        for address, nbytes in (("a", 25_400_000_000), ("b", 3_000_000_000))
+    chosen = Wanted(find_machines("4x4090", None, host_memory, any_number=True), own)
+    fitting = [each for each in single if each.error is None]
+    assert chosen.candidate(model, file) == min(
+        fitting, key=lambda each: (each.parts, each.seconds)
     )
-    machine = Machine([free, full], "575.1", 16, 16, 4_000_000_000, None, False)
-    monkeypatch.setattr(Machine, "detect", lambda: machine)
+
+
+def machine(*free: int) -> Machine:
+    """Return a machine with 4090s, of which so many bytes are free."""
+    name = "NVIDIA GeForce RTX 4090"
+    gpus = [
+        Gpu(name, 25_756_000_000, 4, 4, 16, 16, None, f"{index}", free=each, uuid=f"GPU-{index}")
+        for index, each in enumerate(free)
+    ]
+    return Machine(gpus, "575.1", 16, 2, 24_000_000_000, None, False)
+
+
+def without_gpu() -> None:
+    """Make the machine one without a GPU, and with 24 GB."""
+    Machine.detect = classmethod(lambda cls: machine())  # type: ignore[method-assign,assignment]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_gpu_in_use_does_not_hide_a_free_one(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several GPUs, the memory of the fullest is what all have."""
+    free = [25_400_000_000, 3_000_000_000][::order]
+    monkeypatch.setattr(Machine, "detect", lambda: machine(*free))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    wanted = Wanted(find_machines(None, None, None), Documents.default(None, 512))
+    machines = find_machines(None, None, 4)
+    wanted = Wanted(machines, Documents.default(None, 512))
     model = find_model("granite-3.3-8b")
     found = [wanted.candidate(model, file) for file in model.files]
     assert [each.gpus for each in found] == [1, 1]
     assert [each.error for each in found] == [None, None]
+    environment = "" if order == 1 else "CUDA_VISIBLE_DEVICES=GPU-1 "
+    assert found[0].commands[-1].startswith(f"{environment}tierforce summarize")
 
 
 def test_the_list_says_how_many_gpus(tmp_path: Path) -> None:
@@ -281,8 +302,11 @@ def test_the_list(tmp_path: Path) -> None:
     for model in TARGETS:
         assert f"\n{model.name} " in table.out
     assert "does not fit" in table.out
-    assert max(map(len, table.out.splitlines()[:10])) <= 80
-    assert {each["name"] for each in rows(tmp_path) if each["error"]} >= {"llama-3.3-70b"}
+    assert max(map(len, table.out.splitlines()[:-1])) <= 80  # the last is a note
+    done = forked(tmp_path, "models", "--json", before=without_gpu)
+    on_a_cpu = json.loads(done.out)["models"]
+    assert {each["name"] for each in on_a_cpu if each["error"]} == {"seed-oss-36b", "llama-3.3-70b"}
+    assert all(each["gpus"] in (None, 1) for each in on_a_cpu)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
@@ -299,11 +323,11 @@ def test_the_list_names_models_whole(width: int) -> None:
 
 
 def test_a_model_in_detail(tmp_path: Path) -> None:
-    options = ("llama-3.3-70b", "qwen3.5-9b", "--hardware", "1x4090")
+    options = ("llama-3.3-70b", "qwen3.5-9b", "qwen3.5-27b", "--hardware", "1x4090")
     text = run(tmp_path, *options).out
     assert "the weights alone take" in text
-    assert text.count("tierforce summarize ") == 2  # the first does not fit
-    assert "in 16 bits its own prediction block" in text
+    assert text.count("tierforce summarize ") == 3  # the first does not fit
+    assert text.count("in 16 bits its own prediction block") == 1
     for same in (
         "LLAMA-3.3-70b",
         "Llama-3.3-70B-Instruct",
@@ -372,7 +396,8 @@ def test_a_model_that_cannot_be_tried_is_a_row(tmp_path: Path) -> None:
 
 def test_memory_of_a_cpu_can_be_given(tmp_path: Path) -> None:
     """It has one memory, for weights and KV."""
-    (row,) = rows(tmp_path, "smollm2", "--host-memory", "1")
-    assert row["context"] == 8_192
-    done = run(tmp_path, "qwen3-4b", "--host-memory", "1", "--json")
-    assert all("1.0 GB of memory" in row["error"] for row in json.loads(done.out)["models"])
+    done = forked(
+        tmp_path, "models", "smollm2", "qwen3-4b", "--host-memory=1", "--json", before=without_gpu
+    )
+    assert json.loads(done.out)["models"][0]["context"] == 8_192
+    assert all("1.0 GB of memory" in row["error"] for row in json.loads(done.out)["models"][1:])

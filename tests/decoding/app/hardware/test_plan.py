@@ -317,7 +317,7 @@ def test_readable_durations(seconds: float, words: str) -> None:
         ),
         (
             ["--hardware", "1x4090", "--gpus", "2"],
-            "--gpus is for this machine: --hardware says how many GPUs there are",
+            "--gpus 2, but --hardware 1x4090 has 1 GPUs.",
         ),
         (
             ["--context", "1000000"],
@@ -684,13 +684,24 @@ def test_memory_of_a_cpu_is_counted_once(tmp_path: Path) -> None:
 
 
 def four_gpus() -> None:
-    """Make the machine one with four 4090s, of which the last has little memory left."""
+    """Make the machine one with four 4090s, of which the first has little memory left."""
     name = "NVIDIA GeForce RTX 4090"
     gpus = [
-        Gpu(name, 25_756_000_000, 4, 4, 16, 16, None, str(index), free=25_400_000_000)
+        Gpu(
+            name,
+            25_756_000_000,
+            4,
+            4,
+            16,
+            16,
+            None,
+            str(index),
+            free=25_400_000_000,
+            uuid=f"GPU-{index}",
+        )
         for index in range(4)
     ]
-    gpus[3] = replace(gpus[3], free=1_000_000_000)
+    gpus[0] = replace(gpus[0], free=1_000_000_000)
     machine = Machine(gpus, "575.1", 16, 16, 60_000_000_000, None, False)
     Machine.detect = classmethod(lambda cls: machine)  # type: ignore[method-assign,assignment]
 
@@ -711,8 +722,10 @@ def test_as_many_gpus_of_this_machine_are_planned_for_as_are_fastest(
     assert done.code == 0, done.err
     plan = json.loads(done.out)
     assert plan["job"]["ranks"] == gpus
-    note = "of 4 GPUs the plan is for 2, the fastest number that is possible: run with --gpus 2."
+    note = "of 4 GPUs the plan is for 2, which is predicted to be fastest: run with --gpus 2."
     assert (note in plan["notes"]) == ("--gpus" not in options)
+    devices = ",".join(f"GPU-{index + 1}" for index in range(gpus))
+    assert f"run with CUDA_VISIBLE_DEVICES={devices}." in " ".join(plan["notes"])
     small = forked(tmp_path, *arguments, "--gpus", "4", before=four_gpus)
     assert "it does not fit this machine (4 x NVIDIA" in refused(small)
 

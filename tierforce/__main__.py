@@ -1,4 +1,4 @@
-"""`python -m decoding`: the command line."""
+"""`python -m tierforce`: the command line."""
 
 from decoding.app.main import main
 
