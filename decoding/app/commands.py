@@ -32,7 +32,7 @@ from decoding.app.options import (
     option_parameter,
     with_common,
 )
-from decoding.app.server.options import ServeOptions
+from decoding.app.server.options import ServeOptions, check_origins
 from decoding.app.terminal.signals import Interrupts, signal_source
 from decoding.app.terminal.streams import advice_after_loss, say, warn
 from decoding.text.instructions import INSTRUCTION, PART_INSTRUCTION, PromptFormat
@@ -353,6 +353,17 @@ def serve(
     max_body: Annotated[int, option_parameter(ServeOptions, "max_body")] = 16,
     concurrency: Annotated[int | None, option_parameter(ServeOptions, "concurrency")] = None,
     swap_space: Annotated[int | None, option_parameter(ServeOptions, "swap_space")] = None,
+    served_model_name: Annotated[
+        str | None, option_parameter(ServeOptions, "served_model_name")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin of web pages that may use the server, such as http://localhost:3000; "
+            "* for all. Repeat it for more.",
+            metavar="ORIGIN",
+        ),
+    ] = None,
 ) -> None:
     r"""Serve an OpenAI-compatible API over HTTP, and a chat page.
 
@@ -363,7 +374,8 @@ def serve(
     """
     if common.settings.deterministic:
         check_concurrency(concurrency)
-    options = ServeOptions(host, port, queue, max_body, concurrency, swap_space)
+    options = ServeOptions(host, port, queue, max_body, concurrency, swap_space, served_model_name)
+    check_origins(allow_origin or [])
     interrupts = _start(common, "interrupted ({name})")
     try:
         from decoding.app.server.run import run
@@ -373,7 +385,7 @@ def serve(
             raise
         raise TierForceError(f"serve needs {name}: pip install 'tierforce[server]'.") from error
 
-    run(common, options, api_key_file, interrupts)
+    run(common, options, api_key_file, allow_origin or [], interrupts)
 
 
 @_command("prompt-cache list prompts", prompt_cache_app, "list")

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import ctypes
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from threading import Lock, Thread
 from typing import Any
 
 import psutil
 
+Variables = Mapping[str, bool | int | float | str | None]
+# parameters of `apply_chat_template`, and what it gives a template
+RESERVED_VARIABLES = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "self",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
 RENDER_S = 10.0  # timeout; far more than any terminating template takes
 _MAX_ADDED_CHARACTERS = 1 << 20  # characters that a template adds to the messages
 _MAX_ADDED_BYTES = 1 << 30  # memory that the process may allocate while rendering
@@ -20,7 +41,17 @@ _rendered_templates: set[str] = set()
 _limit_lock = Lock()  # the memory limit applies to the whole process
 
 
-def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
+@dataclass(frozen=True)
+class ChatRendering:
+    """How a chat template renders messages."""
+
+    continues_last: bool = False  # the prompt ends in the last message, not in a new answer
+    variables: tuple[tuple[str, bool | int | float | str | None], ...] = ()  # the template's
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[dict[str, str]], rendering: ChatRendering | None = None
+) -> str:
     """Return messages rendered by the tokenizer's chat template. Raises whatever its code raises.
 
     transformers runs templates in a sandbox, which protects the machine, but prevents neither
@@ -29,12 +60,17 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
     """
     import_module("jinja2.sandbox")  # before the timeout starts: the first import is slow
     future: Future[str] = Future()
+    how = rendering or ChatRendering()
 
     def render() -> None:
         with suppress(SystemExit):  # raised on timeout
             try:
                 text = tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=True
+                    list(messages),
+                    tokenize=False,
+                    add_generation_prompt=not how.continues_last,
+                    continue_final_message=how.continues_last,
+                    **dict(how.variables),
                 )
                 future.set_result(text)
             except Exception as error:

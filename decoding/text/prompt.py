@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
-from decoding.text.chat_template import render_chat
+from decoding.text.chat_template import ChatRendering, render_chat
 from decoding.text.encoding import (
     SpecialTokenGuard,
     check_length,
@@ -32,6 +32,7 @@ def chat_tokens(
     messages: Sequence[dict[str, str]],
     limit: int | None = None,
     what: str = "these messages",
+    rendering: ChatRendering | None = None,
 ) -> list[int]:
     """Return the prompt tokens of a conversation, up to the beginning of the next answer.
 
@@ -44,11 +45,12 @@ def chat_tokens(
         messages: messages with `role` and `content`.
         limit: the maximum number of tokens of the prompt; memory is proportional to it.
         what: the name of the messages in error messages.
+        rendering: variables of the template, and whether the last message is continued.
 
     Raises TierForceError if the template rejects the messages, InvalidRequestError for a text that
     cannot be encoded as UTF-8, and ContextLengthError for a prompt far longer than `limit`.
     """
-    text, guard = _rendered(tokenizer, messages, what)
+    text, guard = _rendered(tokenizer, messages, what, rendering)
     if limit is not None:
         check_length(
             guard.plain(text),
@@ -92,7 +94,10 @@ def check_system(tokenizer: Any, system: str | None) -> None:
 
 
 def _rendered(
-    tokenizer: Any, messages: Sequence[dict[str, str]], what: str
+    tokenizer: Any,
+    messages: Sequence[dict[str, str]],
+    what: str,
+    rendering: ChatRendering | None = None,
 ) -> tuple[str, SpecialTokenGuard]:
     """Return the rendered messages, and the guard that tokenizes them."""
     contents = [each["content"] for each in messages]
@@ -102,7 +107,8 @@ def _rendered(
 
     def render(contents: Sequence[str]) -> str:
         pairs = zip(messages, contents, strict=True)
-        return render_chat(tokenizer, [{**each, "content": content} for each, content in pairs])
+        own = [{**each, "content": content} for each, content in pairs]
+        return render_chat(tokenizer, own, rendering)
 
     try:
         return guard.render(contents, render), guard

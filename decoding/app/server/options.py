@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from offload.errors import TierForceError
 from offload.regular_files import SMALL, read_regular
 
 _MIN_KEY_LENGTH = 16  # characters
+_MAX_NAME = 200  # characters of a model's name
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,18 @@ class ServeOptions:
         minimum=0,
     )
 
+    served_model_name: str | None = option(
+        "Name of the model for clients. Default: the last part of --model.", value=None, unit="name"
+    )
+
     def __post_init__(self) -> None:
         """Raise TierForceError for an invalid value."""
         check_options(self)
+        name = self.served_model_name
+        if name is not None and not (name.isprintable() and 0 < len(name) <= _MAX_NAME):
+            raise TierForceError(
+                f"`served_model_name` must have 1 to {_MAX_NAME} printable characters."
+            )
 
 
 def is_local(host: str) -> bool:
@@ -89,3 +101,13 @@ def read_keys(path: Path) -> list[str]:
                 "without blanks, such as the output of `openssl rand -hex 32`."
             )
     return keys
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raise TierForceError for what is not the origin of a web page."""
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            raise TierForceError(
+                f"`allow_origin` {origin}: name a page's origin, such as http://localhost:3000, "
+                "or * for all pages."
+            )

@@ -6,7 +6,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from threading import Thread
 from typing import Any, cast
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from decoding.app.batch.job import model_name
@@ -21,7 +22,7 @@ from decoding.app.options import Common
 from decoding.app.server.http.connections import Connection, ConnectionLimits, HttpServer
 from decoding.app.server.http.guards import RequestGuard
 from decoding.app.server.http.parsing import ServedModel
-from decoding.app.server.http.routes import Server
+from decoding.app.server.http.routes import CLIPPED, Server
 from decoding.app.server.options import ServeOptions, is_local, read_keys
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.answering import EngineWorker
@@ -43,9 +44,15 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def run(
-    common: Common, options: ServeOptions, key_file: Path | None, interrupts: Interrupts
+    common: Common,
+    options: ServeOptions,
+    key_file: Path | None,
+    origins: Sequence[str],
+    interrupts: Interrupts,
 ) -> None:
     """Answer requests until a signal ends the server; called by all ranks.
+
+    `origins`: those of web pages that may use the server.
 
     Raises TierForceError if the server cannot start, and SystemExit with the signal's exit code.
     """
@@ -74,7 +81,7 @@ def run(
         interrupts.answers[number] = partial(shutdown.on_signal, number)
     answer_signals(signal.SIGINT, signal.SIGTERM)
     served = ServedModel(
-        model_name(common.model),
+        options.served_model_name or model_name(common.model),
         common.model,
         engine.context,
         engine.runtime.target.config.vocab,
@@ -87,7 +94,11 @@ def run(
     swap_space = None if options.swap_space is None else options.swap_space * 10**9
     server = Server(queue, prompts, metrics, served, options.max_body * 10**6)
     hosts = None if keys else [*_LOCAL_NAMES, _url_host(options.host)]
-    app = RequestGuard(server.app(), hosts, keys, metrics)
+    app: ASGIApp = RequestGuard(server.app(), hosts, keys, metrics)
+    if origins:  # around the guard, so that its errors can be read, too
+        app = CORSMiddleware(
+            app, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=[CLIPPED]
+        )
     with _http_thread(app, listener, queue, connections):
         say(f"listening on http://{_url_host(options.host)}:{listener.getsockname()[1]}")
         try:

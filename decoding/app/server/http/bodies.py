@@ -5,10 +5,13 @@ Unsupported fields that would change an answer are refused, never ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -17,8 +20,16 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from decoding.app.server.http.formats import parse_response_format, parse_structured_outputs
+from decoding.app.server.http.neutral_fields import (
+    COMPLETION_FIELDS,
+    MESSAGE_FIELDS,
+    STREAM_FIELDS,
+    TOKENIZE_FIELDS,
+    Neutral,
+)
 from decoding.app.server.worker import limits
 from decoding.grammars.grammar import Grammar
 from decoding.speculation.sampling import (
@@ -27,34 +38,16 @@ from decoding.speculation.sampling import (
     MAX_REPETITION,
     MIN_REPETITION,
 )
+from decoding.text.chat_template import RESERVED_VARIABLES, ChatRendering, Variables
 
-_Accepted = Mapping[str, tuple[Any, ...] | None]
-# accepted fields that change no answer, and their accepted values; None: any value
-_ACCEPTED: _Accepted = {
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "metadata": None,
-    "modalities": (["text"],),
-    "n": (1,),
-    "parallel_tool_calls": None,
-    "prompt_cache_key": None,
-    "prompt_cache_retention": None,
-    "safety_identifier": None,
-    "service_tier": None,
-    "store": None,
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "user": None,
-}
 # fields of other servers that restrict an answer
 _OTHER_FORMATS = {"format", "grammar", "json_schema", "regex"} | {
     f"guided_{name}" for name in ("json", "regex", "choice", "grammar")
 }
+UNSUPPORTED = "unsupported_field"  # type of an error
 MAX_TOP_LOGPROBS = 20
 _MAX_BIASES, _ID_DIGITS = 10_000, 9
+_MAX_VARIABLES, _MAX_WORD = 20, 100
 
 _Stop = Annotated[str, Field(min_length=1, max_length=limits.STOP_CHARACTERS)]
 _Stops = Annotated[list[_Stop], Field(max_length=limits.STOPS, fail_fast=True)]
@@ -65,28 +58,35 @@ class _Strict(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    accepted: ClassVar[_Accepted] = {}
+    neutral: ClassVar[Neutral] = {}
 
     @model_validator(mode="before")
     @classmethod
     def check_supported(cls, data: Any) -> Any:
-        """Raise ValueError for the first unsupported field; null is accepted for any field."""
+        """Raise an error for the first unsupported field; null is accepted for any field."""
         if isinstance(data, dict):
             for name, value in data.items():
-                values = cls.accepted.get(name, ())
+                values = cls.neutral.get(name, ())
                 if not (name in cls.model_fields or values is None or value in (None, *values)):
-                    shown = name if name.isidentifier() and len(name) <= 100 else ascii(name[:100])
-                    hint = "leave it out"
-                    if name in _OTHER_FORMATS:
-                        hint = "use response_format, or structured_outputs"
-                    raise ValueError(f"{shown} is not supported by this server: {hint}")
+                    raise _unsupported(name, values)
         return data
+
+
+def _unsupported(name: str, values: Sequence[Any]) -> PydanticCustomError:
+    """Return the error of a field whose value is not one of the neutral ones."""
+    shown = name if name.isidentifier() and len(name) <= 100 else ascii(name[:100])
+    hint = "leave it out"
+    if name in _OTHER_FORMATS:
+        hint = "use response_format, or structured_outputs"
+    elif values:
+        hint += f", or send {' or '.join(map(json.dumps, values))}"
+    return PydanticCustomError(UNSUPPORTED, "{field}", {"field": shown, "hint": hint})
 
 
 class StreamOptions(_Strict):
     """What a stream contains besides the answer."""
 
-    accepted = {"include_obfuscation": (False,)}
+    neutral = STREAM_FIELDS
 
     include_usage: bool | None = None
 
@@ -100,11 +100,14 @@ def _single(prompt: Any) -> str | list[int]:
         if len(prompt) > 1:
             raise ValueError(f"{len(prompt)} prompts in one request: send one")
         prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
+    return prompt if isinstance(prompt, str) else _token_ids(prompt)
+
+
+def _token_ids(tokens: Any) -> list[int]:
+    """Return a list of token ids. Checked by hand, as in `_single`."""
+    if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
         raise ValueError("send a string or a list of token ids")
-    return prompt
+    return tokens
 
 
 def _by_token(bias: Any) -> dict[int, float] | None:
@@ -121,12 +124,26 @@ def _by_token(bias: Any) -> dict[int, float] | None:
     return {int(token): value for token, value in bias.items()}
 
 
+def _count(top_k: int | None) -> int | None:
+    """Return `top_k` with 0 for -1, which is vLLM's value for all tokens."""
+    return None if top_k is None else max(0, top_k)
+
+
+def _max_tokens(value: int) -> int:
+    if value == 0 or value < -1:
+        raise ValueError("send 1 or more, or -1 for all that the context has room for")
+    return value
+
+
+_MaxTokens = Annotated[int, Field(lt=2**63), AfterValidator(_max_tokens)]
+
+
 class _SamplingBody(_Strict):
     """The fields that are options of sampling."""
 
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, lt=2**63)
+    top_k: Annotated[int | None, AfterValidator(_count)] = Field(None, ge=-1, lt=2**63)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION, le=MAX_REPETITION)
@@ -138,15 +155,17 @@ class _SamplingBody(_Strict):
 class _Body(_SamplingBody):
     """The common fields of chat and plain completions."""
 
-    accepted = _ACCEPTED
+    neutral = COMPLETION_FIELDS
 
-    model: str
+    model: str | None = None  # the one that is served
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1, lt=2**63)
+    max_tokens: _MaxTokens | None = None
+    n_predict: _MaxTokens | None = None  # llama.cpp's name
     stop: _Stop | _Stops | None = None
     response_format: Annotated[Grammar | None, PlainValidator(parse_response_format)] = None
     structured_outputs: Annotated[Grammar | None, PlainValidator(parse_structured_outputs)] = None
+    return_token_ids: bool | None = None
 
     @field_validator("structured_outputs", mode="after")
     @classmethod
@@ -170,9 +189,9 @@ class _Body(_SamplingBody):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
-    def token_limit(self) -> tuple[str, int | None]:
-        """Return the field that limits the new tokens, and its value."""
-        return "max_tokens", self.max_tokens
+    def token_limit(self) -> int | None:
+        """Return the limit of new tokens; -1: all that the context has room for."""
+        return self.n_predict if self.max_tokens is None else self.max_tokens
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -190,7 +209,7 @@ class TextPart(_Strict):
 class Message(_Strict):
     """A message of a conversation."""
 
-    accepted = {"name": None, "annotations": ([],), "tool_calls": ([],)}
+    neutral = MESSAGE_FIELDS
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -203,13 +222,47 @@ class Message(_Strict):
         return {"role": role, "content": "".join(part.text for part in self.content)}
 
 
+def _variables(value: Any) -> Variables | None:
+    """Return the variables of a chat template.
+
+    Strings are short words, since what a template writes may be special tokens.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > _MAX_VARIABLES:
+        raise ValueError(f"send an object with at most {_MAX_VARIABLES} variables of the template")
+    for name, own in value.items():
+        if not name.isidentifier() or len(name) > _MAX_WORD or name in RESERVED_VARIABLES:
+            raise ValueError(f"{name[:_MAX_WORD]!a} cannot be a variable of the template")
+        is_word = isinstance(own, str) and re.fullmatch(r"[\w. -]*", own) and len(own) <= _MAX_WORD
+        if not (own is None or isinstance(own, bool | int | float) or is_word):
+            raise ValueError(f"{name} must be true, false, a number or a short word")
+    return value
+
+
 class ChatBody(_Body):
     """The body of a chat completion."""
 
     messages: list[Message] = Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**63)
+    max_completion_tokens: _MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[Variables | None, PlainValidator(_variables)] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    @model_validator(mode="after")
+    def check_continuation(self) -> ChatBody:
+        """Raise ValueError for contradicting fields, or no message to continue."""
+        adds, continues = self.add_generation_prompt, bool(self.continue_final_message)
+        if adds is not None and adds == continues:
+            raise ValueError(
+                "add_generation_prompt must be true, or false with continue_final_message: true"
+            )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message needs a last message of the assistant")
+        return self
 
     @model_validator(mode="after")
     def check_logprobs(self) -> ChatBody:
@@ -219,10 +272,17 @@ class ChatBody(_Body):
         return self
 
     @property
-    def token_limit(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is None:
-            return super().token_limit
-        return "max_completion_tokens", self.max_completion_tokens
+    def token_limit(self) -> int | None:
+        own = self.max_completion_tokens
+        return super().token_limit if own is None else own
+
+    @property
+    def rendering(self) -> ChatRendering:
+        """Return how the chat template renders the messages."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        return ChatRendering(bool(self.continue_final_message), tuple(variables.items()))
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -240,4 +300,39 @@ class CompletionBody(_Body):
         return self.logprobs
 
 
+class TokenizeBody(_Strict):
+    """The body of a tokenization: of a string, or of messages as a chat completion reads them."""
+
+    neutral = TOKENIZE_FIELDS
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None  # llama.cpp's name
+    messages: list[Message] | None = Field(
+        None, min_length=1, max_length=limits.MESSAGES, fail_fast=True
+    )
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def check_one_text(self) -> TokenizeBody:
+        """Raise ValueError unless there is one text."""
+        if sum(each is not None for each in (self.prompt, self.content, self.messages)) != 1:
+            raise ValueError("send one of prompt, content and messages")
+        return self
+
+
+class DetokenizeBody(_Strict):
+    """The body of a detokenization."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], PlainValidator(_token_ids)]
+
+
 AnyBody = ChatBody | CompletionBody
+BODIES: dict[str, type[BaseModel]] = {  # their routes
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}

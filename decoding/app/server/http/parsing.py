@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
-from decoding.app.server.http.bodies import AnyBody, ChatBody, CompletionBody, StreamOptions
+from decoding.app.server.http.bodies import (
+    UNSUPPORTED,
+    AnyBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    StreamOptions,
+    TokenizeBody,
+)
 from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.receiving import parse_json
 from decoding.app.server.worker import limits
@@ -20,6 +29,7 @@ from decoding.speculation.sampling import Sampling
 from decoding.text.encoding import ContextLengthError
 from offload.errors import TierForceError
 
+_Body = TypeVar("_Body", bound=AnyBody | TokenizeBody | DetokenizeBody)
 _SEED_BITS = 53  # precision of a number in JavaScript
 _SEEDS = 2**63
 
@@ -50,12 +60,7 @@ class RequestParser:
 
         Slow for a long prompt. Raises RequestRefused for an invalid or unsupported request.
         """
-        value = parse_json(text, self._served.context + limits.EXTRA_VALUES)
-        try:
-            body = kind.model_validate(value)
-        except ValidationError as error:
-            raise _validation_error(error) from error
-        self.check_model(body.model)
+        body = self._validated(text, kind)
         param = "messages" if isinstance(body, ChatBody) else "prompt"
         try:
             prompt = self._prompt(body)
@@ -65,6 +70,54 @@ class RequestParser:
             raise RequestRefused(400, str(error), param=param) from error
         options = (body.stream_options or StreamOptions()) if body.stream else None
         return self._params(body, prompt, param), options, body.grammar
+
+    def tokenize(self, text: bytes) -> dict[str, Any]:
+        """Return the answer to a body with a text or messages, as vLLM's. Raises RequestRefused."""
+        body = self._validated(text, TokenizeBody)
+        try:
+            if body.messages is not None:
+                messages = [message.as_template() for message in body.messages]
+                tokens = self._prompts.tokenize_messages(messages)
+            else:
+                own = body.prompt if body.content is None else body.content
+                # as in llama.cpp, `content` has no prefix unless it is asked for
+                has_prefix = body.add_special_tokens
+                if has_prefix is None:
+                    has_prefix = body.content is None
+                tokens = self._prompts.tokenize_text(own or "", has_prefix)
+        except TierForceError as error:
+            raise RequestRefused(400, str(error)) from error
+        context = self._served.context
+        answer = {"count": len(tokens), "max_model_len": context, "tokens": tokens}
+        names = {"token_strs": self._prompts.names(tokens)} if body.return_token_strs else {}
+        return answer | names
+
+    def detokenize(self, text: bytes) -> dict[str, Any]:
+        """Return the answer to a body with token ids, as vLLM's. Raises RequestRefused."""
+        body = self._validated(text, DetokenizeBody)
+        self._check_tokens(body.tokens, "tokens")
+        own = self._prompts.detokenize(body.tokens)
+        return {"prompt": own, "content": own}
+
+    def _validated(self, text: bytes, kind: type[_Body]) -> _Body:
+        """Return a body. Raises RequestRefused."""
+        value = parse_json(text, self._served.context + limits.EXTRA_VALUES)
+        try:
+            body = cast(_Body, kind.model_validate(value))
+        except ValidationError as error:
+            raise _validation_error(error) from error
+        self.check_model(body.model)
+        return body
+
+    def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raise RequestRefused for token ids that the model does not have."""
+        vocab = self._served.vocab
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+            raise RequestRefused(
+                400,
+                f"{param} has token ids outside the model's vocabulary of {vocab:,}.",
+                param=param,
+            )
 
     def compile(self, field: str, grammar: Grammar) -> CompiledGrammar:
         """Return a field's grammar for the model's tokenizer.
@@ -76,9 +129,9 @@ class RequestParser:
         except TierForceError as error:
             raise RequestRefused(400, f"{field}: {error}", param=field) from error
 
-    def check_model(self, name: str) -> None:
-        """Raise RequestRefused for a model that is not served."""
-        if name not in (self._served.model, self._served.alias):
+    def check_model(self, name: str | None) -> None:
+        """Raise RequestRefused for a model that is not served; None is the one that is."""
+        if name not in (None, self._served.model, self._served.alias):
             raise RequestRefused(
                 404,
                 f"the model {name[:200]!r} is not available here: use {self._served.model!r}.",
@@ -89,16 +142,11 @@ class RequestParser:
     def _prompt(self, body: ChatBody | CompletionBody) -> list[int]:
         """Return a prompt's tokens. Raises TierForceError for an invalid prompt."""
         if isinstance(body, ChatBody):
-            return self._prompts.tokenize_messages(
-                [message.as_template() for message in body.messages]
-            )
+            messages = [message.as_template() for message in body.messages]
+            return self._prompts.tokenize_messages(messages, body.rendering)
         if isinstance(body.prompt, str):
             return self._prompts.tokenize_text(body.prompt)
-        vocab = self._served.vocab
-        if body.prompt and not 0 <= min(body.prompt) <= max(body.prompt) < vocab:
-            raise TierForceError(
-                f"the prompt has token ids outside the model's vocabulary of {vocab:,}."
-            )
+        self._check_tokens(body.prompt, "prompt")
         return body.prompt
 
     def _params(self, body: AnyBody, prompt: list[int], param: str) -> GenerationParams:
@@ -113,15 +161,9 @@ class RequestParser:
                 param,
                 length,
             )
-        field, maximum = body.token_limit
-        max_new_tokens = min(self._served.max_new_tokens, room) if maximum is None else maximum
-        if max_new_tokens > room:
-            raise self._too_long(
-                f"the prompt's {length:,} tokens and {field} {max_new_tokens:,} exceed the context "
-                f"of {context:,}: use at most {room:,}.",
-                field,
-                length,
-            )
+        maximum = body.token_limit or self._served.max_new_tokens
+        is_clipped = (body.token_limit or 0) > room
+        max_new_tokens = room if maximum < 0 else min(maximum, room)
         names = {field.name for field in fields(Sampling)}
         options: dict[str, Any] = {"seed": secrets.randbits(_SEED_BITS)}
         options |= body.model_dump(include=names, exclude_none=True)
@@ -140,6 +182,8 @@ class RequestParser:
             sampling,
             body.stops,
             body.num_top_logprobs,
+            is_clipped=is_clipped,
+            returns_ids=bool(body.return_token_ids),
         )
 
     def _too_long(self, message: str, param: str, tokens: int) -> RequestRefused:
@@ -150,9 +194,15 @@ class RequestParser:
 def _validation_error(error: ValidationError) -> RequestRefused:
     """Return the most specific error of a body, with its field."""
     # a union reports an error per alternative: the deepest one belongs to the intended type
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False, include_input=False)
     deepest = max(errors, key=lambda each: len(each["loc"]))
     parts = [str(part) for part in deepest["loc"]]
+    is_unsupported = deepest["type"] == UNSUPPORTED
+    if is_unsupported:
+        parts.append(deepest["ctx"]["field"])
     param = ".".join(part for part in parts if "[" not in part) or None
+    if is_unsupported:
+        message = f"{param} is not supported by this server: {deepest['ctx']['hint']}."
+        return RequestRefused(400, message, param=param)
     message = deepest["msg"].removeprefix("Value error, ")
     return RequestRefused(400, f"{param}: {message}." if param else f"{message}.", param=param)

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from decoding.app.server.worker.jobs import Failed, TokenLogprobs
+from decoding.app.server.worker.jobs import Failed, TextDelta, TokenLogprobs
 
 Logprobs = Sequence[tuple[int, TokenLogprobs]]
 
@@ -50,27 +50,31 @@ class ResponseBuilder(ABC):
 
     def __init__(self, model: str):
         self.model = model
+        self.prompt_ids: Sequence[int] | None = None  # set for an answer with the ids of tokens
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
     def whole(
-        self, text: str, logprobs: Logprobs | None, reason: str, counts: dict[str, Any]
+        self, answer: TextDelta, has_logprobs: bool, reason: str, counts: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the whole response; `logprobs` is None if the request has none."""
-        response = self._response(self.name, self.message(text), logprobs, reason)
+        """Return the whole response."""
+        response = self._response(
+            self.name, self.message(answer.text), answer, has_logprobs, reason
+        )
+        self._add_prompt_ids(response)
         return {**response, **usage_fields(counts)}
 
     def first(self) -> dict[str, Any] | None:
         """Return the first chunk of a stream, if the format has one before the text."""
         return None
 
-    def chunk(self, text: str, logprobs: Logprobs | None) -> dict[str, Any]:
+    def chunk(self, part: TextDelta, has_logprobs: bool) -> dict[str, Any]:
         """Return a chunk of a stream."""
-        return self._response(self.chunk_name, self.delta(text), logprobs, None)
+        return self._response(self.chunk_name, self.delta(part.text), part, has_logprobs, None)
 
     def last(self, reason: str) -> dict[str, Any]:
         """Return the last chunk of a stream."""
-        return self._response(self.chunk_name, self.delta(""), None, reason)
+        return self._response(self.chunk_name, self.delta(""), TextDelta(""), False, reason)
 
     def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Return the chunk with usage and statistics, which follows the last one on request."""
@@ -89,11 +93,23 @@ class ResponseBuilder(ABC):
         """Return the field `logprobs` of a choice."""
 
     def _response(
-        self, name: str, text: dict[str, Any], logprobs: Logprobs | None, reason: str | None
+        self,
+        name: str,
+        text: dict[str, Any],
+        part: TextDelta,
+        has_logprobs: bool,
+        reason: str | None,
     ) -> dict[str, Any]:
-        formatted = None if logprobs is None else self.format_logprobs(logprobs)
+        formatted = self.format_logprobs(part.logprobs) if has_logprobs else None
         choice = {"index": 0, **text, "logprobs": formatted, "finish_reason": reason}
+        if self.prompt_ids is not None:
+            choice["token_ids"] = list(part.token_ids)
         return {**self._head(name), "choices": [choice]}
+
+    def _add_prompt_ids(self, response: dict[str, Any]) -> None:
+        """Add the ids of the prompt's tokens, where vLLM has them."""
+        if self.prompt_ids is not None:
+            response["prompt_token_ids"] = list(self.prompt_ids)
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
@@ -106,7 +122,9 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def first(self) -> dict[str, Any]:
         delta = {"delta": {"role": "assistant", "content": ""}}
-        return self._response(self.chunk_name, delta, None, None)
+        response = self._response(self.chunk_name, delta, TextDelta(""), False, None)
+        self._add_prompt_ids(response)
+        return response
 
     def message(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -138,6 +156,10 @@ class CompletionResponseBuilder(ResponseBuilder):
         return {"text": text}
 
     delta = message
+
+    def _add_prompt_ids(self, response: dict[str, Any]) -> None:
+        if self.prompt_ids is not None:
+            response["choices"][0]["prompt_token_ids"] = list(self.prompt_ids)
 
     def format_logprobs(self, logprobs: Logprobs) -> dict[str, Any]:
         tokens = [token for _, token in logprobs]

@@ -17,8 +17,16 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from decoding.app.server.http.bodies import AnyBody, ChatBody, CompletionBody, StreamOptions
+from decoding.app.environment import installed_version
+from decoding.app.server.http.bodies import (
+    BODIES,
+    AnyBody,
+    ChatBody,
+    CompletionBody,
+    StreamOptions,
+)
 from decoding.app.server.http.guards import RequestRefused
+from decoding.app.server.http.openapi import describe
 from decoding.app.server.http.page import PAGE, POLICY
 from decoding.app.server.http.parsing import RequestParser, ServedModel
 from decoding.app.server.http.receiving import Uploads
@@ -28,6 +36,7 @@ from decoding.app.server.http.replies import (
     ResponseBuilder,
     error_body,
 )
+from decoding.app.server.http.token_routes import TokenRoutes
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.jobs import (
     INTERNAL_ERROR,
@@ -39,7 +48,6 @@ from decoding.app.server.worker.jobs import (
     QueueFull,
     RequestQueue,
     TextDelta,
-    TokenLogprobs,
 )
 from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.prompts import Prompts
@@ -48,6 +56,7 @@ from offload.errors import one_line
 
 _DISCONNECT_POLL_S = 0.1  # interval of checks whether a client is still connected
 _SEPARATOR = "\n"
+CLIPPED = "X-Max-Tokens"  # header with the new tokens there is room for, if fewer than asked for
 _UNBUFFERED = {"X-Accel-Buffering": "no", "Cache-Control": "no-store"}
 
 
@@ -76,20 +85,23 @@ class Server:
             title="TierForce",
             docs_url=None,
             redoc_url=None,
-            openapi_url=None,
+            version=installed_version("tierforce"),
             redirect_slashes=False,  # a redirect would go to the host in the request
         )
         app.add_exception_handler(ClientDisconnect, _on_disconnect)
         app.add_exception_handler(HTTPException, _on_http_exception)
         app.add_exception_handler(RequestRefused, _on_refused)
         app.add_exception_handler(Exception, _on_error)
-        app.api_route("/", methods=["GET", "HEAD"])(self.page)
-        app.api_route("/health", methods=["GET", "HEAD"])(self.health)
+        app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)(self.page)
+        app.head("/health", include_in_schema=False)(self.health)
+        app.get("/health")(self.health)
         app.get("/metrics")(self.show_metrics)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.model)
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/completions")(self.complete)
+        TokenRoutes(self._parser, self._uploads, self._parsing).add_to(app)
+        describe(app, BODIES)
         return app
 
     async def page(self) -> Response:
@@ -139,12 +151,17 @@ class Server:
             self.queue.put(queued)
         except QueueFull as error:
             raise RequestRefused(429, str(error), "queue_full") from error
+        if params.returns_ids:
+            builder.prompt_ids = params.prompt
+        headers = {CLIPPED: str(params.max_new_tokens)} if params.is_clipped else {}
         if stream_options is not None:
             events = self._stream(queued, builder, bool(stream_options.include_usage))
             return EventSourceResponse(
-                events, sep=_SEPARATOR, headers=_UNBUFFERED, ping=limits.PING_S
+                events, sep=_SEPARATOR, headers={**_UNBUFFERED, **headers}, ping=limits.PING_S
             )
-        return await self._whole(queued, builder, request)
+        response = await self._whole(queued, builder, request)
+        response.headers.update(headers)
+        return response
 
     async def _receive(
         self, request: Request, kind: type[AnyBody]
@@ -162,20 +179,20 @@ class Server:
         self, queued: QueuedRequest, builder: ResponseBuilder, request: Request
     ) -> Response:
         """Return the whole answer; the wait ends early if the client disconnects."""
-        text, logprobs = list[str](), list[tuple[int, TokenLogprobs]]()
+        parts = list[TextDelta]()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch_client, queued, request)
             async for event in _events_of(queued):
                 if isinstance(event, TextDelta):
-                    text.append(event.text)
-                    logprobs += event.logprobs
+                    parts.append(event)
             tasks.cancel_scope.cancel()
         self.queue.cancel(queued)
         if isinstance(event, Failed):
             return JSONResponse(error_body(event), event.status)
         assert isinstance(event, Finished)
-        requested = None if queued.params.top_logprobs is None else logprobs
-        return JSONResponse(builder.whole("".join(text), requested, event.reason, event.counts))
+        has_logprobs = queued.params.top_logprobs is not None
+        answer = TextDelta.joined(parts)
+        return JSONResponse(builder.whole(answer, has_logprobs, event.reason, event.counts))
 
     async def _watch_client(self, queued: QueuedRequest, request: Request) -> None:
         """Cancel a request when its client disconnects."""
@@ -189,12 +206,14 @@ class Server:
     ) -> AsyncIterator[ServerSentEvent]:
         """Yield the answer as it is generated, with progress as comments."""
         has_logprobs = queued.params.top_logprobs is not None
+        first = builder.first()
         try:
-            if (first := builder.first()) is not None:
-                yield _data(first)
             async for event in _events_of(queued):
+                if isinstance(event, TextDelta | Finished) and first is not None:
+                    yield _data(first)  # not before: clients time the prefill by it
+                    first = None
                 if isinstance(event, TextDelta):
-                    yield _data(builder.chunk(event.text, event.logprobs if has_logprobs else None))
+                    yield _data(builder.chunk(event, has_logprobs))
                 elif isinstance(event, Finished):
                     yield _data(builder.last(event.reason))
                     if with_usage:

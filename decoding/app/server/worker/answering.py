@@ -144,7 +144,7 @@ class _Answer:
         self._logprobs = None
         if params.top_logprobs is not None:
             self._logprobs = _LogprobRecorder(params, token_bytes)
-        self._text = _AnswerText(engine.tokenizer, params.stops)
+        self._text = _AnswerText(engine.tokenizer, params.stops, params.returns_ids)
         self._taken = 0  # tokens whose text has been sent, or is held back
         self._next_report = 0.0
         has_names = engine.sessions.prefix_cache is not None
@@ -179,8 +179,7 @@ class _Answer:
             concurrency = 1 if state.runs_alone else self.engine.scheduler.concurrency
             queued.fail(_as_failure(state.error, concurrency))
         elif state.is_finished or text.is_stopped:
-            if not text.is_stopped:
-                self._send(text.rest())
+            self._send(text.rest())
             state.cut(self._taken)
             self.is_complete = True
             reason = "stop" if text.is_stopped else state.stats.finish_reason
@@ -232,8 +231,9 @@ class _Answer:
 class _AnswerText:
     """The text of an answer, up to a stop string, and where its tokens begin."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]):
+    def __init__(self, tokenizer: Any, stops: Sequence[str], keeps_ids: bool = False):
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
+        self._ids: list[int] | None = [] if keeps_ids else None  # tokens since the last part
         self._new: list[TokenLogprobs] = []  # tokens that have no text yet
         self._unsent: deque[tuple[int, TokenLogprobs]] = deque()  # tokens by their text's offset
         self._length = 0  # characters generated, including those held back
@@ -246,6 +246,8 @@ class _AnswerText:
 
     def feed(self, token: int, logprobs: TokenLogprobs | None) -> TextDelta | None:
         """Return the text to send after a token, with the tokens that begin in it."""
+        if self._ids is not None:
+            self._ids.append(token)
         if (piece := self._detokenizer.feed(token)) is None:
             return None  # nor its log-probabilities
         if logprobs is not None:
@@ -254,11 +256,13 @@ class _AnswerText:
 
     def rest(self) -> TextDelta | None:
         """Return what is held back, after the last token."""
-        text = self._add(piece) if (piece := self._detokenizer.rest()) else ""
+        text = ""
+        if not self.is_stopped and (piece := self._detokenizer.rest()):
+            text = self._add(piece)
         if self.is_stopped:
-            return self._delta(text)
+            return self._delta(text) or self._last_ids()
         self._unsent.extend((self._length, token) for token in self._new)
-        return self._delta(text + self._stops.rest(), self._length + 1)
+        return self._delta(text + self._stops.rest(), self._length + 1) or self._last_ids()
 
     def _add(self, piece: str) -> str:
         self._unsent.extend((self._length, token) for token in self._new)
@@ -273,7 +277,16 @@ class _AnswerText:
         tokens = []
         while self._unsent and self._unsent[0][0] < end:
             tokens.append(self._unsent.popleft())
-        return TextDelta(text, tokens) if text or tokens else None
+        if not (text or tokens):
+            return None
+        ids = self._ids or []
+        if self._ids is not None:
+            self._ids = []
+        return TextDelta(text, tokens, ids)
+
+    def _last_ids(self) -> TextDelta | None:
+        """Return a part without text for tokens that have none."""
+        return TextDelta("", token_ids=self._ids) if self._ids else None
 
 
 class _LogprobRecorder:

@@ -27,6 +27,8 @@ class GenerationParams:
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None  # None: no log-probabilities are requested
     grammar: CompiledGrammar | None = None  # the answer matches it
+    returns_ids: bool = False  # the answer has the ids of its tokens, and of the prompt's
+    is_clipped: bool = False  # fewer new tokens than were asked for, since the context has no more
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,16 @@ class TextDelta:
 
     text: str
     logprobs: Sequence[tuple[int, TokenLogprobs]] = ()  # offset in the whole answer, per token
+    token_ids: Sequence[int] = ()  # tokens generated since the last part
+
+    @classmethod
+    def joined(cls, parts: Sequence[TextDelta]) -> TextDelta:
+        """Return several parts as one."""
+        return cls(
+            "".join(part.text for part in parts),
+            [each for part in parts for each in part.logprobs],
+            [each for part in parts for each in part.token_ids],
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from threading import Lock
 from typing import Any
 
 from decoding.grammars.grammar import CompiledGrammar, Grammar, GrammarCompiler
-from decoding.text.prompt import Template, chat_tokens
+from decoding.text.chat_template import ChatRendering
+from decoding.text.prompt import PlainTemplate, Template, chat_tokens
 from offload.errors import InvalidRequestError, TierForceError
 
 
@@ -34,15 +35,28 @@ class Prompts:
             self._grammars.prepare()  # uses the tokenizer
         return self._grammars.compile(grammar)
 
-    def tokenize_text(self, text: str) -> list[int]:
-        """Return the tokens of a text that is to be continued.
+    def tokenize_text(self, text: str, has_prefix: bool = True) -> list[int]:
+        """Return the tokens of a text that is to be continued, after the tokenizer's own prefix.
 
         Raises InvalidRequestError if it is far longer than the context.
         """
         with self._lock:
-            return Template.plain(self._tokenizer).fit(self._tokenizer, text, self._context)
+            plain = Template.plain(self._tokenizer) if has_prefix else PlainTemplate([], [])
+            return plain.fit(self._tokenizer, text, self._context)
 
-    def tokenize_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        with self._lock:
+            return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    def names(self, tokens: Sequence[int]) -> list[str]:
+        """Return the tokenizer's names of tokens."""
+        with self._lock:
+            return list(map(str, self._tokenizer.convert_ids_to_tokens(list(tokens))))
+
+    def tokenize_messages(
+        self, messages: Sequence[dict[str, str]], rendering: ChatRendering | None = None
+    ) -> list[int]:
         """Return the tokens of a conversation, up to the beginning of the next answer.
 
         Special tokens in a message are plain text. Raises TierForceError if the model's template
@@ -53,4 +67,4 @@ class Prompts:
                 raise InvalidRequestError(
                     "this model has no chat template: use /v1/completions to continue a text."
                 )
-            return chat_tokens(self._tokenizer, messages, self._context)
+            return chat_tokens(self._tokenizer, messages, self._context, rendering=rendering)

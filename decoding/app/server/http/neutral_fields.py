@@ -1,0 +1,105 @@
+"""Fields of requests that change no answer here, with the values that clients may send.
+
+They are OpenAI's, and those of vLLM and llama.cpp, whose clients send them at their defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Neutral = Mapping[str, tuple[Any, ...] | None]  # values of a field; None: any value
+
+_OPENAI: Neutral = {
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "metadata": None,
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": None,
+    "prompt_cache_key": None,
+    "prompt_cache_retention": None,
+    "safety_identifier": None,
+    "service_tier": None,
+    "store": None,
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "user": None,
+    "verbosity": ("medium",),
+}
+_VLLM: Neutral = {
+    "bad_words": ([],),
+    "cache_salt": None,
+    "documents": ([],),
+    "ignore_eos": (False,),
+    "include_reasoning": None,  # reasoning is a part of the text
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "priority": (0,),
+    "request_id": None,
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": None,
+    "stop_token_ids": ([],),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+_LLAMA_CPP: Neutral = {
+    "cache_prompt": None,
+    "dry_allowed_length": None,
+    "dry_base": None,
+    "dry_multiplier": (0,),
+    "dry_penalty_last_n": None,
+    "dry_sequence_breakers": None,
+    "dynatemp_exponent": None,
+    "dynatemp_range": (0,),
+    "grammar": ("",),
+    "id_slot": None,
+    "json_schema": ({},),
+    "lora": ([],),
+    "min_keep": (0,),
+    "mirostat": (0,),
+    "mirostat_eta": None,
+    "mirostat_tau": None,
+    "n_discard": (0,),
+    "n_keep": None,  # prompts are never shifted
+    "n_probs": (0,),
+    "post_sampling_probs": (False,),
+    "reasoning_format": ("none", "auto"),
+    "repeat_last_n": None,
+    "repeat_penalty": (1,),
+    "response_fields": ([],),
+    "return_progress": None,
+    "slot_id": None,
+    "t_max_predict_ms": (-1, 0),
+    "tfs_z": (1,),
+    "timings_per_token": None,
+    "top_n_sigma": (-1, 0),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
+    "xtc_threshold": None,
+}
+COMPLETION_FIELDS: Neutral = {**_OPENAI, **_VLLM, **_LLAMA_CPP}
+MESSAGE_FIELDS: Neutral = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "name": None,
+    "refusal": ("",),
+    "tool_calls": ([],),
+}
+STREAM_FIELDS: Neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+TOKENIZE_FIELDS: Neutral = {
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "parse_special": (False,),
+    "tools": ([],),
+    "with_pieces": (False,),
+}

@@ -1,0 +1,34 @@
+"""The description of the API at /openapi.json, from the bodies that are validated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+
+def describe(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> None:
+    """Give an application a description of its routes; `bodies` are those of requests, by path."""
+    app.openapi = partial(_description, app, bodies)  # type: ignore[method-assign]
+
+
+def _description(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        content = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        references, schemas = models_json_schema(
+            [(body, "validation") for body in bodies.values()],
+            ref_template="#/components/schemas/{model}",
+        )
+        content["components"] = {"schemas": schemas["$defs"]}
+        for path, body in bodies.items():
+            content["paths"][path]["post"]["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": references[body, "validation"]}},
+            }
+        app.openapi_schema = content
+    return app.openapi_schema
