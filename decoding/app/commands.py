@@ -33,6 +33,7 @@ from decoding.app.options import (
     with_common,
 )
 from decoding.app.server.options import ServeOptions, check_origins
+from decoding.app.terminal.help import HelpCommand, HelpGroup
 from decoding.app.terminal.signals import Interrupts, signal_source
 from decoding.app.terminal.streams import advice_after_loss, say, warn
 from decoding.text.instructions import INSTRUCTION, PART_INSTRUCTION, PromptFormat
@@ -40,6 +41,7 @@ from offload.errors import TierForceError
 from parallel.ranks.environment import ignored_variables, is_launched, rank_from_env
 
 app = typer.Typer(
+    cls=HelpGroup,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -56,7 +58,9 @@ def _show_version(is_requested: bool) -> None:
 
 
 prompt_cache_app = typer.Typer(
-    help="List or drop the prompts stored in a --prompt-cache folder.", no_args_is_help=True
+    cls=HelpGroup,
+    help="List or drop the prompts stored in a --prompt-cache folder.",
+    no_args_is_help=True,
 )
 app.add_typer(prompt_cache_app, name="prompt-cache")
 PromptCacheFolder = Annotated[str, typer.Argument(help="The folder given as --prompt-cache.")]
@@ -71,7 +75,7 @@ def _command(
         paragraphs = (function.__doc__ or "").split("\n\n")
         paragraphs.append(f"Example: tierforce {example}")
         help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-        return group.command(name, help=help, epilog=EXIT_CODES)(function)
+        return group.command(name, cls=HelpCommand, help=help, epilog=EXIT_CODES)(function)
 
     return add
 

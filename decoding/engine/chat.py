@@ -57,7 +57,6 @@ class Chat:
             system: the system message.
             added_tokens: room kept after the document for what is added to every question.
         """
-        self.name = name
         self.engine = engine
         self.max_new_tokens = max_new_tokens
         self.sampling = sampling or Sampling()
@@ -65,17 +64,26 @@ class Chat:
             raise TierForceError("the tokenizer has no chat template: use an instruct model.")
         check_system(engine.tokenizer, system)
         self._system = system_messages(system)
-        self.messages: list[dict[str, str]] = []
-        self.truncated_tokens = 0  # tokens dropped from the document
-        self._document_prefix = ""  # the document and what separates it from the first message
         # fails before any prefill if the template cannot render a second turn
         self._prefix([*_turn("a", "b"), *_turn(MARK)])
+        self.set_document(document, name, added_tokens)
+
+    def set_document(self, document: str | None, name: str = "", added_tokens: int = 0) -> None:
+        """Begin again with another document, or none; arguments as of the class.
+
+        Raises InvalidRequestError, with nothing changed, if the context has no room for it.
+        """
+        prefix, truncated = "", 0  # the document and what separates it from the first message
         if document is not None:
-            self._document_prefix = self._truncate(document, added_tokens) + "\n\n"
+            document, truncated = self._truncate(document, added_tokens)
+            prefix = document + "\n\n"
         # the last prompt and its answer
-        self.tokens = self._prefix(_turn(self._document_prefix + MARK))
+        self.tokens = self._prefix(_turn(prefix + MARK))
         # those that a conversation about the document begins with, whatever follows
         self._shared = 0 if document is None else max(0, len(self.tokens) - JOIN_TOKENS)
+        self.name, self._document_prefix = name, prefix
+        self.truncated_tokens = truncated  # tokens dropped from the document
+        self.messages: list[dict[str, str]] = []
 
     def prefill(self, progress: Progress | None = None) -> None:
         """Prefill the document before the first question. Requires a document."""
@@ -153,8 +161,10 @@ class Chat:
         """Return the tokens that the template renders before `MARK`."""
         return tokens_around(self.engine.tokenizer, [*self._system, *messages], _WHAT)[0]
 
-    def _truncate(self, document: str, added_tokens: int) -> str:
-        """Return the beginning of the document that leaves room for a conversation."""
+    def _truncate(self, document: str, added_tokens: int) -> tuple[str, int]:
+        """Return the beginning of a document that leaves room for a conversation, and how many
+        tokens are dropped.
+        """
         context = self.engine.context
         room = context - self.max_new_tokens - talk_room(context, self.max_new_tokens)
         room -= added_tokens
@@ -165,8 +175,7 @@ class Chat:
                 f"no room left for the document: the context is {context:,} tokens, and answers "
                 f"may take {self.max_new_tokens:,} of them. Use fewer `max_new_tokens`."
             )
-        document, self.truncated_tokens = truncate_to(self.engine.tokenizer, document, room)
-        return document
+        return truncate_to(self.engine.tokenizer, document, room)
 
 
 def talk_room(context: int, max_new_tokens: int) -> int:

@@ -13,15 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from decoding.app.documents.formats.encodings import MAX_BYTES
 from decoding.app.interactive.generate import print_stream, read_file
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.files import check_writable, write_json
 from decoding.app.terminal.loading import load_engine
+from decoding.app.terminal.markdown import MarkdownWriter
 from decoding.app.terminal.messages import say_what_fits, stats_line
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import DOUBLE_INTERRUPT_S, Interrupts
-from decoding.app.terminal.streams import say, silence_transformers, warn
+from decoding.app.terminal.streams import say, silence_transformers, warn, write
 from decoding.engine.chat import Chat
 from decoding.engine.engine import Engine
 from decoding.prefix_cache.store import MIN_TOKENS
@@ -32,12 +35,17 @@ from parallel.ranks.environment import RankLost
 from parallel.ranks.launch import answer_signals
 from parallel.ranks.process_group import TensorParallelGroup
 
-HELP = """/save FILE   write the conversation to a JSON file
-/load FILE   continue a saved conversation
-/stats       show times and counts of the last answer
-/clear       start over, with the same document
-/quit        quit, as does Ctrl-D
-Ctrl-C ends an answer. To send a message that starts with /, write //."""
+HELP = """/document FILE   start over, about this document
+/save FILE       write the conversation to a JSON file
+/load FILE       continue a saved conversation
+/raw             show the last answer with its markup
+/stats           show times and counts of the last answer
+/clear           start over, with the same document
+/quit            quit, as does Ctrl-D
+Ctrl-C ends an answer. A message of several lines starts and ends with \"\"\".
+To send a message that starts with /, write //."""
+QUOTES = '"""'  # around a message of several lines
+_READ_ALL = "`tierforce ask` and `tierforce summarize` read all of it, in parts"
 
 
 @dataclass
@@ -54,8 +62,10 @@ class Terminal:
         self.interrupts.answers[signal.SIGINT] = self._on_interrupt
         answer_signals(signal.SIGINT)
         commands: dict[str, Callable[[str], None]] = {
+            "/document": self._read_document,
             "/save": self._save,
             "/load": self._load,
+            "/raw": self._show_raw,
             "/stats": self._stats,
             "/clear": lambda _: self.chat.clear(),
             "/help": lambda _: _print_help(),
@@ -80,7 +90,12 @@ class Terminal:
         with Display(1, sys.stderr) as display:
             display.begin("answer")
             with closing(self.chat.ask(question, partial(display.prefill, "answer"))) as pieces:
-                print_stream(pieces, display, lambda: self.is_stopped)
+                console = Console(file=sys.stdout)
+                if not console.is_terminal or console.is_dumb_terminal:
+                    print_stream(pieces, display, lambda: self.is_stopped)
+                    return
+                with closing(MarkdownWriter(console)) as writer:
+                    print_stream(pieces, display, lambda: self.is_stopped, writer.write)
 
     def _on_interrupt(self) -> bool:
         """Stop the answer; return False, which ends the process, if that takes too long.
@@ -97,6 +112,21 @@ class Terminal:
         if not self.is_stopped:
             self.is_stopped, self.stopped_at = True, now
         return now - self.stopped_at < DOUBLE_INTERRUPT_S
+
+    def _read_document(self, name: str) -> None:
+        if not name:
+            raise TierForceError("/document needs a file name: /document FILE.")
+        path = _expand_user(name)
+        with self.chat.engine.keep_workers_alive():
+            text = read_file(path)
+        self.chat.set_document(text, path.name)
+        warn_of_truncation(self.chat)
+        _prefill_document(self.chat, path.name)
+
+    def _show_raw(self, _: str) -> None:
+        if not self.chat.messages:
+            raise TierForceError("there is no answer yet.")
+        write(self.chat.messages[-1]["content"] + "\n")
 
     def _save(self, name: str) -> None:
         if not name:
@@ -204,7 +234,7 @@ def conversation(
     engine: Engine,
     chat: Chat | None,
     common: Common,
-    hint: str = "`tierforce ask` and `tierforce summarize` read all of it, in parts",
+    hint: str = _READ_ALL,
 ) -> Iterator[Chat | None]:
     """Yield the chat on rank 0, and None on other ranks once rank 0 is done; close the engine.
 
@@ -215,14 +245,19 @@ def conversation(
         engine.run_worker()
         yield None
         return
-    if chat.truncated_tokens:
-        warn(
-            f"the document is too long for the context of {engine.context:,} tokens: its last "
-            f"{chat.truncated_tokens:,} tokens were dropped ({hint})"
-        )
+    warn_of_truncation(chat, hint)
     with engine.conversation():
         yield chat
     engine.close()
+
+
+def warn_of_truncation(chat: Chat, hint: str = _READ_ALL) -> None:
+    """Warn about a document that is too long for the context."""
+    if chat.truncated_tokens:
+        warn(
+            f"the document is too long for the context of {chat.engine.context:,} tokens: its last "
+            f"{chat.truncated_tokens:,} tokens were dropped ({hint})"
+        )
 
 
 def _prefill_document(chat: Chat, name: str) -> None:
@@ -247,19 +282,30 @@ def _input_lines(engine: Engine) -> Iterator[str]:
             import readline  # noqa: F401
     with suppress(AttributeError):  # a line that is not UTF-8 is skipped, and the chat goes on
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
-    while True:
+    while (message := _message(engine, prompt)) is not None:
         try:
-            with engine.keep_workers_alive():
-                line = input(prompt).strip()
-        except EOFError:
-            return
-        try:
-            line.encode()
+            message.encode()
         except UnicodeEncodeError:
             say("that line is not UTF-8")
             continue
-        if line:
-            yield line
+        if message:
+            yield message
+
+
+def _message(engine: Engine, prompt: str) -> str | None:
+    """Return what is entered next: a line, or several in quotes; None at the end of the input."""
+    lines, is_quoted = list[str](), False
+    with engine.keep_workers_alive(), suppress(EOFError):
+        lines.append(input(prompt).strip())
+        if is_quoted := lines[0].startswith(QUOTES):
+            lines[0] = lines[0].removeprefix(QUOTES)
+            while not lines[-1].endswith(QUOTES):
+                lines.append(input(prompt and "... ").rstrip())
+            lines[-1] = lines[-1].removesuffix(QUOTES)
+    message = "\n".join(lines).strip()
+    if is_quoted and message.startswith("/"):
+        message = f"/{message}"  # not a command
+    return message if lines else None
 
 
 def _expand_user(name: str) -> Path:

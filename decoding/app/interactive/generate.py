@@ -126,9 +126,12 @@ def check_complete(engine: Engine) -> None:
 
 
 def print_stream(
-    pieces: Iterable[str], display: Display, is_stopped: Callable[[], bool] = lambda: False
+    pieces: Iterable[str],
+    display: Display,
+    is_stopped: Callable[[], bool] = lambda: False,
+    write: Callable[[str], None] = write,
 ) -> None:
-    """Write pieces to standard output as they arrive, until `is_stopped`, and a newline."""
+    """Write pieces as they arrive, until `is_stopped`, and a newline; to standard output."""
     for piece in pieces:
         display.stop()  # leaves the terminal to the text
         write(piece)

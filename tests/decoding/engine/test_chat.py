@@ -66,6 +66,24 @@ def test_answers_equal_those_of_one_long_prompt(engine: Engine) -> None:
         assert engine.tokenizer.decode(list(engine.generate(prompt, 16, GREEDY))) == answer
 
 
+def test_a_document_can_be_replaced(engine: Engine) -> None:
+    chat, other = Chat(engine, 16, GREEDY, document=STORY), "There was a lighthouse. " * 20
+    fresh = Chat(engine, 16, GREEDY, document=other)
+    with engine.conversation():
+        "".join(chat.ask("Who?"))
+        before = dict(vars(chat))
+        chat.max_new_tokens = 400
+        with pytest.raises(InvalidRequestError, match="no room left for the document"):
+            chat.set_document(other)
+        chat.max_new_tokens = 16
+        assert vars(chat) == before
+        chat.set_document(other, "other")
+        answers = ["".join(each.ask("Who?")) for each in (chat, fresh)]
+    assert answers[0] == answers[1]
+    assert chat.name == "other"
+    assert chat.tokens == fresh.tokens
+
+
 def test_a_closed_answer_keeps_what_was_generated(engine: Engine) -> None:
     chat = Chat(engine, 40, GREEDY)
     with engine.conversation():

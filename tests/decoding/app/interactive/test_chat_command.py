@@ -82,6 +82,46 @@ def test_chat_commands(model: tuple[str, ...], story: tuple[str, str], tmp_path:
 
 
 @pytest.mark.parametrize("ranks", [(), ("--gpus", "2")])
+def test_another_document(
+    ranks: tuple[str, ...], model: tuple[str, ...], story: tuple[str, str], tmp_path: Path
+) -> None:
+    """/document starts over; an unreadable one changes nothing."""
+    other = tmp_path / "other.txt"
+    other.write_text("There was a lighthouse at the end of the bay. " * 40)
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 nothing")
+    lines = ["Who?", f"/document {other}", "Who?", f"/document {tmp_path}/broken.pdf"]
+    lines += ["/document", "Why?", "/raw", f"/document {story[1]}", "Who?"]
+    result = run_with_input(tmp_path, lines, "chat", *model, *story, *ranks)
+    assert result.code == 0, result.err
+    first, second, third, raw, fourth = result.out.splitlines()
+    assert (fourth, raw) == (first, third)
+    assert "other.txt: " in result.err
+    assert "as its download interrupted?" in result.err
+    assert "/document needs a file name" in result.err
+    about = run_with_input(tmp_path, ["Who?", "Why?"], "chat", *model, "--document", str(other))
+    assert about.out.splitlines() == [second, third]
+
+
+def test_a_document_that_is_too_long_is_mentioned(
+    model: tuple[str, ...], story: tuple[str, str], tmp_path: Path
+) -> None:
+    lines = [f"/document {story[1]}", "/raw"]
+    result = run_with_input(tmp_path, lines, "chat", *model, "--context", "500")
+    assert "the document is too long for the context of 500 tokens: its last" in result.err
+    assert "there is no answer yet" in result.err
+
+
+def test_a_message_of_several_lines(model: tuple[str, ...], tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    lines = ['"""', "first", "", "  second  ", 'third"""', '"""/save it"""', f"/save {saved}"]
+    result = run_with_input(tmp_path, [*lines, '"""the last'], "chat", *model)
+    assert result.code == 0, result.err
+    questions = [each["content"] for each in json.loads(saved.read_text())["messages"][::2]]
+    assert questions == ["first\n\n  second\nthird", "/save it"]
+    assert len(result.out.split("\n\n")) == 4  # three answers, each with a newline at its end
+
+
+@pytest.mark.parametrize("ranks", [(), ("--gpus", "2")])
 def test_interrupt_ends_the_answer_only(
     ranks: tuple[str, ...], model: tuple[str, ...], story: tuple[str, str], tmp_path: Path
 ) -> None:
