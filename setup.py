@@ -50,7 +50,8 @@ setup(
         "bench": ["matplotlib>=3.8"],
         "server": [
             "fastapi>=0.115.12",
-            "pydantic>=2.8",
+            "starlette>=0.51",
+            "pydantic>=2.10",
             "uvicorn>=0.32",
             "sse-starlette>=2.3.2",
             "prometheus-client>=0.21",

@@ -32,7 +32,7 @@ from decoding.app.options import (
     option_parameter,
     with_common,
 )
-from decoding.app.server.options import ServeOptions, check_origins
+from decoding.app.server.options import ServeOptions, parse_origins
 from decoding.app.terminal.help import HelpCommand, HelpGroup
 from decoding.app.terminal.signals import Interrupts, signal_source
 from decoding.app.terminal.streams import advice_after_loss, say, warn
@@ -379,7 +379,7 @@ def serve(
     if common.settings.deterministic:
         check_concurrency(concurrency)
     options = ServeOptions(host, port, queue, max_body, concurrency, swap_space, served_model_name)
-    check_origins(allow_origin or [])
+    origins = parse_origins(allow_origin or [])
     interrupts = _start(common, "interrupted ({name})")
     try:
         from decoding.app.server.run import run
@@ -389,7 +389,7 @@ def serve(
             raise
         raise TierForceError(f"serve needs {name}: pip install 'tierforce[server]'.") from error
 
-    run(common, options, api_key_file, allow_origin or [], interrupts)
+    run(common, options, api_key_file, origins, interrupts)
 
 
 @_command("prompt-cache list prompts", prompt_cache_app, "list")

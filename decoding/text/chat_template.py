@@ -9,31 +9,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from threading import Lock, Thread
 from typing import Any
 
 import psutil
 
 Variables = Mapping[str, bool | int | float | str | None]
-# parameters of `apply_chat_template`, and what it gives a template
-RESERVED_VARIABLES = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "max_length",
-    "messages",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "self",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-}
 RENDER_S = 10.0  # timeout; far more than any terminating template takes
 _MAX_ADDED_CHARACTERS = 1 << 20  # characters that a template adds to the messages
 _MAX_ADDED_BYTES = 1 << 30  # memory that the process may allocate while rendering
@@ -47,6 +29,15 @@ class ChatRendering:
 
     continues_last: bool = False  # the prompt ends in the last message, not in a new answer
     variables: tuple[tuple[str, bool | int | float | str | None], ...] = ()  # the template's
+
+
+def is_reserved(name: str) -> bool:
+    """Return whether a variable of chat templates is given by transformers, not by a user."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    apply = import_module("transformers").PreTrainedTokenizerBase.apply_chat_template
+    parameters = {*signature(apply).parameters, *signature(render_jinja_template).parameters}
+    return name == "messages" or name.endswith("_token") or name in parameters
 
 
 def render_chat(

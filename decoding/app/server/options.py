@@ -103,11 +103,12 @@ def read_keys(path: Path) -> list[str]:
     return keys
 
 
-def check_origins(origins: Sequence[str]) -> None:
-    """Raise TierForceError for what is not the origin of a web page."""
+def parse_origins(origins: Sequence[str]) -> list[str]:
+    """Return origins as browsers write them. Raises TierForceError for what is not one."""
     for origin in origins:
-        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s*]+", origin, re.IGNORECASE):
             raise TierForceError(
                 f"`allow_origin` {origin}: name a page's origin, such as http://localhost:3000, "
                 "or * for all pages."
             )
+    return [origin.lower() for origin in origins]

@@ -97,8 +97,15 @@ def run(
     app: ASGIApp = RequestGuard(server.app(), hosts, keys, metrics)
     if origins:  # around the guard, so that its errors can be read, too
         app = CORSMiddleware(
-            app, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=[CLIPPED]
+            app,
+            origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=[CLIPPED, "Retry-After"],
         )
+        if "*" in origins and not keys:
+            warn("any page that a browser here opens may use the server: see --api-key-file")
     with _http_thread(app, listener, queue, connections):
         say(f"listening on http://{_url_host(options.host)}:{listener.getsockname()[1]}")
         try:

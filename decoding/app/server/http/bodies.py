@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -21,11 +22,14 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from decoding.app.server.http.formats import parse_response_format, parse_structured_outputs
 from decoding.app.server.http.neutral_fields import (
+    CHAT_FIELDS,
     COMPLETION_FIELDS,
     MESSAGE_FIELDS,
+    PART_FIELDS,
     STREAM_FIELDS,
     TOKENIZE_FIELDS,
     Neutral,
@@ -38,17 +42,20 @@ from decoding.speculation.sampling import (
     MAX_REPETITION,
     MIN_REPETITION,
 )
-from decoding.text.chat_template import RESERVED_VARIABLES, ChatRendering, Variables
+from decoding.text.chat_template import ChatRendering, Variables, is_reserved
 
 # fields of other servers that restrict an answer
 _OTHER_FORMATS = {"format", "grammar", "json_schema", "regex"} | {
     f"guided_{name}" for name in ("json", "regex", "choice", "grammar")
 }
-UNSUPPORTED = "unsupported_field"  # type of an error
+_NAME = re.compile(r"[\w.-]{1,64}")  # participants have such names
+_WORDS = re.compile(r"[\w .,:;/()'+-]{0,100}")  # no character of a special token
+_MAX_NUMBER = 1_000_000  # variables have no larger ones: a template may repeat something as often
 MAX_TOP_LOGPROBS = 20
 _MAX_BIASES, _ID_DIGITS = 10_000, 9
-_MAX_VARIABLES, _MAX_WORD = 20, 100
+_MAX_VARIABLES = 20
 
+_JsonObject = dict[str, Any] | None
 _Stop = Annotated[str, Field(min_length=1, max_length=limits.STOP_CHARACTERS)]
 _Stops = Annotated[list[_Stop], Field(max_length=limits.STOPS, fail_fast=True)]
 
@@ -66,10 +73,17 @@ class _Strict(BaseModel):
         """Raise an error for the first unsupported field; null is accepted for any field."""
         if isinstance(data, dict):
             for name, value in data.items():
+                if name in cls.model_fields or value is None:
+                    continue
                 values = cls.neutral.get(name, ())
-                if not (name in cls.model_fields or values is None or value in (None, *values)):
+                if values is not None and value not in values:
                     raise _unsupported(name, values)
         return data
+
+
+def _invalid(field: str, message: str) -> PydanticCustomError:
+    """Return the error of a field, for a validator of the whole object."""
+    return PydanticCustomError("invalid_field", "{message}", {"field": field, "message": message})
 
 
 def _unsupported(name: str, values: Sequence[Any]) -> PydanticCustomError:
@@ -80,7 +94,7 @@ def _unsupported(name: str, values: Sequence[Any]) -> PydanticCustomError:
         hint = "use response_format, or structured_outputs"
     elif values:
         hint += f", or send {' or '.join(map(json.dumps, values))}"
-    return PydanticCustomError(UNSUPPORTED, "{field}", {"field": shown, "hint": hint})
+    return _invalid(shown, f"not supported by this server: {hint}")
 
 
 class StreamOptions(_Strict):
@@ -100,19 +114,21 @@ def _single(prompt: Any) -> str | list[int]:
         if len(prompt) > 1:
             raise ValueError(f"{len(prompt)} prompts in one request: send one")
         prompt = prompt[0]
+    if not isinstance(prompt, str | list):
+        raise ValueError("send a string or a list of token ids")
     return prompt if isinstance(prompt, str) else _token_ids(prompt)
 
 
 def _token_ids(tokens: Any) -> list[int]:
     """Return a list of token ids. Checked by hand, as in `_single`."""
     if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
-        raise ValueError("send a string or a list of token ids")
+        raise ValueError("send a list of token ids")
     return tokens
 
 
 def _by_token(bias: Any) -> dict[int, float] | None:
     """Return biases by token id. Checked by hand, as in `_single`."""
-    if bias is None:
+    if bias is None or bias == []:  # llama.cpp's default is a list
         return None
     if not isinstance(bias, dict) or len(bias) > _MAX_BIASES:
         raise ValueError(f"send an object with at most {_MAX_BIASES:,} numbers by token id")
@@ -122,6 +138,11 @@ def _by_token(bias: Any) -> dict[int, float] | None:
         if not -MAX_BIAS <= value <= MAX_BIAS:
             raise ValueError(f"the bias of token {token} must be from -{MAX_BIAS} to {MAX_BIAS}")
     return {int(token): value for token, value in bias.items()}
+
+
+_Biases = Annotated[
+    dict[int, float], PlainValidator(_by_token, json_schema_input_type=dict[str, float])
+]
 
 
 def _count(top_k: int | None) -> int | None:
@@ -149,23 +170,44 @@ class _SamplingBody(_Strict):
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION, le=MAX_REPETITION)
     presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
     frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    logit_bias: Annotated[dict[int, float] | None, PlainValidator(_by_token)] = None
+    repeat_last_n: int | None = None  # llama.cpp's: where its penalties look
+    logit_bias: Annotated[
+        dict[int, float] | None,
+        PlainValidator(_by_token, json_schema_input_type=dict[str, float] | None),
+    ] = None
+
+
+def _stops(stop: Any) -> Any:
+    """Return None for an empty string, which some clients send for none."""
+    return None if stop == "" else stop
 
 
 class _Body(_SamplingBody):
     """The common fields of chat and plain completions."""
-
-    neutral = COMPLETION_FIELDS
 
     model: str | None = None  # the one that is served
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: _MaxTokens | None = None
     n_predict: _MaxTokens | None = None  # llama.cpp's name
-    stop: _Stop | _Stops | None = None
-    response_format: Annotated[Grammar | None, PlainValidator(parse_response_format)] = None
-    structured_outputs: Annotated[Grammar | None, PlainValidator(parse_structured_outputs)] = None
+    stop: Annotated[_Stop | _Stops | None, BeforeValidator(_stops)] = None
+    response_format: Annotated[
+        Grammar | None, PlainValidator(parse_response_format, json_schema_input_type=_JsonObject)
+    ] = None
+    structured_outputs: Annotated[
+        Grammar | None, PlainValidator(parse_structured_outputs, json_schema_input_type=_JsonObject)
+    ] = None
     return_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def check_window_of_penalties(self) -> Self:
+        """Raise an error for penalties that look at a part of the text: here they look at all."""
+        penalties = (self.presence_penalty or 0, self.frequency_penalty or 0)
+        has_penalty = any(penalties) or self.repetition_penalty not in (None, 1)
+        if has_penalty and self.repeat_last_n not in (None, -1):
+            hint = "not supported by this server with a penalty: leave it out, or send -1"
+            raise _invalid("repeat_last_n", hint)
+        return self
 
     @field_validator("structured_outputs", mode="after")
     @classmethod
@@ -202,8 +244,16 @@ class _Body(_SamplingBody):
 class TextPart(_Strict):
     """A part of a message."""
 
+    neutral = PART_FIELDS
+
     type: Literal["text"]
     text: str
+
+
+def _name(name: str | None) -> str | None:
+    if name is not None and not _NAME.fullmatch(name):
+        raise ValueError("a name has 1 to 64 letters, digits, dots, dashes and underscores")
+    return name
 
 
 class Message(_Strict):
@@ -213,13 +263,20 @@ class Message(_Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    name: Annotated[str | None, AfterValidator(_name)] = None  # the template may have it
 
     def as_template(self) -> dict[str, str]:
         """Return the message in the format of chat templates."""
         role = "system" if self.role == "developer" else self.role
+        name = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": self.text, **name}
+
+    @property
+    def text(self) -> str:
+        """Return the text of all parts."""
         if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
-        return {"role": role, "content": "".join(part.text for part in self.content)}
+            return self.content
+        return "".join(part.text for part in self.content)
 
 
 def _variables(value: Any) -> Variables | None:
@@ -232,49 +289,43 @@ def _variables(value: Any) -> Variables | None:
     if not isinstance(value, dict) or len(value) > _MAX_VARIABLES:
         raise ValueError(f"send an object with at most {_MAX_VARIABLES} variables of the template")
     for name, own in value.items():
-        if not name.isidentifier() or len(name) > _MAX_WORD or name in RESERVED_VARIABLES:
-            raise ValueError(f"{name[:_MAX_WORD]!a} cannot be a variable of the template")
-        is_word = isinstance(own, str) and re.fullmatch(r"[\w. -]*", own) and len(own) <= _MAX_WORD
-        if not (own is None or isinstance(own, bool | int | float) or is_word):
-            raise ValueError(f"{name} must be true, false, a number or a short word")
+        if not name.isidentifier() or len(name) > 100 or is_reserved(name):
+            raise ValueError(f"{name[:100]!a} cannot be a variable of the template")
+        is_number = isinstance(own, bool | int | float) and abs(own) <= _MAX_NUMBER
+        is_text = isinstance(own, str) and len(own) <= 100 and _WORDS.fullmatch(own)
+        if not (own is None or is_number or is_text):
+            raise ValueError(
+                f"{name} must be true, false, a number of up to {_MAX_NUMBER:,} or a short text "
+                "without characters of special tokens"
+            )
     return value
 
 
-class ChatBody(_Body):
-    """The body of a chat completion."""
+class _ChatPrompt(_Strict):
+    """The fields of a conversation, from which its prompt is rendered."""
 
-    messages: list[Message] = Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True)
-    max_completion_tokens: _MaxTokens | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[Variables | None, PlainValidator(_variables)] = None
+    chat_template_kwargs: Annotated[
+        Variables | None, PlainValidator(_variables, json_schema_input_type=_JsonObject)
+    ] = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
-    @model_validator(mode="after")
-    def check_continuation(self) -> ChatBody:
-        """Raise ValueError for contradicting fields, or no message to continue."""
+    def check_rendering(self, messages: Sequence[Message]) -> None:
+        """Raise an error for contradicting fields, or no message to continue."""
         adds, continues = self.add_generation_prompt, bool(self.continue_final_message)
         if adds is not None and adds == continues:
-            raise ValueError(
-                "add_generation_prompt must be true, or false with continue_final_message: true"
+            raise _invalid(
+                "add_generation_prompt",
+                "send false with continue_final_message: true, and true without it",
             )
-        if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise ValueError("continue_final_message needs a last message of the assistant")
-        return self
-
-    @model_validator(mode="after")
-    def check_logprobs(self) -> ChatBody:
-        """Raise ValueError if `top_logprobs` is used without `logprobs`."""
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs requires logprobs: true")
-        return self
-
-    @property
-    def token_limit(self) -> int | None:
-        own = self.max_completion_tokens
-        return super().token_limit if own is None else own
+        last = messages[-1]
+        if continues and not (last.role == "assistant" and last.text.strip()):
+            raise _invalid(
+                "continue_final_message", "the last message must be the assistant's, and not empty"
+            )
+        if self.reasoning_effort and "reasoning_effort" in (self.chat_template_kwargs or {}):
+            raise _invalid("reasoning_effort", "send it here or in chat_template_kwargs")
 
     @property
     def rendering(self) -> ChatRendering:
@@ -284,6 +335,35 @@ class ChatBody(_Body):
             variables["reasoning_effort"] = self.reasoning_effort
         return ChatRendering(bool(self.continue_final_message), tuple(variables.items()))
 
+
+class ChatBody(_Body, _ChatPrompt):
+    """The body of a chat completion."""
+
+    neutral = CHAT_FIELDS
+
+    messages: list[Message] = Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True)
+    max_completion_tokens: _MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def check_continuation(self) -> ChatBody:
+        """Raise an error for contradicting fields, or no message to continue."""
+        self.check_rendering(self.messages)
+        return self
+
+    @model_validator(mode="after")
+    def check_logprobs(self) -> ChatBody:
+        """Raise ValueError if `top_logprobs` is used without `logprobs`."""
+        if self.top_logprobs and not self.logprobs:
+            raise _invalid("top_logprobs", "it requires logprobs: true")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        own = self.max_completion_tokens
+        return super().token_limit if own is None else own
+
     @property
     def num_top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -292,7 +372,11 @@ class ChatBody(_Body):
 class CompletionBody(_Body):
     """The body of a completion, whose prompt is a string or token ids."""
 
-    prompt: Annotated[str | list[int], PlainValidator(_single)]
+    neutral = COMPLETION_FIELDS
+
+    prompt: Annotated[
+        str | list[int], PlainValidator(_single, json_schema_input_type=str | list[int] | list[str])
+    ]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @property
@@ -300,8 +384,8 @@ class CompletionBody(_Body):
         return self.logprobs
 
 
-class TokenizeBody(_Strict):
-    """The body of a tokenization: of a string, or of messages as a chat completion reads them."""
+class TokenizeBody(_ChatPrompt):
+    """The body of a tokenization: of a text, or of messages as a chat completion reads them."""
 
     neutral = TOKENIZE_FIELDS
 
@@ -312,21 +396,37 @@ class TokenizeBody(_Strict):
         None, min_length=1, max_length=limits.MESSAGES, fail_fast=True
     )
     add_special_tokens: bool | None = None
+    add_special: bool | None = None  # llama.cpp's name
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def check_one_text(self) -> TokenizeBody:
-        """Raise ValueError unless there is one text."""
+        """Raise an error unless there is one text."""
         if sum(each is not None for each in (self.prompt, self.content, self.messages)) != 1:
             raise ValueError("send one of prompt, content and messages")
+        if self.messages is not None:
+            self.check_rendering(self.messages)
+            if self.add_special_tokens or self.add_special:
+                raise _invalid("add_special_tokens", "the chat template has them: leave it out")
         return self
+
+    @property
+    def has_prefix(self) -> bool:
+        """Return whether a text follows the tokenizer's own prefix, as it does in a completion.
+
+        llama.cpp's `content` does not, unless it is asked for.
+        """
+        for own in (self.add_special_tokens, self.add_special):
+            if own is not None:
+                return own
+        return self.content is None
 
 
 class DetokenizeBody(_Strict):
     """The body of a detokenization."""
 
     model: str | None = None
-    tokens: Annotated[list[int], PlainValidator(_token_ids)]
+    tokens: Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]
 
 
 AnyBody = ChatBody | CompletionBody

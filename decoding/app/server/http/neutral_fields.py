@@ -19,6 +19,7 @@ _OPENAI: Neutral = {
     "modalities": (["text"],),
     "n": (1,),
     "parallel_tool_calls": None,
+    "prediction": None,
     "prompt_cache_key": None,
     "prompt_cache_retention": None,
     "safety_identifier": None,
@@ -32,25 +33,28 @@ _OPENAI: Neutral = {
 }
 _VLLM: Neutral = {
     "bad_words": ([],),
-    "cache_salt": None,
+    "detokenize": (True,),
     "documents": ([],),
     "ignore_eos": (False,),
-    "include_reasoning": None,  # reasoning is a part of the text
+    "include_reasoning": (True,),  # it is a part of the text
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
     "priority": (0,),
     "request_id": None,
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": None,
     "stop_token_ids": ([],),
+    "truncate_prompt_tokens": (-1,),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
 _LLAMA_CPP: Neutral = {
+    "backend_sampling": (False,),
     "cache_prompt": None,
     "dry_allowed_length": None,
     "dry_base": None,
@@ -61,7 +65,6 @@ _LLAMA_CPP: Neutral = {
     "dynatemp_range": (0,),
     "grammar": ("",),
     "id_slot": None,
-    "json_schema": ({},),
     "lora": ([],),
     "min_keep": (0,),
     "mirostat": (0,),
@@ -72,34 +75,30 @@ _LLAMA_CPP: Neutral = {
     "n_probs": (0,),
     "post_sampling_probs": (False,),
     "reasoning_format": ("none", "auto"),
-    "repeat_last_n": None,
+    "reasoning_control": None,
     "repeat_penalty": (1,),
     "response_fields": ([],),
     "return_progress": None,
     "slot_id": None,
+    "sse_ping_interval": None,
     "t_max_predict_ms": (-1, 0),
     "tfs_z": (1,),
     "timings_per_token": None,
     "top_n_sigma": (-1, 0),
+    "typ_p": (1,),
     "typical_p": (1,),
     "xtc_probability": (0,),
     "xtc_threshold": None,
 }
-COMPLETION_FIELDS: Neutral = {**_OPENAI, **_VLLM, **_LLAMA_CPP}
+_FIELDS: Neutral = {**_OPENAI, **_VLLM, **_LLAMA_CPP}
+CHAT_FIELDS: Neutral = {**_FIELDS, "add_special_tokens": (False,)}
+COMPLETION_FIELDS: Neutral = {**_FIELDS, "add_special_tokens": (True,)}
 MESSAGE_FIELDS: Neutral = {
     "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "name": None,
+    "reasoning_content": ("",),
     "refusal": ("",),
     "tool_calls": ([],),
 }
+PART_FIELDS: Neutral = {"cache_control": None}
 STREAM_FIELDS: Neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
-TOKENIZE_FIELDS: Neutral = {
-    "add_generation_prompt": (True,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "parse_special": (False,),
-    "tools": ([],),
-    "with_pieces": (False,),
-}
+TOKENIZE_FIELDS: Neutral = {"parse_special": (False,), "tools": ([],), "with_pieces": (False,)}

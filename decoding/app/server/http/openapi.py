@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -24,7 +25,19 @@ def _description(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> dict[st
             [(body, "validation") for body in bodies.values()],
             ref_template="#/components/schemas/{model}",
         )
-        content["components"] = {"schemas": schemas["$defs"]}
+        # those of the objects that fields are parsed to are not a part of the API
+        names = {each["$ref"].rpartition("/")[2] for each in references.values()}
+        text = json.dumps(schemas)
+        content["components"] = {
+            "schemas": {
+                name: schema
+                for name, schema in schemas["$defs"].items()
+                if name in names or f'/{name}"' in text
+            }
+        }
+        for path in content["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)  # FastAPI's own, which never occurs
         for path, body in bodies.items():
             content["paths"][path]["post"]["requestBody"] = {
                 "required": True,

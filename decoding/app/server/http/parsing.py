@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
 from decoding.app.server.http.bodies import (
-    UNSUPPORTED,
     AnyBody,
     ChatBody,
     CompletionBody,
@@ -30,6 +30,7 @@ from decoding.text.encoding import ContextLengthError
 from offload.errors import TierForceError
 
 _Body = TypeVar("_Body", bound=AnyBody | TokenizeBody | DetokenizeBody)
+_MAX_EXCESS = 2  # tokens that are returned, relative to the context
 _SEED_BITS = 53  # precision of a number in JavaScript
 _SEEDS = 2**63
 
@@ -62,32 +63,24 @@ class RequestParser:
         """
         body = self._validated(text, kind)
         param = "messages" if isinstance(body, ChatBody) else "prompt"
-        try:
+        with self._prompt_errors(param):
             prompt = self._prompt(body)
-        except ContextLengthError as error:
-            raise self._too_long(str(error), param, error.tokens) from error
-        except TierForceError as error:
-            raise RequestRefused(400, str(error), param=param) from error
         options = (body.stream_options or StreamOptions()) if body.stream else None
         return self._params(body, prompt, param), options, body.grammar
 
     def tokenize(self, text: bytes) -> dict[str, Any]:
         """Return the answer to a body with a text or messages, as vLLM's. Raises RequestRefused."""
         body = self._validated(text, TokenizeBody)
-        try:
+        context, own = self._served.context, body.prompt if body.content is None else body.content
+        param = "messages" if own is None else "prompt" if body.content is None else "content"
+        with self._prompt_errors(param):
             if body.messages is not None:
                 messages = [message.as_template() for message in body.messages]
-                tokens = self._prompts.tokenize_messages(messages)
+                tokens = self._prompts.tokenize_messages(messages, body.rendering)
             else:
-                own = body.prompt if body.content is None else body.content
-                # as in llama.cpp, `content` has no prefix unless it is asked for
-                has_prefix = body.add_special_tokens
-                if has_prefix is None:
-                    has_prefix = body.content is None
-                tokens = self._prompts.tokenize_text(own or "", has_prefix)
-        except TierForceError as error:
-            raise RequestRefused(400, str(error)) from error
-        context = self._served.context
+                tokens = self._prompts.tokenize_text(own or "", body.has_prefix)
+            if len(tokens) > _MAX_EXCESS * context:
+                raise ContextLengthError(len(tokens), context)
         answer = {"count": len(tokens), "max_model_len": context, "tokens": tokens}
         names = {"token_strs": self._prompts.names(tokens)} if body.return_token_strs else {}
         return answer | names
@@ -98,6 +91,16 @@ class RequestParser:
         self._check_tokens(body.tokens, "tokens")
         own = self._prompts.detokenize(body.tokens)
         return {"prompt": own, "content": own}
+
+    @contextmanager
+    def _prompt_errors(self, param: str) -> Iterator[None]:
+        """Raise RequestRefused for errors of a field that has a prompt."""
+        try:
+            yield
+        except ContextLengthError as error:
+            raise self._too_long(str(error), param, error.tokens) from error
+        except TierForceError as error:
+            raise RequestRefused(400, str(error), param=param) from error
 
     def _validated(self, text: bytes, kind: type[_Body]) -> _Body:
         """Return a body. Raises RequestRefused."""
@@ -167,6 +170,8 @@ class RequestParser:
         names = {field.name for field in fields(Sampling)}
         options: dict[str, Any] = {"seed": secrets.randbits(_SEED_BITS)}
         options |= body.model_dump(include=names, exclude_none=True)
+        if options["seed"] == -1:  # any, in vLLM and llama.cpp
+            options["seed"] = secrets.randbits(_SEED_BITS)
         options["seed"] %= _SEEDS  # adds 2**63 to a negative seed
         try:
             sampling = replace(self._served.sampling, **options)
@@ -197,12 +202,10 @@ def _validation_error(error: ValidationError) -> RequestRefused:
     errors = error.errors(include_url=False, include_input=False)
     deepest = max(errors, key=lambda each: len(each["loc"]))
     parts = [str(part) for part in deepest["loc"]]
-    is_unsupported = deepest["type"] == UNSUPPORTED
-    if is_unsupported:
-        parts.append(deepest["ctx"]["field"])
-    param = ".".join(part for part in parts if "[" not in part) or None
-    if is_unsupported:
-        message = f"{param} is not supported by this server: {deepest['ctx']['hint']}."
-        return RequestRefused(400, message, param=param)
+    names = [part for part in parts if "[" not in part]
+    if "field" in (context := deepest.get("ctx", {})):  # the whole object is at fault
+        names.append(context["field"])
+    param = ".".join(names) or None
     message = deepest["msg"].removeprefix("Value error, ")
-    return RequestRefused(400, f"{param}: {message}." if param else f"{message}.", param=param)
+    joint = " is " if message.startswith("not supported") else ": "
+    return RequestRefused(400, f"{param}{joint}{message}." if param else f"{message}.", param=param)

@@ -157,6 +157,13 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     delta = message
 
+    def first(self) -> dict[str, Any] | None:
+        if self.prompt_ids is None:
+            return None
+        response = self._response(self.chunk_name, self.delta(""), TextDelta(""), False, None)
+        self._add_prompt_ids(response)
+        return response
+
     def _add_prompt_ids(self, response: dict[str, Any]) -> None:
         if self.prompt_ids is not None:
             response["choices"][0]["prompt_token_ids"] = list(self.prompt_ids)

@@ -44,6 +44,7 @@ from decoding.app.server.worker.jobs import (
     Failed,
     Finished,
     GenerationParams,
+    ProgressUpdate,
     QueuedRequest,
     QueueFull,
     RequestQueue,
@@ -206,12 +207,14 @@ class Server:
     ) -> AsyncIterator[ServerSentEvent]:
         """Yield the answer as it is generated, with progress as comments."""
         has_logprobs = queued.params.top_logprobs is not None
-        first = builder.first()
+        has_begun = False
         try:
             async for event in _events_of(queued):
-                if isinstance(event, TextDelta | Finished) and first is not None:
-                    yield _data(first)  # not before: clients time the prefill by it
-                    first = None
+                # not before there is a token: clients time the prefill by the first chunk
+                if not has_begun and (isinstance(event, TextDelta | Finished) or has_tokens(event)):
+                    has_begun = True
+                    if (first := builder.first()) is not None:
+                        yield _data(first)
                 if isinstance(event, TextDelta):
                     yield _data(builder.chunk(event, has_logprobs))
                 elif isinstance(event, Finished):
@@ -234,6 +237,11 @@ class Server:
             "owned_by": "tierforce",
             "max_model_len": self.served.context,
         }
+
+
+def has_tokens(event: Event) -> bool:
+    """Return whether an event is progress of an answer that has tokens."""
+    return isinstance(event, ProgressUpdate) and "counts" in event.data
 
 
 async def _events_of(request: QueuedRequest) -> AsyncIterator[Event]:

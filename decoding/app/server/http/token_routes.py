@@ -37,5 +37,8 @@ class TokenRoutes:
     async def _convert(
         self, request: Request, convert: Callable[[bytes], dict[str, Any]]
     ) -> Response:
+        def response(body: bytes) -> Response:
+            return JSONResponse(convert(body))  # writing many numbers takes a while, too
+
         async with self._uploads.receive(request) as body, self._parsing:
-            return JSONResponse(await run_sync(convert, body))
+            return await run_sync(response, body)

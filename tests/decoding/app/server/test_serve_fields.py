@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import jsonschema
@@ -14,7 +16,7 @@ import pytest
 pytest.importorskip("openai")
 from transformers import AutoTokenizer
 
-from decoding.app.server.http.neutral_fields import COMPLETION_FIELDS, MESSAGE_FIELDS
+from decoding.app.server.http.neutral_fields import CHAT_FIELDS, COMPLETION_FIELDS, MESSAGE_FIELDS
 from support.chat_model import TEMPLATE
 from support.commands import forked, refused
 from support.serving import Serving, serving
@@ -28,7 +30,9 @@ PAGE = "http://localhost:3000"
 def folder(model: tuple[str, ...]) -> Path:
     """Return the model's folder; its template has a variable."""
     path = Path(model[1])
-    (path / "chat_template.jinja").write_text(TEMPLATE + "{% if mood %}{{ mood }}{% endif %}")
+    named = "{% if m.name %}{{ m.name }}: {% endif %}{{ m.content }}"
+    template = TEMPLATE.replace("{{ m.content }}", named) + "{{ mood }}{{ reasoning_effort }}"
+    (path / "chat_template.jinja").write_text(template)
     return path
 
 
@@ -36,7 +40,8 @@ def folder(model: tuple[str, ...]) -> Path:
 def server(
     folder: Path, model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Serving]:
-    options = ("--served-model-name", "the book", "--allow-origin", PAGE, "--context", "1024")
+    options = ("--served-model-name", "the book", "--context", "1024")
+    options += ("--allow-origin", PAGE.upper().replace("HTTP", "http"))
     with serving(tmp_path_factory.mktemp("server") / "run", *model, *options) as running:
         yield running
 
@@ -51,17 +56,38 @@ def content(server: Serving, **fields: object) -> str:
     return str(reply["choices"][0]["message"]["content"])
 
 
-def test_neutral_values_change_no_answer(server: Serving) -> None:
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("index", [0, -1])
+def test_neutral_values_change_no_answer(path: str, index: int, server: Serving) -> None:
+    """Of those with two, both."""
+    body: dict[str, Any] = {"messages": WHO} if path == CHAT else {"prompt": "Who?"}
+    neutral = CHAT_FIELDS if path == CHAT else COMPLETION_FIELDS
+    fields = {name: values[index] if values else "any" for name, values in neutral.items()}
+    more = {"min_p": 0, "repetition_penalty": 1, "top_k": -1, "repeat_last_n": 64, "stop": ""}
+    more |= {"logit_bias": []}
+    if path == CHAT:
+        more |= {"add_generation_prompt": True, "chat_template_kwargs": {}, "top_logprobs": 0}
+    body |= {"max_tokens": 8, "temperature": 0}
+    expected, found = (server.ask(path, {**body, **own}) for own in ({}, {**fields, **more}))
+    for key in ("text", "message"):
+        assert found["choices"][0].get(key) == expected["choices"][0].get(key)
+
+
+def test_neutral_values_of_messages(server: Serving) -> None:
     expected = content(server)
-    fields = {
-        name: "any" if not values else values[0] for name, values in COMPLETION_FIELDS.items()
-    }
-    assert content(server, **fields) == expected
-    more = {"min_p": 0, "repetition_penalty": 1, "top_k": -1, "add_generation_prompt": True}
-    assert content(server, **more, chat_template_kwargs={}, reasoning_effort="low") == expected
     for name, values in MESSAGE_FIELDS.items():
         for value in (None, *(("any",) if values is None else values)):
             assert content(server, messages=[{**WHO[0], name: value}]) == expected
+    part = {"type": "text", "text": "Who?", "cache_control": {"type": "ephemeral"}}
+    assert content(server, messages=[{"role": "user", "content": [part]}]) == expected
+
+
+def test_the_seed_of_others_is_random(server: Serving) -> None:
+    seeds = {
+        server.ask(CHAT, {"messages": WHO, "max_tokens": 1, "seed": -1})["tierforce"]["seed"]
+        for _ in range(2)
+    }
+    assert len(seeds) == 2
 
 
 @pytest.mark.parametrize(
@@ -77,21 +103,39 @@ def test_neutral_values_change_no_answer(server: Serving) -> None:
         ({"stream_options": {"often": 1}}, "stream_options.often", "not supported"),
         ({"reasoning_effort": "great"}, "reasoning_effort", "Input should be"),
         ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs", "a must be true, false"),
-        ({"chat_template_kwargs": {"a": "<|end|>"}}, "chat_template_kwargs", "a short word"),
+        ({"chat_template_kwargs": {"a": "<|end|>"}}, "chat_template_kwargs", "a short text"),
+        ({"chat_template_kwargs": {"a": 10**7}}, "chat_template_kwargs", "up to 1,000,000"),
+        ({"chat_template_kwargs": {"conversations": 1}}, "chat_template_kwargs", "cannot be"),
+        ({"chat_template_kwargs": {"bos_token": "a"}}, "chat_template_kwargs", "cannot be"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "cannot be"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "send an object"),
-        ({"continue_final_message": True}, None, "a last message of the assistant"),
-        ({"add_generation_prompt": False}, None, "add_generation_prompt must be true"),
-        ({"model": "model"}, None, ""),
+        ({"continue_final_message": True}, "continue_final_message", "must be the assistant's"),
+        (
+            {
+                "continue_final_message": True,
+                "messages": [*WHO, {"role": "assistant", "content": " "}],
+            },
+            "continue_final_message",
+            "and not empty",
+        ),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "send false with"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "reasoning_effort",
+            "here or in chat_template_kwargs",
+        ),
+        ({"presence_penalty": 1, "repeat_last_n": 64}, "repeat_last_n", "or send -1"),
+        ({"top_logprobs": 2}, "top_logprobs", "it requires logprobs: true"),
+        ({"cache_salt": "a"}, "cache_salt", "not supported"),
+        ({"json_schema": {}}, "json_schema", "use response_format"),
+        ({"a[b]": 1}, "'a[b]'", "not supported"),
+        ({"messages": [{**WHO[0], "name": "<|end|>"}]}, "messages.0.name", "1 to 64 letters"),
     ],
 )
 def test_others_are_refused_by_name(
     fields: dict[str, Any], param: str | None, message: str, server: Serving
 ) -> None:
     status, error = server.error(CHAT, {"messages": WHO, **fields})
-    if fields.get("model"):
-        assert (status, error["param"]) == (404, "model")
-        return
     assert (status, error["param"]) == (400, param)
     assert message in error["message"]
 
@@ -100,6 +144,9 @@ def test_the_model_has_a_name_of_ones_own(server: Serving) -> None:
     assert server.model == "the book"
     assert content(server, model="the book") == content(server)
     assert server.ask("/v1/models/the%20book")["id"] == "the book"
+    status, error = server.error(CHAT, {"messages": WHO, "model": "model"})
+    assert (status, error["param"]) == (404, "model")
+    assert "use 'the book'" in error["message"]
 
 
 def reply(server: Serving, path: str, body: dict[str, Any]) -> tuple[Any, str | None]:
@@ -140,17 +187,34 @@ def test_a_last_message_is_continued(server: Serving, tokenizer: AutoTokenizer) 
     rendered = "<|user|>Who?<|end|>\n<|assistant|>"
     begun = tokenizer("It was <|end|> the", add_special_tokens=False, split_special_tokens=True)
     before = tokenizer(rendered, add_special_tokens=False).input_ids
-    answer = server.ask(TEXT, {"prompt": [*before, *begun.input_ids], "max_tokens": 8})
+    prompt = [*before, *begun.input_ids]
+    answer = server.ask(TEXT, {"prompt": prompt, "max_tokens": 8})
     fields = {"continue_final_message": True, "add_generation_prompt": False}
-    assert content(server, messages=messages, **fields) == answer["choices"][0]["text"]
+    body = {"messages": messages, "max_tokens": 8, "return_token_ids": True, **fields}
+    found = server.ask(CHAT, body)
+    assert found["prompt_token_ids"] == prompt
+    assert found["choices"][0]["message"]["content"] == answer["choices"][0]["text"]
+    assert server.ask("/tokenize", {"messages": messages, **fields})["tokens"] == prompt
 
 
 def test_variables_reach_the_template(server: Serving) -> None:
-    usage = [
-        server.ask(CHAT, {"messages": WHO, "max_tokens": 1, **fields})["usage"]["prompt_tokens"]
-        for fields in ({}, {"chat_template_kwargs": {"mood": "glad"}})
+    """Also the names of participants."""
+    plain, glad, high, named = (
+        server.ask("/tokenize", {"messages": [{**WHO[0], **own}], **fields})["tokens"]
+        for own, fields in (
+            ({}, {}),
+            ({}, {"chat_template_kwargs": {"mood": "glad, on 1 May"}}),
+            ({}, {"reasoning_effort": "high"}),
+            ({"name": "Ahab"}, {}),
+        )
+    )
+    detokenized = [
+        server.ask("/detokenize", {"tokens": tokens})["prompt"]
+        for tokens in (plain, glad, high, named)
     ]
-    assert usage[0] < usage[1]
+    ends = ("", "glad, on 1 May", "high", "")
+    assert detokenized[:3] == [detokenized[0] + end for end in ends[:3]]
+    assert detokenized[3] == detokenized[0].replace("<|user|>", "<|user|>Ahab: ")
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -167,8 +231,15 @@ def test_ids_of_tokens(path: str, server: Serving, tokenizer: AutoTokenizer) -> 
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     streamed = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
     assert streamed == choice["token_ids"]
-    stopped = {**body, "stop": text[len(text) // 2 :][:3]}
-    assert len(server.ask(path, stopped)["choices"][0]["token_ids"]) <= len(streamed)
+    first = chunks[0] if path == CHAT else chunks[0]["choices"][0]
+    assert first["prompt_token_ids"] == prompt
+    stopped = server.ask(path, {**body, "stop": text[len(text) // 2 :][:3]})["choices"][0]
+    ids = stopped["token_ids"]
+    assert 0 < len(ids) < len(streamed)
+    assert ids == streamed[: len(ids)]
+    # tokens without text of their own are not lost
+    hidden = server.ask(path, {**body, "stop": text[:1]})["choices"][0]
+    assert hidden["token_ids"] == streamed[:1]
 
 
 def test_tokens_and_their_text(server: Serving, tokenizer: AutoTokenizer) -> None:
@@ -192,7 +263,9 @@ def test_tokens_and_their_text(server: Serving, tokenizer: AutoTokenizer) -> Non
     [
         ("/tokenize", b"{}", "send one of prompt, content and messages"),
         ("/tokenize", {"prompt": "a", "content": "a"}, "send one of"),
-        ("/tokenize", {"prompt": "It was " * 100_000}, "tokens"),
+        ("/tokenize", {"prompt": "It was " * 100_000}, "shorten it"),
+        ("/tokenize", {"prompt": "\U0001f600" * 8_000}, "shorten it"),
+        ("/tokenize", {"messages": WHO, "add_special_tokens": True}, "the chat template has them"),
         ("/tokenize", {"prompt": "a", "speed": 1}, "speed is not supported"),
         ("/detokenize", {"tokens": [99_999]}, "outside the model's vocabulary"),
         ("/detokenize", {"tokens": ["a"]}, "token ids"),
@@ -207,7 +280,10 @@ def test_invalid_conversions(path: str, body: object, message: str, server: Serv
 
 def test_the_api_is_described(server: Serving) -> None:
     description = server.ask("/openapi.json")
-    jsonschema.Draft202012Validator.check_schema({"$defs": description["components"]["schemas"]})
+    schemas = description["components"]["schemas"]
+    jsonschema.Draft202012Validator.check_schema({"$defs": schemas})
+    references = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(description))
+    assert set(references) == set(schemas)
     assert set(description["paths"]) == {
         "/health",
         "/metrics",
@@ -225,32 +301,49 @@ def test_the_api_is_described(server: Serving) -> None:
         jsonschema.validate({"messages": [{"role": "critic"}]}, schema)
 
 
-def headers_for(server: Serving, origin: str, method: str = "OPTIONS") -> dict[str, str]:
+def headers_for(server: Serving, method: str, **more: str) -> tuple[int, dict[str, str]]:
     headers = {
-        "Origin": origin,
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type",
+        **{name.replace("_", "-"): value for name, value in more.items()},
     }
     request = Request(f"{server.url}/health", headers=headers, method=method)
     try:
         with urlopen(request) as response:
-            return {name.lower(): value for name, value in response.headers.items()}
-    except OSError:
-        return {}
+            found = response.status, response.headers
+    except HTTPError as error:
+        found = error.code, error.headers
+    return found[0], {name.lower(): value for name, value in found[1].items()}
 
 
 def test_pages_of_allowed_origins_may_ask(server: Serving) -> None:
-    allowed, asked = headers_for(server, PAGE), headers_for(server, PAGE, "GET")
+    private = {"Access_Control_Request_Private_Network": "true"}
+    status, allowed = headers_for(server, "OPTIONS", Origin=PAGE, **private)
+    assert status == 200
     assert allowed["access-control-allow-origin"] == PAGE
     assert "authorization" in allowed["access-control-allow-headers"]
-    assert asked["access-control-expose-headers"].lower() == "x-max-tokens"
-    assert "access-control-allow-origin" not in headers_for(server, "http://evil.example", "GET")
+    status, asked = headers_for(server, "GET", Origin=PAGE)
+    assert status == 200
+    assert asked["access-control-expose-headers"].lower() == "x-max-tokens, retry-after"
+    for method, code in (("OPTIONS", 400), ("GET", 200)):
+        status, evil = headers_for(server, method, Origin="http://evil.example")
+        assert status == code
+        assert "access-control-allow-origin" not in evil
+    assert headers_for(server, "GET", Origin=PAGE, Host="evil.example")[0] == 403
+
+
+def test_all_origins_can_be_allowed(model: tuple[str, ...], tmp_path: Path) -> None:
+    with serving(tmp_path / "run", *model, "--allow-origin", "*") as server:
+        assert "any page that a browser here opens may use the server" in server.log
+        assert headers_for(server, "GET", Origin=PAGE)[1]["access-control-allow-origin"] == "*"
+        assert server.status(CHAT, {"messages": WHO, "model": model[1], "max_tokens": 1}) == 200
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         (("--allow-origin", "localhost"), "--allow-origin localhost: name a page's origin"),
+        (("--allow-origin", "https://*.example"), "name a page's origin"),
         (("--served-model-name", ""), "--served-model-name must have 1 to 200 printable"),
     ],
 )
