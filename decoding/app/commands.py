@@ -269,8 +269,8 @@ def generate(
 def chat(common: Common, document: DocumentFile = None, system: SystemMessage = None) -> None:
     """Chat with a model, optionally about a document.
 
-    The document is prefilled once, then only new messages are. /help lists the commands; Ctrl-C
-    ends an answer.
+    The document is prefilled once, then only new messages are. /help lists the commands, such as
+    /document FILE; three quotes begin and end a message of several lines; Ctrl-C ends an answer.
     """
     interrupts = _start(common, "interrupted ({name})")
     from decoding.app.interactive.chat import run

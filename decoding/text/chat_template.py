@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+# given to every template, by transformers and jinja
+_FUNCTIONS = ("messages", "raise_exception", "strftime_now", "range", "namespace", "tojson")
 Variables = Mapping[str, bool | int | float | str | None]
 RENDER_S = 10.0  # timeout; far more than any terminating template takes
 _MAX_ADDED_CHARACTERS = 1 << 20  # characters that a template adds to the messages
@@ -37,7 +39,7 @@ def is_reserved(name: str) -> bool:
 
     apply = import_module("transformers").PreTrainedTokenizerBase.apply_chat_template
     parameters = {*signature(apply).parameters, *signature(render_jinja_template).parameters}
-    return name == "messages" or name.endswith("_token") or name in parameters
+    return name in _FUNCTIONS or name.endswith("_token") or name in parameters
 
 
 def render_chat(

@@ -91,7 +91,7 @@ class Terminal:
             display.begin("answer")
             with closing(self.chat.ask(question, partial(display.prefill, "answer"))) as pieces:
                 console = Console(file=sys.stdout)
-                if not console.is_terminal or console.is_dumb_terminal:
+                if not sys.stdout.isatty() or console.is_dumb_terminal:
                     print_stream(pieces, display, lambda: self.is_stopped)
                     return
                 with closing(MarkdownWriter(console)) as writer:
@@ -116,7 +116,7 @@ class Terminal:
     def _read_document(self, name: str) -> None:
         if not name:
             raise TierForceError("/document needs a file name: /document FILE.")
-        path = _expand_user(name)
+        path, self.is_stopped = _expand_user(name), False
         with self.chat.engine.keep_workers_alive():
             text = read_file(path)
         self.chat.set_document(text, path.name)
@@ -297,19 +297,23 @@ def _message(engine: Engine, prompt: str) -> str | None:
     lines, is_quoted = list[str](), False
     with engine.keep_workers_alive(), suppress(EOFError):
         lines.append(input(prompt).strip())
-        if is_quoted := lines[0].startswith(QUOTES):
+        # quotes that end within the line are a part of it
+        if is_quoted := lines[0].startswith(QUOTES) and QUOTES not in lines[0][3:-3]:
             lines[0] = lines[0].removeprefix(QUOTES)
             while not lines[-1].endswith(QUOTES):
                 lines.append(input(prompt and "... ").rstrip())
             lines[-1] = lines[-1].removesuffix(QUOTES)
-    message = "\n".join(lines).strip()
+    message = "\n".join(lines)
+    message = message.strip("\n") if is_quoted else message.strip()
     if is_quoted and message.startswith("/"):
         message = f"/{message}"  # not a command
     return message if lines else None
 
 
 def _expand_user(name: str) -> Path:
-    """Return the path of a typed name, expanding ~ as a shell does."""
+    """Return the path of a typed name, expanding ~ as a shell does. Raises TierForceError."""
+    if "\0" in name:
+        raise TierForceError("a file name has no NUL characters.")
     return Path(os.path.expanduser(name))
 
 

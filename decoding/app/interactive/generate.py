@@ -129,12 +129,12 @@ def print_stream(
     pieces: Iterable[str],
     display: Display,
     is_stopped: Callable[[], bool] = lambda: False,
-    write: Callable[[str], None] = write,
+    out: Callable[[str], None] = write,
 ) -> None:
-    """Write pieces as they arrive, until `is_stopped`, and a newline; to standard output."""
+    """Write pieces as they arrive, until `is_stopped`, and a newline; `out` takes each of them."""
     for piece in pieces:
         display.stop()  # leaves the terminal to the text
-        write(piece)
+        out(piece)
         if is_stopped():
             break
-    write("\n")
+    out("\n")

@@ -14,6 +14,7 @@ from offload.errors import TierForceError
 from offload.regular_files import SMALL, read_regular
 
 _MIN_KEY_LENGTH = 16  # characters
+_ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:\d+)?", re.IGNORECASE)
 _MAX_NAME = 200  # characters of a model's name
 
 
@@ -106,7 +107,7 @@ def read_keys(path: Path) -> list[str]:
 def parse_origins(origins: Sequence[str]) -> list[str]:
     """Return origins as browsers write them. Raises TierForceError for what is not one."""
     for origin in origins:
-        if origin != "*" and not re.fullmatch(r"https?://[^/\s*]+", origin, re.IGNORECASE):
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise TierForceError(
                 f"`allow_origin` {origin}: name a page's origin, such as http://localhost:3000, "
                 "or * for all pages."

@@ -1,12 +1,12 @@
 """`--help` in narrow terminals, where columns side by side cannot be read."""
 
 # It is imported for `--help`: only typer.
-import shutil
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 _NARROW = 80  # columns below which a text is printed below a name instead of beside it
@@ -18,7 +18,7 @@ class _NarrowHelp:
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
-        if (width := shutil.get_terminal_size().columns) >= _NARROW:
+        if (width := Console().width) >= _NARROW:
             super().format_help(ctx, formatter)  # type: ignore[misc]
         else:
             formatter.write("\n".join(_lines(self, ctx, width)) + "\n")

@@ -22,7 +22,6 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
-from typing_extensions import Self
 
 from decoding.app.server.http.formats import parse_response_format, parse_structured_outputs
 from decoding.app.server.http.neutral_fields import (
@@ -48,13 +47,17 @@ from decoding.text.chat_template import ChatRendering, Variables, is_reserved
 _OTHER_FORMATS = {"format", "grammar", "json_schema", "regex"} | {
     f"guided_{name}" for name in ("json", "regex", "choice", "grammar")
 }
-_NAME = re.compile(r"[\w.-]{1,64}")  # participants have such names
+# names of participants, as in OpenAI's API, without characters of special tokens
+_NAME = re.compile(r"[^\s<|\\/>\[\]]{1,64}")
 _WORDS = re.compile(r"[\w .,:;/()'+-]{0,100}")  # no character of a special token
 _MAX_NUMBER = 1_000_000  # variables have no larger ones: a template may repeat something as often
 MAX_TOP_LOGPROBS = 20
 _MAX_BIASES, _ID_DIGITS = 10_000, 9
 _MAX_VARIABLES = 20
 
+# fields of a tokenization that have no effect on the other kind of prompt
+_OF_TEXT = ("add_special_tokens", "add_special")
+_OF_MESSAGES = ("continue_final_message", "chat_template_kwargs", "reasoning_effort")
 _JsonObject = dict[str, Any] | None
 _Stop = Annotated[str, Field(min_length=1, max_length=limits.STOP_CHARACTERS)]
 _Stops = Annotated[list[_Stop], Field(max_length=limits.STOPS, fail_fast=True)]
@@ -156,6 +159,12 @@ def _max_tokens(value: int) -> int:
     return value
 
 
+def _one(penalty: float) -> float:
+    if penalty != 1:
+        raise ValueError("send 1, and repetition_penalty, which looks at the whole text")
+    return penalty
+
+
 _MaxTokens = Annotated[int, Field(lt=2**63), AfterValidator(_max_tokens)]
 
 
@@ -170,11 +179,15 @@ class _SamplingBody(_Strict):
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION, le=MAX_REPETITION)
     presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
     frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    repeat_last_n: int | None = None  # llama.cpp's: where its penalties look
-    logit_bias: Annotated[
-        dict[int, float] | None,
-        PlainValidator(_by_token, json_schema_input_type=dict[str, float] | None),
-    ] = None
+    logit_bias: _Biases | None = None
+
+
+class _LlamaCppBody(_SamplingBody):
+    """Names that llama.cpp has for fields of others, and the window of its penalties."""
+
+    n_predict: _MaxTokens | None = None  # max_tokens
+    repeat_penalty: Annotated[float, AfterValidator(_one)] | None = None
+    repeat_last_n: int | None = None  # tokens that penalties look at; -1: all
 
 
 def _stops(stop: Any) -> Any:
@@ -182,14 +195,13 @@ def _stops(stop: Any) -> Any:
     return None if stop == "" else stop
 
 
-class _Body(_SamplingBody):
+class _Body(_LlamaCppBody):
     """The common fields of chat and plain completions."""
 
     model: str | None = None  # the one that is served
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: _MaxTokens | None = None
-    n_predict: _MaxTokens | None = None  # llama.cpp's name
     stop: Annotated[_Stop | _Stops | None, BeforeValidator(_stops)] = None
     response_format: Annotated[
         Grammar | None, PlainValidator(parse_response_format, json_schema_input_type=_JsonObject)
@@ -198,16 +210,6 @@ class _Body(_SamplingBody):
         Grammar | None, PlainValidator(parse_structured_outputs, json_schema_input_type=_JsonObject)
     ] = None
     return_token_ids: bool | None = None
-
-    @model_validator(mode="after")
-    def check_window_of_penalties(self) -> Self:
-        """Raise an error for penalties that look at a part of the text: here they look at all."""
-        penalties = (self.presence_penalty or 0, self.frequency_penalty or 0)
-        has_penalty = any(penalties) or self.repetition_penalty not in (None, 1)
-        if has_penalty and self.repeat_last_n not in (None, -1):
-            hint = "not supported by this server with a penalty: leave it out, or send -1"
-            raise _invalid("repeat_last_n", hint)
-        return self
 
     @field_validator("structured_outputs", mode="after")
     @classmethod
@@ -252,7 +254,7 @@ class TextPart(_Strict):
 
 def _name(name: str | None) -> str | None:
     if name is not None and not _NAME.fullmatch(name):
-        raise ValueError("a name has 1 to 64 letters, digits, dots, dashes and underscores")
+        raise ValueError("a name has 1 to 64 characters, without blanks and any of < > | [ ] / \\")
     return name
 
 
@@ -282,7 +284,7 @@ class Message(_Strict):
 def _variables(value: Any) -> Variables | None:
     """Return the variables of a chat template.
 
-    Strings are short words, since what a template writes may be special tokens.
+    Strings are short and plain, since what a template writes may be special tokens.
     """
     if value is None:
         return None
@@ -406,8 +408,10 @@ class TokenizeBody(_ChatPrompt):
             raise ValueError("send one of prompt, content and messages")
         if self.messages is not None:
             self.check_rendering(self.messages)
-            if self.add_special_tokens or self.add_special:
-                raise _invalid("add_special_tokens", "the chat template has them: leave it out")
+        for name in _OF_MESSAGES if self.messages is None else _OF_TEXT:
+            if getattr(self, name):
+                with_it = "without" if name in _OF_MESSAGES else "with"
+                raise _invalid(name, f"not supported {with_it} messages: leave it out")
         return self
 
     @property

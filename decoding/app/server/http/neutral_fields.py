@@ -76,7 +76,6 @@ _LLAMA_CPP: Neutral = {
     "post_sampling_probs": (False,),
     "reasoning_format": ("none", "auto"),
     "reasoning_control": None,
-    "repeat_penalty": (1,),
     "response_fields": ([],),
     "return_progress": None,
     "slot_id": None,

@@ -30,6 +30,7 @@ from decoding.text.encoding import ContextLengthError
 from offload.errors import TierForceError
 
 _Body = TypeVar("_Body", bound=AnyBody | TokenizeBody | DetokenizeBody)
+_ALTERNATIVES = ("str", "constrained-str")  # pydantic's names of those of a union
 _MAX_EXCESS = 2  # tokens that are returned, relative to the context
 _SEED_BITS = 53  # precision of a number in JavaScript
 _SEEDS = 2**63
@@ -170,6 +171,8 @@ class RequestParser:
         names = {field.name for field in fields(Sampling)}
         options: dict[str, Any] = {"seed": secrets.randbits(_SEED_BITS)}
         options |= body.model_dump(include=names, exclude_none=True)
+        if body.repeat_penalty is not None:  # llama.cpp's, at its neutral value
+            options.setdefault("repetition_penalty", body.repeat_penalty)
         if options["seed"] == -1:  # any, in vLLM and llama.cpp
             options["seed"] = secrets.randbits(_SEED_BITS)
         options["seed"] %= _SEEDS  # adds 2**63 to a negative seed
@@ -177,6 +180,11 @@ class RequestParser:
             sampling = replace(self._served.sampling, **options)
         except TierForceError as error:
             raise RequestRefused(400, str(error)) from error
+        penalties = (sampling.presence_penalty, sampling.frequency_penalty)
+        has_penalty = any(penalties) or sampling.repetition_penalty != 1
+        if has_penalty and body.repeat_last_n not in (None, -1):
+            reason = "repeat_last_n is not supported with penalties: leave it out, or send -1."
+            raise RequestRefused(400, reason, param="repeat_last_n")
         token = max(sampling.logit_bias or (), default=0)
         if token >= self._served.vocab:
             reason = f"logit_bias: token {token} is outside the model's vocabulary."
@@ -198,11 +206,12 @@ class RequestParser:
 
 def _validation_error(error: ValidationError) -> RequestRefused:
     """Return the most specific error of a body, with its field."""
-    # a union reports an error per alternative: the deepest one belongs to the intended type
+    # a union reports an error per alternative: the deepest one belongs to the intended type, and of
+    # these one that is not about the type
     errors = error.errors(include_url=False, include_input=False)
-    deepest = max(errors, key=lambda each: len(each["loc"]))
+    deepest = max(errors, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     parts = [str(part) for part in deepest["loc"]]
-    names = [part for part in parts if "[" not in part]
+    names = [part for part in parts if "[" not in part and part not in _ALTERNATIVES]
     if "field" in (context := deepest.get("ctx", {})):  # the whole object is at fault
         names.append(context["field"])
     param = ".".join(names) or None

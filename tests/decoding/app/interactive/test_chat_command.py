@@ -90,7 +90,7 @@ def test_another_document(
     other.write_text("There was a lighthouse at the end of the bay. " * 40)
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 nothing")
     lines = ["Who?", f"/document {other}", "Who?", f"/document {tmp_path}/broken.pdf"]
-    lines += ["/document", "Why?", "/raw", f"/document {story[1]}", "Who?"]
+    lines += ["/document", "/document a\0b", "Why?", "/raw", f"/document {story[1]}", "Who?"]
     result = run_with_input(tmp_path, lines, "chat", *model, *story, *ranks)
     assert result.code == 0, result.err
     first, second, third, raw, fourth = result.out.splitlines()
@@ -98,6 +98,7 @@ def test_another_document(
     assert "other.txt: " in result.err
     assert "as its download interrupted?" in result.err
     assert "/document needs a file name" in result.err
+    assert "a file name has no NUL characters" in result.err
     about = run_with_input(tmp_path, ["Who?", "Why?"], "chat", *model, "--document", str(other))
     assert about.out.splitlines() == [second, third]
 
@@ -113,12 +114,13 @@ def test_a_document_that_is_too_long_is_mentioned(
 
 def test_a_message_of_several_lines(model: tuple[str, ...], tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
-    lines = ['"""', "first", "", "  second  ", 'third"""', '"""/save it"""', f"/save {saved}"]
-    result = run_with_input(tmp_path, [*lines, '"""the last'], "chat", *model)
+    quoted = ['"""', "    if x:", "", "        y()  ", '"""', '"""/save it"""', '"""hi""" means?']
+    last = '"""the last'
+    result = run_with_input(tmp_path, [*quoted, f"/save {saved}", last], "chat", *model)
     assert result.code == 0, result.err
     questions = [each["content"] for each in json.loads(saved.read_text())["messages"][::2]]
-    assert questions == ["first\n\n  second\nthird", "/save it"]
-    assert len(result.out.split("\n\n")) == 4  # three answers, each with a newline at its end
+    assert questions == ["    if x:\n\n        y()", "/save it", '"""hi""" means?']
+    assert "saved 6 messages" in result.err
 
 
 @pytest.mark.parametrize("ranks", [(), ("--gpus", "2")])

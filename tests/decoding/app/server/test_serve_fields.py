@@ -64,6 +64,7 @@ def test_neutral_values_change_no_answer(path: str, index: int, server: Serving)
     neutral = CHAT_FIELDS if path == CHAT else COMPLETION_FIELDS
     fields = {name: values[index] if values else "any" for name, values in neutral.items()}
     more = {"min_p": 0, "repetition_penalty": 1, "top_k": -1, "repeat_last_n": 64, "stop": ""}
+    more |= {"repeat_penalty": 1}
     more |= {"logit_bias": []}
     if path == CHAT:
         more |= {"add_generation_prompt": True, "chat_template_kwargs": {}, "top_logprobs": 0}
@@ -125,11 +126,16 @@ def test_the_seed_of_others_is_random(server: Serving) -> None:
             "here or in chat_template_kwargs",
         ),
         ({"presence_penalty": 1, "repeat_last_n": 64}, "repeat_last_n", "or send -1"),
+        ({"repeat_penalty": 1.1}, "repeat_penalty", "send 1, and repetition_penalty"),
+        ({"stop": 5}, "stop", "valid"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": "a" * 501}, "stop", "at most 500"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid"),
         ({"top_logprobs": 2}, "top_logprobs", "it requires logprobs: true"),
         ({"cache_salt": "a"}, "cache_salt", "not supported"),
         ({"json_schema": {}}, "json_schema", "use response_format"),
         ({"a[b]": 1}, "'a[b]'", "not supported"),
-        ({"messages": [{**WHO[0], "name": "<|end|>"}]}, "messages.0.name", "1 to 64 letters"),
+        ({"messages": [{**WHO[0], "name": "<|end|>"}]}, "messages.0.name", "1 to 64 characters"),
     ],
 )
 def test_others_are_refused_by_name(
@@ -265,7 +271,8 @@ def test_tokens_and_their_text(server: Serving, tokenizer: AutoTokenizer) -> Non
         ("/tokenize", {"prompt": "a", "content": "a"}, "send one of"),
         ("/tokenize", {"prompt": "It was " * 100_000}, "shorten it"),
         ("/tokenize", {"prompt": "\U0001f600" * 8_000}, "shorten it"),
-        ("/tokenize", {"messages": WHO, "add_special_tokens": True}, "the chat template has them"),
+        ("/tokenize", {"messages": WHO, "add_special_tokens": True}, "not supported with messages"),
+        ("/tokenize", {"prompt": "a", "reasoning_effort": "low"}, "not supported without messages"),
         ("/tokenize", {"prompt": "a", "speed": 1}, "speed is not supported"),
         ("/detokenize", {"tokens": [99_999]}, "outside the model's vocabulary"),
         ("/detokenize", {"tokens": ["a"]}, "token ids"),
@@ -314,6 +321,14 @@ def headers_for(server: Serving, method: str, **more: str) -> tuple[int, dict[st
     except HTTPError as error:
         found = error.code, error.headers
     return found[0], {name.lower(): value for name, value in found[1].items()}
+
+
+def test_penalties_of_the_server_count(model: tuple[str, ...], tmp_path: Path) -> None:
+    with serving(tmp_path / "run", *model, "--repetition-penalty", "1.3") as server:
+        answers = [content(server, repeat_penalty=1), content(server, repetition_penalty=1)]
+        assert answers[0] == answers[1] != content(server)
+        status, error = server.error(CHAT, {"messages": WHO, "repeat_last_n": 64})
+        assert (status, error["param"]) == (400, "repeat_last_n")
 
 
 def test_pages_of_allowed_origins_may_ask(server: Serving) -> None:
