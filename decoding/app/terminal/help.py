@@ -1,6 +1,6 @@
 """`--help` in narrow terminals, where columns side by side cannot be read."""
 
-# It is imported for `--help`: only typer.
+# It is imported for `--help`: nothing but typer and rich.
 import textwrap
 from collections.abc import Iterator
 from typing import Any

@@ -233,7 +233,7 @@ class _AnswerText:
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], keeps_ids: bool = False):
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
-        self._ids: list[int] | None = [] if keeps_ids else None  # tokens since the last part
+        self._keeps_ids, self._ids = keeps_ids, list[int]()  # tokens since the last part
         self._new: list[TokenLogprobs] = []  # tokens that have no text yet
         self._unsent: deque[tuple[int, TokenLogprobs]] = deque()  # tokens by their text's offset
         self._length = 0  # characters generated, including those held back
@@ -246,7 +246,7 @@ class _AnswerText:
 
     def feed(self, token: int, logprobs: TokenLogprobs | None) -> TextDelta | None:
         """Return the text to send after a token, with the tokens that begin in it."""
-        if self._ids is not None:
+        if self._keeps_ids:
             self._ids.append(token)
         if (piece := self._detokenizer.feed(token)) is None:
             return None  # nor its log-probabilities
@@ -277,16 +277,15 @@ class _AnswerText:
         tokens = []
         while self._unsent and self._unsent[0][0] < end:
             tokens.append(self._unsent.popleft())
-        if not (text or tokens):
-            return None
-        ids = self._ids or []
-        if self._ids is not None:
-            self._ids = []
-        return TextDelta(text, tokens, ids)
+        return TextDelta(text, tokens, self._take_ids()) if text or tokens else None
 
     def _last_ids(self) -> TextDelta | None:
         """Return a part without text for tokens that have none."""
-        return TextDelta("", token_ids=self._ids) if self._ids else None
+        return TextDelta("", token_ids=self._take_ids()) if self._ids else None
+
+    def _take_ids(self) -> list[int]:
+        ids, self._ids = self._ids, []
+        return ids
 
 
 class _LogprobRecorder:
