@@ -53,6 +53,7 @@ IMPORT_ORDER = (
     ("decoding.app.batch",),
     ("decoding.app.interactive",),
     ("decoding.app.server.worker",),
+    ("decoding.app.server.formats",),
     ("decoding.app.server.http",),
     ("decoding.app.server",),
     ("decoding.app.commands", "decoding.app.options_page"),

@@ -17,7 +17,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from decoding.app.server.http.replies import error_body
+from decoding.app.server.formats.replies import error_body
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.jobs import Failed
 

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from decoding.app.server.http.replies import error_body
+from decoding.app.server.formats.replies import error_body
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.jobs import Failed
 from decoding.app.server.worker.metrics import Metrics

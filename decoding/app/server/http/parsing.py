@@ -11,14 +11,10 @@ from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
-from decoding.app.server.http.bodies import (
-    AnyBody,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    StreamOptions,
-    TokenizeBody,
-)
+from decoding.app.server.formats.body import StreamOptions
+from decoding.app.server.formats.chat import ChatBody
+from decoding.app.server.formats.completions import CompletionBody
+from decoding.app.server.formats.tokens import DetokenizeBody, TokenizeBody
 from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.receiving import parse_json
 from decoding.app.server.worker import limits
@@ -29,6 +25,7 @@ from decoding.speculation.sampling import Sampling
 from decoding.text.encoding import ContextLengthError
 from offload.errors import TierForceError
 
+AnyBody = ChatBody | CompletionBody
 _Body = TypeVar("_Body", bound=AnyBody | TokenizeBody | DetokenizeBody)
 _ALTERNATIVES = ("str", "constrained-str")  # pydantic's names of those of a union
 _MAX_EXCESS = 2  # tokens that are returned, relative to the context

@@ -13,29 +13,27 @@ import anyio
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from decoding.app.environment import installed_version
-from decoding.app.server.http.bodies import (
-    BODIES,
-    AnyBody,
-    ChatBody,
-    CompletionBody,
-    StreamOptions,
-)
-from decoding.app.server.http.guards import RequestRefused
-from decoding.app.server.http.openapi import describe
-from decoding.app.server.http.page import PAGE, POLICY
-from decoding.app.server.http.parsing import RequestParser, ServedModel
-from decoding.app.server.http.receiving import Uploads
-from decoding.app.server.http.replies import (
+from decoding.app.server.formats.body import StreamOptions
+from decoding.app.server.formats.chat import ChatBody
+from decoding.app.server.formats.completions import CompletionBody
+from decoding.app.server.formats.replies import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
     ResponseBuilder,
     error_body,
 )
+from decoding.app.server.formats.tokens import DetokenizeBody, TokenizeBody
+from decoding.app.server.http.guards import RequestRefused
+from decoding.app.server.http.openapi import describe
+from decoding.app.server.http.page import PAGE, POLICY
+from decoding.app.server.http.parsing import AnyBody, RequestParser, ServedModel
+from decoding.app.server.http.receiving import Uploads
 from decoding.app.server.http.token_routes import TokenRoutes
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.jobs import (
@@ -58,6 +56,12 @@ from offload.errors import one_line
 _DISCONNECT_POLL_S = 0.1  # interval of checks whether a client is still connected
 _SEPARATOR = "\n"
 CLIPPED = "X-Max-Tokens"  # header with the new tokens there is room for, if fewer than asked for
+_BODIES: dict[str, type[BaseModel]] = {  # their routes
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
 _UNBUFFERED = {"X-Accel-Buffering": "no", "Cache-Control": "no-store"}
 
 
@@ -102,7 +106,7 @@ class Server:
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/completions")(self.complete)
         TokenRoutes(self._parser, self._uploads, self._parsing).add_to(app)
-        describe(app, BODIES)
+        describe(app, _BODIES)
         return app
 
     async def page(self) -> Response:

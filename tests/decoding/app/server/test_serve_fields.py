@@ -16,7 +16,11 @@ import pytest
 pytest.importorskip("openai")
 from transformers import AutoTokenizer
 
-from decoding.app.server.http.neutral_fields import CHAT_FIELDS, COMPLETION_FIELDS, MESSAGE_FIELDS
+from decoding.app.server.formats.neutral_fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    MESSAGE_FIELDS,
+)
 from support.chat_model import TEMPLATE
 from support.commands import forked, refused
 from support.serving import Serving, serving

@@ -1,0 +1,155 @@
+"""The body of a chat completion."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
+
+from decoding.app.server.formats.body import (
+    MAX_TOP_LOGPROBS,
+    Body,
+    JsonObject,
+    MaxTokens,
+    Strict,
+    invalid,
+)
+from decoding.app.server.formats.neutral_fields import CHAT_FIELDS, MESSAGE_FIELDS, PART_FIELDS
+from decoding.app.server.worker import limits
+from decoding.text.chat_template import ChatRendering, Variables, is_reserved
+
+# names of participants, as in OpenAI's API, without characters of special tokens
+_NAME = re.compile(r"[^\s<|\\/>\[\]]{1,64}")
+_WORDS = re.compile(r"[\w .,:;/()'+-]{0,100}")  # no character of a special token
+_MAX_NUMBER = 1_000_000  # variables have no larger ones: a template may repeat something as often
+_MAX_VARIABLES = 20
+
+
+class TextPart(Strict):
+    """A part of a message."""
+
+    neutral = PART_FIELDS
+
+    type: Literal["text"]
+    text: str
+
+
+def _name(name: str | None) -> str | None:
+    if name is not None and not _NAME.fullmatch(name):
+        raise ValueError("a name has 1 to 64 characters, without blanks and any of < > | [ ] / \\")
+    return name
+
+
+class Message(Strict):
+    """A message of a conversation."""
+
+    neutral = MESSAGE_FIELDS
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    name: Annotated[str | None, AfterValidator(_name)] = None  # the template may have it
+
+    def as_template(self) -> dict[str, str]:
+        """Return the message in the format of chat templates."""
+        role = "system" if self.role == "developer" else self.role
+        name = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": self.text, **name}
+
+    @property
+    def text(self) -> str:
+        """Return the text of all parts."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+def _variables(value: Any) -> Variables | None:
+    """Return the variables of a chat template.
+
+    Strings are short and plain, since what a template writes may be special tokens.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > _MAX_VARIABLES:
+        raise ValueError(f"send an object with at most {_MAX_VARIABLES} variables of the template")
+    for name, own in value.items():
+        if not name.isidentifier() or len(name) > 100 or is_reserved(name):
+            raise ValueError(f"{name[:100]!a} cannot be a variable of the template")
+        is_number = isinstance(own, bool | int | float) and abs(own) <= _MAX_NUMBER
+        is_text = isinstance(own, str) and len(own) <= 100 and _WORDS.fullmatch(own)
+        if not (own is None or is_number or is_text):
+            raise ValueError(
+                f"{name} must be true, false, a number of up to {_MAX_NUMBER:,} or a short text "
+                "without characters of special tokens"
+            )
+    return value
+
+
+class ChatPrompt(Strict):
+    """The fields of a conversation, from which its prompt is rendered."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[
+        Variables | None, PlainValidator(_variables, json_schema_input_type=JsonObject)
+    ] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    def check_rendering(self, messages: Sequence[Message]) -> None:
+        """Raise an error for contradicting fields, or no message to continue."""
+        adds, continues = self.add_generation_prompt, bool(self.continue_final_message)
+        if adds is not None and adds == continues:
+            raise invalid(
+                "add_generation_prompt",
+                "send false with continue_final_message: true, and true without it",
+            )
+        last = messages[-1]
+        if continues and not (last.role == "assistant" and last.text.strip()):
+            raise invalid(
+                "continue_final_message", "the last message must be the assistant's, and not empty"
+            )
+        if self.reasoning_effort and "reasoning_effort" in (self.chat_template_kwargs or {}):
+            raise invalid("reasoning_effort", "send it here or in chat_template_kwargs")
+
+    @property
+    def rendering(self) -> ChatRendering:
+        """Return how the chat template renders the messages."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        return ChatRendering(bool(self.continue_final_message), tuple(variables.items()))
+
+
+class ChatBody(Body, ChatPrompt):
+    """The body of a chat completion."""
+
+    neutral = CHAT_FIELDS
+
+    messages: list[Message] = Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True)
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def check_continuation(self) -> ChatBody:
+        """Raise an error for contradicting fields, or no message to continue."""
+        self.check_rendering(self.messages)
+        return self
+
+    @model_validator(mode="after")
+    def check_logprobs(self) -> ChatBody:
+        """Raise ValueError if `top_logprobs` is used without `logprobs`."""
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs", "it requires logprobs: true")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        own = self.max_completion_tokens
+        return super().token_limit if own is None else own
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
