@@ -35,6 +35,7 @@ IMPORT_ORDER = (
     ("parallel.model",),
     ("parallel.execution",),
     ("decoding.config",),
+    ("decoding.text.tools",),
     ("decoding.text",),
     ("decoding.grammars",),
     ("decoding.speculation",),

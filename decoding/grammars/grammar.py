@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ _BLANKS = r"( |\n[ \t]{0,20})?"
 _CACHED = 8  # grammars
 _POSITION = re.compile(r" at line \d+ column \d+")  # in what llguidance gets, not in the source
 # without it, llguidance allows one of several tokens where the grammar leaves one string
-_ALL_TOKENS = '%llguidance {"no_forcing": true}'
+ALL_TOKENS = '%llguidance {"no_forcing": true}'
 _ANSWER = "start: @answer"
 CUT = (
     "the answer was cut before its JSON was complete: use more `max_new_tokens`, or limit its "
@@ -78,7 +78,7 @@ class Grammar:
         if not options:
             raise InvalidRequestError("a choice needs at least one string.")
         # as one terminal, which may have many more alternatives than a rule
-        return cls(f"start: ANSWER\nANSWER: {' | '.join(map(_quoted, options))}", is_schema=False)
+        return cls(f"start: ANSWER\nANSWER: {' | '.join(map(quoted, options))}", is_schema=False)
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -111,17 +111,19 @@ class Grammar:
 
         `in_channels`: for answers in gpt-oss's response format.
         """
-        own: dict[str, Any] = {"lark_grammar": self.source}
-        if self.is_schema:
-            schema = json.loads(self.source, parse_constant=_not_json)
-            if schema is True:
-                schema = {}
-            if isinstance(schema, dict):  # in place of any such options of its own
-                schema = {**schema, "x-guidance": {"whitespace_pattern": _BLANKS}}
-            own = {"json_schema": schema}
-        start = f"{_ALL_TOKENS}\n{_IN_CHANNELS if in_channels else _ANSWER}"
-        grammars = [{"name": "start", "lark_grammar": start}, {"name": "answer", **own}]
-        return json.dumps({"grammars": grammars})
+        start = f"{ALL_TOKENS}\n{_IN_CHANNELS if in_channels else _ANSWER}"
+        return as_llguidance(start, {"answer": self})
+
+    def definition(self) -> dict[str, Any]:
+        """Return it as a named grammar of llguidance's. Raises as `compose`."""
+        if not self.is_schema:
+            return {"lark_grammar": self.source}
+        schema = json.loads(self.source, parse_constant=_not_json)
+        if schema is True:
+            schema = {}
+        if isinstance(schema, dict):  # in place of any such options of its own
+            schema = {**schema, "x-guidance": {"whitespace_pattern": _BLANKS}}
+        return {"json_schema": schema}
 
     @property
     def _kind(self) -> str:
@@ -133,6 +135,15 @@ class Grammar:
         return InvalidRequestError(
             f"the {self._kind} is invalid, or has what is not supported: {reason}."
         )
+
+
+def as_llguidance(start: str, grammars: Mapping[str, Grammar]) -> str:
+    """Return a grammar in llguidance's format: `start` in Lark's syntax, and others that it names.
+
+    Raises ValueError or RecursionError for a schema that is not JSON.
+    """
+    named = [{"name": name, **each.definition()} for name, each in grammars.items()]
+    return json.dumps({"grammars": [{"name": "start", "lark_grammar": start}, *named]})
 
 
 def json_value(answer: str, finish_reason: str | None) -> Any:
@@ -150,7 +161,7 @@ def json_value(answer: str, finish_reason: str | None) -> Any:
         ) from None
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Return a string in Lark's syntax: as in JSON, but with all control characters as escapes."""
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(

@@ -15,6 +15,10 @@ from typing import Any
 
 import psutil
 
+from decoding.text.tools.forms import supports_tools
+from decoding.text.tools.messages import in_messages
+from decoding.text.tools.strings import strings_in
+
 # given to every template, by transformers and jinja
 _FUNCTIONS = ("messages", "raise_exception", "strftime_now", "range", "namespace", "tojson")
 Variables = Mapping[str, bool | int | float | str | None]
@@ -31,6 +35,7 @@ class ChatRendering:
 
     continues_last: bool = False  # the prompt ends in the last message, not in a new answer
     variables: tuple[tuple[str, bool | int | float | str | None], ...] = ()  # the template's
+    tools: Sequence[dict[str, Any]] = ()  # in transformers' format
 
 
 def is_reserved(name: str) -> bool:
@@ -43,9 +48,11 @@ def is_reserved(name: str) -> bool:
 
 
 def render_chat(
-    tokenizer: Any, messages: Sequence[dict[str, str]], rendering: ChatRendering | None = None
+    tokenizer: Any, messages: Sequence[dict[str, Any]], rendering: ChatRendering | None = None
 ) -> str:
     """Return messages rendered by the tokenizer's chat template. Raises whatever its code raises.
+
+    Tools, and messages with calls and results, become text if the template does not know tools.
 
     transformers runs templates in a sandbox, which protects the machine, but prevents neither
     endless loops nor gigabytes of output. A template's first rendering also has a memory limit;
@@ -54,6 +61,10 @@ def render_chat(
     import_module("jinja2.sandbox")  # before the timeout starts: the first import is slow
     future: Future[str] = Future()
     how = rendering or ChatRendering()
+    template = str(tokenizer.get_chat_template(tools=list(how.tools) or None))
+    tools = how.tools
+    if not supports_tools(template):
+        messages, tools = in_messages(messages, tools), ()
 
     def render() -> None:
         with suppress(SystemExit):  # raised on timeout
@@ -63,6 +74,7 @@ def render_chat(
                     tokenize=False,
                     add_generation_prompt=not how.continues_last,
                     continue_final_message=how.continues_last,
+                    tools=list(tools) or None,
                     **dict(how.variables),
                 )
                 future.set_result(text)
@@ -70,7 +82,6 @@ def render_chat(
                 future.set_exception(error)
 
     thread = Thread(target=render, name="chat template", daemon=True)
-    template = str(tokenizer.chat_template)
     with nullcontext() if template in _rendered_templates else _memory_limit():
         thread.start()
         thread.join(RENDER_S)
@@ -85,7 +96,7 @@ def render_chat(
         limit = _MAX_ADDED_BYTES >> 20
         raise ValueError(f"it needs more than {limit:,} MiB of memory") from error
     _rendered_templates.add(template)
-    if len(text) > _MAX_ADDED_CHARACTERS + 4 * sum(len(each["content"]) for each in messages):
+    if len(text) > _MAX_ADDED_CHARACTERS + 4 * sum(map(len, strings_in([*messages, *tools]))):
         raise ValueError(f"its output has {len(text):,} characters")
     return text
 

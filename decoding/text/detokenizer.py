@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from decoding.text.channels import ChannelFilter
@@ -17,8 +17,9 @@ class Detokenizer:
     it; and a character may need several tokens. The concatenation is the text of all tokens shown.
     """
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, shown: Mapping[int, str] | None = None):
+        """Return text of special tokens, too, if they are among those `shown`."""
+        self._tokenizer, self._shown = tokenizer, shown or {}
         self._channels = ChannelFilter(tokenizer)
         self._window: list[int] = []  # tokens of the last text, and all after them
         self._done = 0  # tokens of the window whose text has been returned
@@ -27,6 +28,10 @@ class Detokenizer:
         """Return the text that a token completes; None if the token is not for the user."""
         if not self._channels.shows(token):
             return None
+        if (name := self._shown.get(token)) is not None:
+            text = self.rest() + name
+            self._window, self._done = [], 0
+            return text
         self._window.append(token)
         text, prefix = self._decode(len(self._window)), self._decode(self._done)
         if len(text) <= len(prefix) or text.endswith(_INCOMPLETE):

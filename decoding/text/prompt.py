@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import Any
 
@@ -19,6 +19,7 @@ from decoding.text.encoding import (
     truncate_to,
 )
 from decoding.text.instructions import INSTRUCTION, PromptFormat
+from decoding.text.tools.strings import strings_in, with_strings
 from offload.errors import InvalidRequestError, TierForceError, one_line
 
 _DOCUMENT = "a document"
@@ -29,7 +30,7 @@ JOIN_TOKENS = 8  # those that may change where strings are joined
 
 def chat_tokens(
     tokenizer: Any,
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[dict[str, Any]],
     limit: int | None = None,
     what: str = "these messages",
     rendering: ChatRendering | None = None,
@@ -38,14 +39,14 @@ def chat_tokens(
 
     They are those of transformers' `apply_chat_template(messages, add_generation_prompt=True)`:
     the chat template renders the messages, and the result is tokenized as one text. The exception
-    are special tokens in the content of messages, which stay plain text.
+    are special tokens in the content of messages, in calls and in tools, which stay plain text.
 
     Args:
         tokenizer: a tokenizer with a chat template.
-        messages: messages with `role` and `content`.
+        messages: messages with `role` and `content`, and perhaps calls of tools and their results.
         limit: the maximum number of tokens of the prompt; memory is proportional to it.
         what: the name of the messages in error messages.
-        rendering: variables of the template, and whether the last message is continued.
+        rendering: variables of the template, tools, and whether the last message is continued.
 
     Raises TierForceError if the template rejects the messages, InvalidRequestError for a text that
     cannot be encoded as UTF-8, and ContextLengthError for a prompt far longer than `limit`.
@@ -61,7 +62,7 @@ def chat_tokens(
 
 
 def tokens_around(
-    tokenizer: Any, messages: Sequence[dict[str, str]], what: str
+    tokenizer: Any, messages: Sequence[dict[str, Any]], what: str
 ) -> tuple[list[int], list[int]]:
     """Return the tokens before and after `MARK` in the rendered messages, tokenized separately.
 
@@ -95,20 +96,22 @@ def check_system(tokenizer: Any, system: str | None) -> None:
 
 def _rendered(
     tokenizer: Any,
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[dict[str, Any]],
     what: str,
     rendering: ChatRendering | None = None,
 ) -> tuple[str, SpecialTokenGuard]:
     """Return the rendered messages, and the guard that tokenizes them."""
-    contents = [each["content"] for each in messages]
+    rendering = rendering or ChatRendering()
+    free = [list(map(_free_parts, messages)), list(rendering.tools)]
+    contents = list(strings_in(free))
     for content in contents:
         check_whole_characters(content)
     guard = SpecialTokenGuard(tokenizer, contents)
 
     def render(contents: Sequence[str]) -> str:
-        pairs = zip(messages, contents, strict=True)
-        own = [{**each, "content": content} for each, content in pairs]
-        return render_chat(tokenizer, own, rendering)
+        parts, tools = with_strings(free, iter(contents))
+        own = [_with_parts(*each) for each in zip(messages, parts, strict=True)]
+        return render_chat(tokenizer, own, replace(rendering, tools=tools))
 
     try:
         return guard.render(contents, render), guard
@@ -116,6 +119,24 @@ def _rendered(
         raise TierForceError(
             f"the tokenizer's chat template does not support {what} ({one_line(error)})."
         ) from error
+
+
+def _free_parts(message: Mapping[str, Any]) -> list[Any]:
+    """Return the parts of a message that may have any text: its content, and arguments of calls."""
+    calls = message.get("tool_calls", ())
+    return [message["content"], [call["function"]["arguments"] for call in calls]]
+
+
+def _with_parts(message: Mapping[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
+    """Return a message with other parts, in the order of `_free_parts`."""
+    content, arguments = parts
+    own = {**message, "content": content}
+    if arguments:
+        own["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": each}}
+            for call, each in zip(message["tool_calls"], arguments, strict=True)
+        ]
+    return own
 
 
 class Template(ABC):

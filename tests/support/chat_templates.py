@@ -290,3 +290,40 @@ def _trained(kind: str) -> str:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Sequence(decoding)
     return backend.to_str()
+
+
+HERMES_TOOLS = (
+    "{%- if tools %}{{- '<|system|># Tools' }}{%- for tool in tools %}{{- '\n' + tool | tojson }}"
+    "{%- endfor %}{{- '<|end|>\n' }}{%- endif %}{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}"
+    "{{- '<|user|><tool_response>\n' + m.content + '\n</tool_response><|end|>\n' }}"
+    "{%- else %}{{- '<|' + m.role + '|>' + m.content }}{%- for call in m.tool_calls or [] %}"
+    '{{- \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- call.function.arguments | tojson + '}\n</tool_call>' }}{%- endfor %}{{- '<|end|>\n' }}"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+LLAMA_TOOLS = (
+    '{%- if tools %}{{- \'<|user|>Given the following functions, respond with {"name": function '
+    'name, "parameters": dictionary of argument name and its value}.\' }}'
+    "{%- for tool in tools %}{{- '\n' + tool | tojson(indent=4) }}{%- endfor %}{%- endif %}"
+    "{%- for m in messages %}{%- if m.role in ['tool', 'ipython'] %}"
+    "{{- '<|ipython|>' + m.content | tojson + '<|end|>' }}"
+    "{%- elif m.tool_calls %}{%- if m.tool_calls | length != 1 %}"
+    "{{- raise_exception('This model only supports single tool-calls at once!') }}{%- endif %}"
+    "{%- set call = m.tool_calls[0].function %}"
+    '{{- \'<|assistant|>{"name": "\' + call.name + \'", "parameters": \' }}'
+    "{{- call.arguments | tojson + '}<|end|>' }}"
+    "{%- else %}{{- '<|' + m.role + '|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+MISTRAL_TOOLS = (
+    "{%- for m in messages %}{%- if m.role == 'user' %}{%- if tools %}"
+    "{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}"
+    "{{- '[INST] ' + m.content + '[/INST]' }}{%- elif m.tool_calls %}{{- '[TOOL_CALLS] [' }}"
+    "{%- for call in m.tool_calls %}{%- if call.id is not defined or call.id | length != 9 %}"
+    "{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+    "{%- endif %}{{- call.function | tojson }}{{- ', ' if not loop.last }}{%- endfor %}{{- ']' }}"
+    "{%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS] {\"content\": ' + m.content + ', ' }}"
+    "{{- '\"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
+    "{%- else %}{{- ' ' + m.content }}{%- endif %}{%- endfor %}"
+)

@@ -17,6 +17,7 @@ from decoding.app.server.formats.body import (
     invalid,
 )
 from decoding.app.server.formats.neutral_fields import CHAT_FIELDS, MESSAGE_FIELDS, PART_FIELDS
+from decoding.app.server.formats.tools import Choice, Name, Tool, ToolCall, ToolChoice
 from decoding.app.server.worker import limits
 from decoding.text.chat_template import ChatRendering, Variables, is_reserved
 
@@ -47,22 +48,41 @@ class Message(Strict):
 
     neutral = MESSAGE_FIELDS
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str | None, AfterValidator(_name)] = None  # the template may have it
+    tool_calls: list[ToolCall] | None = Field(None, max_length=limits.TOOLS, fail_fast=True)
+    tool_call_id: Name | None = None
 
-    def as_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def check_role(self) -> Message:
+        """Raise an error for what messages of this role do not have."""
+        if self.tool_calls and self.role != "assistant":
+            raise invalid("tool_calls", "only messages of the assistant have calls")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise invalid("tool_call_id", "only messages with the role tool answer a call")
+        if self.content is None and not self.tool_calls:
+            raise invalid("content", "send a string, or a list of parts")
+        return self
+
+    def as_template(self) -> dict[str, Any]:
         """Return the message in the format of chat templates."""
         role = "system" if self.role == "developer" else self.role
-        name = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": self.text, **name}
+        message: dict[str, Any] = {"role": role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
     @property
     def text(self) -> str:
         """Return the text of all parts."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content or ())
 
 
 def _variables(value: Any) -> Variables | None:
@@ -96,6 +116,7 @@ class ChatPrompt(Strict):
         Variables | None, PlainValidator(_variables, json_schema_input_type=JsonObject)
     ] = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    tools: list[Tool] | None = Field(None, max_length=limits.TOOLS, fail_fast=True)
 
     def check_rendering(self, messages: Sequence[Message]) -> None:
         """Raise an error for contradicting fields, or no message to continue."""
@@ -114,12 +135,18 @@ class ChatPrompt(Strict):
             raise invalid("reasoning_effort", "send it here or in chat_template_kwargs")
 
     @property
+    def usable_tools(self) -> list[Tool]:
+        """Return the tools that an answer may call."""
+        return self.tools or []
+
+    @property
     def rendering(self) -> ChatRendering:
         """Return how the chat template renders the messages."""
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
-        return ChatRendering(bool(self.continue_final_message), tuple(variables.items()))
+        tools = tuple(tool.as_template() for tool in self.usable_tools)
+        return ChatRendering(bool(self.continue_final_message), tuple(variables.items()), tools)
 
 
 class ChatBody(Body, ChatPrompt):
@@ -131,6 +158,8 @@ class ChatBody(Body, ChatPrompt):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def check_continuation(self) -> ChatBody:
@@ -144,6 +173,35 @@ class ChatBody(Body, ChatPrompt):
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "it requires logprobs: true")
         return self
+
+    @model_validator(mode="after")
+    def check_tools(self) -> ChatBody:
+        """Raise an error for two functions of a name, and a choice of none that there is."""
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise invalid("tools", "two functions have the same name")
+        choice = self.choice
+        if choice.mode == "required":
+            if not names:
+                raise invalid("tool_choice", "no tools to choose from: send tools")
+            if choice.name is not None and choice.name not in names:
+                raise invalid("tool_choice", f"no function in tools has the name {choice.name!a}")
+        return self
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """Return the tools that the answer may call; the others are not in the prompt."""
+        return [] if self.choice.mode == "none" else self.tools or []
+
+    @property
+    def has_many_calls(self) -> bool:
+        """Return whether the answer may have more than one call."""
+        return self.parallel_tool_calls is not False and self.choice.name is None
+
+    @property
+    def choice(self) -> ToolChoice:
+        """Return whether the answer may call tools, or has to."""
+        return self.tool_choice or ToolChoice("auto")
 
     @property
     def token_limit(self) -> int | None:

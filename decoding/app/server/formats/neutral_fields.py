@@ -18,7 +18,6 @@ _OPENAI: Neutral = {
     "metadata": None,
     "modalities": (["text"],),
     "n": (1,),
-    "parallel_tool_calls": None,
     "prediction": None,
     "prompt_cache_key": None,
     "prompt_cache_retention": None,
@@ -26,8 +25,6 @@ _OPENAI: Neutral = {
     "service_tier": None,
     "store": None,
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "user": None,
     "verbosity": ("medium",),
 }
@@ -89,15 +86,20 @@ _LLAMA_CPP: Neutral = {
     "xtc_probability": (0,),
     "xtc_threshold": None,
 }
+_NO_TOOLS: Neutral = {
+    "parallel_tool_calls": None,
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
 _FIELDS: Neutral = {**_OPENAI, **_VLLM, **_LLAMA_CPP}
 CHAT_FIELDS: Neutral = {**_FIELDS, "add_special_tokens": (False,)}
-COMPLETION_FIELDS: Neutral = {**_FIELDS, "add_special_tokens": (True,)}
+COMPLETION_FIELDS: Neutral = {**_FIELDS, **_NO_TOOLS, "add_special_tokens": (True,)}
 MESSAGE_FIELDS: Neutral = {
     "annotations": ([],),
     "reasoning_content": ("",),
     "refusal": ("",),
-    "tool_calls": ([],),
 }
+CALL_FIELDS: Neutral = {"index": None}  # clients may send back what they got in a stream
 PART_FIELDS: Neutral = {"cache_control": None}
 STREAM_FIELDS: Neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
-TOKENIZE_FIELDS: Neutral = {"parse_special": (False,), "tools": ([],), "with_pieces": (False,)}
+TOKENIZE_FIELDS: Neutral = {"parse_special": (False,), "with_pieces": (False,)}

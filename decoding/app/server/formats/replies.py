@@ -8,7 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from decoding.app.server.formats.tools import formatted_calls
 from decoding.app.server.worker.jobs import Failed, TextDelta, TokenLogprobs
+from decoding.text.tools.parser import AnswerDelta, ToolCallParser
 
 Logprobs = Sequence[tuple[int, TokenLogprobs]]
 
@@ -51,6 +53,7 @@ class ResponseBuilder(ABC):
     def __init__(self, model: str):
         self.model = model
         self.prompt_ids: Sequence[int] | None = None  # set for an answer with the ids of tokens
+        self.calls: ToolCallParser | None = None  # set for an answer that may call tools
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
@@ -58,9 +61,9 @@ class ResponseBuilder(ABC):
         self, answer: TextDelta, has_logprobs: bool, reason: str, counts: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the whole response."""
-        response = self._response(
-            self.name, self.message(answer.text), answer, has_logprobs, reason
-        )
+        message = self.message(answer.text)
+        reason = self._reason(reason)
+        response = self._response(self.name, message, answer, has_logprobs, reason)
         self._add_prompt_ids(response)
         return {**response, **usage_fields(counts)}
 
@@ -68,13 +71,17 @@ class ResponseBuilder(ABC):
         """Return the first chunk of a stream, if the format has one before the text."""
         return None
 
-    def chunk(self, part: TextDelta, has_logprobs: bool) -> dict[str, Any]:
-        """Return a chunk of a stream."""
-        return self._response(self.chunk_name, self.delta(part.text), part, has_logprobs, None)
+    def chunk(self, part: TextDelta, has_logprobs: bool) -> dict[str, Any] | None:
+        """Return a chunk of a stream; None if it would be empty: more text is needed."""
+        delta = self.delta(part.text)
+        if not any(delta.values()) and not (part.logprobs or part.token_ids):
+            return None
+        return self._response(self.chunk_name, delta, part, has_logprobs, None)
 
     def last(self, reason: str) -> dict[str, Any]:
         """Return the last chunk of a stream."""
-        return self._response(self.chunk_name, self.delta(""), TextDelta(""), False, reason)
+        delta = self.delta("", is_last=True)
+        return self._response(self.chunk_name, delta, TextDelta(""), False, self._reason(reason))
 
     def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Return the chunk with usage and statistics, which follows the last one on request."""
@@ -85,12 +92,17 @@ class ResponseBuilder(ABC):
         """Return the fields of a choice with the whole text."""
 
     @abstractmethod
-    def delta(self, text: str) -> dict[str, Any]:
-        """Return the fields of a choice with a piece of text."""
+    def delta(self, text: str, is_last: bool = False) -> dict[str, Any]:
+        """Return the fields of a choice with a piece of text, and the rest of it if it is last."""
 
     @abstractmethod
     def format_logprobs(self, logprobs: Logprobs) -> dict[str, Any]:
         """Return the field `logprobs` of a choice."""
+
+    def _reason(self, reason: str) -> str:
+        """Return why an answer ended, in this format."""
+        has_calls = self.calls is not None and self.calls.has_calls
+        return "tool_calls" if has_calls and reason == "stop" else reason
 
     def _response(
         self,
@@ -127,10 +139,24 @@ class ChatResponseBuilder(ResponseBuilder):
         return response
 
     def message(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self.calls is not None:
+            answer = self.calls.feed(text) + self.calls.rest()
+            message["content"] = answer.content
+            if answer.calls:
+                message["content"] = answer.content or None
+                message["tool_calls"] = formatted_calls(answer.calls, has_index=False)
+        return {"message": message}
 
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def delta(self, text: str, is_last: bool = False) -> dict[str, Any]:
+        part = AnswerDelta(text)
+        if self.calls is not None:
+            part = self.calls.feed(text)
+            part = part + self.calls.rest() if is_last else part
+        delta: dict[str, Any] = {"content": part.content} if part.content else {}
+        if part.calls:
+            delta["tool_calls"] = formatted_calls(part.calls, has_index=True)
+        return {"delta": delta}
 
     def format_logprobs(self, logprobs: Logprobs) -> dict[str, Any]:
         return {
@@ -155,7 +181,8 @@ class CompletionResponseBuilder(ResponseBuilder):
     def message(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    delta = message
+    def delta(self, text: str, is_last: bool = False) -> dict[str, Any]:
+        return self.message(text)
 
     def first(self) -> dict[str, Any] | None:
         if self.prompt_ids is None:

@@ -15,6 +15,7 @@ from decoding.app.server.formats.body import StreamOptions
 from decoding.app.server.formats.chat import ChatBody
 from decoding.app.server.formats.completions import CompletionBody
 from decoding.app.server.formats.tokens import DetokenizeBody, TokenizeBody
+from decoding.app.server.formats.tool_grammar import tool_grammar
 from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.receiving import parse_json
 from decoding.app.server.worker import limits
@@ -23,6 +24,7 @@ from decoding.app.server.worker.prompts import Prompts
 from decoding.grammars.grammar import CompiledGrammar, Grammar
 from decoding.speculation.sampling import Sampling
 from decoding.text.encoding import ContextLengthError
+from decoding.text.tools.parser import ToolCallParser
 from offload.errors import TierForceError
 
 AnyBody = ChatBody | CompletionBody
@@ -45,17 +47,24 @@ class ServedModel:
     max_new_tokens: int
 
 
+@dataclass(frozen=True)
+class ParsedRequest:
+    """What a request asks for."""
+
+    params: GenerationParams  # without its grammar, which `RequestParser.compile` returns
+    stream_options: StreamOptions | None  # None: the answer is not streamed
+    grammar: tuple[str, Grammar] | None  # the answer's, and the field that has it
+    calls: ToolCallParser | None = None  # finds calls of tools in the answer
+
+
 class RequestParser:
     """Parses the bodies of requests; thread-safe."""
 
     def __init__(self, prompts: Prompts, served: ServedModel):
         self._prompts, self._served = prompts, served
 
-    def parse(
-        self, text: bytes, kind: type[AnyBody]
-    ) -> tuple[GenerationParams, StreamOptions | None, tuple[str, Grammar] | None]:
-        """Return the parameters in a body; the stream options if the answer is streamed; and, if it
-        is to match a grammar, the field and the grammar, for `compile`.
+    def parse(self, text: bytes, kind: type[AnyBody]) -> ParsedRequest:
+        """Return what a body asks for.
 
         Slow for a long prompt. Raises RequestRefused for an invalid or unsupported request.
         """
@@ -64,7 +73,21 @@ class RequestParser:
         with self._prompt_errors(param):
             prompt = self._prompt(body)
         options = (body.stream_options or StreamOptions()) if body.stream else None
-        return self._params(body, prompt, param), options, body.grammar
+        parsed = ParsedRequest(self._params(body, prompt, param), options, body.grammar)
+        if isinstance(body, ChatBody) and body.usable_tools:
+            return self._with_tools(parsed, body)
+        return parsed
+
+    def _with_tools(self, parsed: ParsedRequest, body: ChatBody) -> ParsedRequest:
+        """Return a request whose answer may call tools, or has to. Raises RequestRefused."""
+        try:
+            form, ids = self._prompts.tool_form()
+            grammar = tool_grammar(body, form, ids) or body.grammar
+        except TierForceError as error:
+            raise RequestRefused(400, f"tools: {error}", param="tools") from error
+        params = replace(parsed.params, shown_tokens={ids[name]: name for name in ids})
+        calls = ToolCallParser(form, None if body.has_many_calls else 1)
+        return ParsedRequest(params, parsed.stream_options, grammar, calls)
 
     def tokenize(self, text: bytes) -> dict[str, Any]:
         """Return the answer to a body with a text or messages, as vLLM's. Raises RequestRefused."""

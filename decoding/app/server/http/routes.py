@@ -19,7 +19,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from decoding.app.environment import installed_version
-from decoding.app.server.formats.body import StreamOptions
 from decoding.app.server.formats.chat import ChatBody
 from decoding.app.server.formats.completions import CompletionBody
 from decoding.app.server.formats.replies import (
@@ -32,7 +31,7 @@ from decoding.app.server.formats.tokens import DetokenizeBody, TokenizeBody
 from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.openapi import describe
 from decoding.app.server.http.page import PAGE, POLICY
-from decoding.app.server.http.parsing import AnyBody, RequestParser, ServedModel
+from decoding.app.server.http.parsing import AnyBody, ParsedRequest, RequestParser, ServedModel
 from decoding.app.server.http.receiving import Uploads
 from decoding.app.server.http.token_routes import TokenRoutes
 from decoding.app.server.worker import limits
@@ -41,7 +40,6 @@ from decoding.app.server.worker.jobs import (
     Event,
     Failed,
     Finished,
-    GenerationParams,
     ProgressUpdate,
     QueuedRequest,
     QueueFull,
@@ -150,7 +148,8 @@ class Server:
     ) -> Response:
         """Queue a request, and answer it."""
         # the body is not kept in memory while the request is queued
-        params, stream_options = await self._receive(request, kind)
+        parsed = await self._receive(request, kind)
+        params, stream_options, builder.calls = parsed.params, parsed.stream_options, parsed.calls
         queued = QueuedRequest(params)
         try:
             self.queue.put(queued)
@@ -168,17 +167,15 @@ class Server:
         response.headers.update(headers)
         return response
 
-    async def _receive(
-        self, request: Request, kind: type[AnyBody]
-    ) -> tuple[GenerationParams, StreamOptions | None]:
-        """Return a request's parameters, and the stream options if the answer is streamed."""
+    async def _receive(self, request: Request, kind: type[AnyBody]) -> ParsedRequest:
+        """Return what a request asks for, with its grammar compiled."""
         async with self._uploads.receive(request) as body, self._parsing:
-            params, stream_options, requested = await run_sync(self._parser.parse, body, kind)
-        if requested is not None:
-            async with self._compiling:
-                compiled = await run_sync(self._parser.compile, *requested)
-            params = replace(params, grammar=compiled)
-        return params, stream_options
+            parsed = await run_sync(self._parser.parse, body, kind)
+        if parsed.grammar is None:
+            return parsed
+        async with self._compiling:
+            compiled = await run_sync(self._parser.compile, *parsed.grammar)
+        return replace(parsed, params=replace(parsed.params, grammar=compiled))
 
     async def _whole(
         self, queued: QueuedRequest, builder: ResponseBuilder, request: Request
@@ -220,7 +217,8 @@ class Server:
                     if (first := builder.first()) is not None:
                         yield _data(first)
                 if isinstance(event, TextDelta):
-                    yield _data(builder.chunk(event, has_logprobs))
+                    if (chunk := builder.chunk(event, has_logprobs)) is not None:
+                        yield _data(chunk)
                 elif isinstance(event, Finished):
                     yield _data(builder.last(event.reason))
                     if with_usage:

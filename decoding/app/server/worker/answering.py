@@ -144,7 +144,8 @@ class _Answer:
         self._logprobs = None
         if params.top_logprobs is not None:
             self._logprobs = _LogprobRecorder(params, token_bytes)
-        self._text = _AnswerText(engine.tokenizer, params.stops, params.returns_ids)
+        detokenizer = Detokenizer(engine.tokenizer, params.shown_tokens)
+        self._text = _AnswerText(detokenizer, params.stops, params.returns_ids)
         self._taken = 0  # tokens whose text has been sent, or is held back
         self._next_report = 0.0
         has_names = engine.sessions.prefix_cache is not None
@@ -231,8 +232,8 @@ class _Answer:
 class _AnswerText:
     """The text of an answer, up to a stop string, and where its tokens begin."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], keeps_ids: bool = False):
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], keeps_ids: bool = False):
+        self._detokenizer, self._stops = detokenizer, StopStrings(stops)
         self._keeps_ids, self._ids = keeps_ids, list[int]()  # tokens since the last part
         self._new: list[TokenLogprobs] = []  # tokens that have no text yet
         self._unsent: deque[tuple[int, TokenLogprobs]] = deque()  # tokens by their text's offset

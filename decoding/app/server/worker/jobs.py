@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition
@@ -28,6 +28,7 @@ class GenerationParams:
     top_logprobs: int | None = None  # None: no log-probabilities are requested
     grammar: CompiledGrammar | None = None  # the answer matches it
     returns_ids: bool = False  # the answer has the ids of its tokens, and of the prompt's
+    shown_tokens: Mapping[int, str] = field(default_factory=dict)  # special ones that are text
     is_clipped: bool = False  # fewer new tokens than were asked for, since the context has no more
 
 

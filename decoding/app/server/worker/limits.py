@@ -42,6 +42,7 @@ CONCURRENT_PARSES = 2  # bodies being parsed and tokenized at a time
 EXTRA_VALUES = 100_000  # limit of its values, in addition to one per token of the context
 
 MESSAGES = 10_000
+TOOLS = 128  # in a request, and calls in a message
 STOPS, STOP_CHARACTERS = 16, 500
 
 # An answer

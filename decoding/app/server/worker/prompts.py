@@ -11,6 +11,7 @@ from typing import Any
 from decoding.grammars.grammar import CompiledGrammar, Grammar, GrammarCompiler
 from decoding.text.chat_template import ChatRendering
 from decoding.text.prompt import PlainTemplate, Template, chat_tokens
+from decoding.text.tools.forms import ToolForm, form_of, marker_ids
 from offload.errors import InvalidRequestError, TierForceError
 
 
@@ -35,6 +36,16 @@ class Prompts:
             self._grammars.prepare()  # uses the tokenizer
         return self._grammars.compile(grammar)
 
+    def tool_form(self) -> tuple[ToolForm, dict[str, int]]:
+        """Return how the model calls tools, and the ids of markers that are tokens of their own.
+
+        Raises InvalidRequestError for an unsupported form.
+        """
+        with self._lock:
+            self._check_template()
+            form = form_of(str(self._tokenizer.get_chat_template(tools=[{}])))
+            return form, marker_ids(self._tokenizer, form)
+
     def tokenize_text(self, text: str, has_prefix: bool = True) -> list[int]:
         """Return the tokens of a text that is to be continued, after the tokenizer's own prefix.
 
@@ -55,7 +66,7 @@ class Prompts:
             return list(map(str, self._tokenizer.convert_ids_to_tokens(list(tokens))))
 
     def tokenize_messages(
-        self, messages: Sequence[dict[str, str]], rendering: ChatRendering | None = None
+        self, messages: Sequence[dict[str, Any]], rendering: ChatRendering | None = None
     ) -> list[int]:
         """Return the tokens of a conversation, up to the beginning of the next answer.
 
@@ -63,8 +74,11 @@ class Prompts:
         rejects the messages, and InvalidRequestError if they are far longer than the context.
         """
         with self._lock:
-            if not self._tokenizer.chat_template:
-                raise InvalidRequestError(
-                    "this model has no chat template: use /v1/completions to continue a text."
-                )
+            self._check_template()
             return chat_tokens(self._tokenizer, messages, self._context, rendering=rendering)
+
+    def _check_template(self) -> None:
+        if not self._tokenizer.chat_template:
+            raise InvalidRequestError(
+                "this model has no chat template: use /v1/completions to continue a text."
+            )

@@ -8,6 +8,7 @@ pytest.importorskip("prometheus_client")
 
 from decoding.app.server.worker.answering import _AnswerText
 from decoding.app.server.worker.jobs import TokenLogprobs
+from decoding.text.detokenizer import Detokenizer
 from support.channels import MARKERS, make_tokenizer
 
 ANSWER = (
@@ -19,7 +20,7 @@ ANSWER = (
 def test_reasoning_is_not_sent_with_log_probabilities() -> None:
     tokenizer = make_tokenizer(MARKERS)
     tokens = tokenizer(ANSWER)["input_ids"]
-    text = _AnswerText(tokenizer, [])
+    text = _AnswerText(Detokenizer(tokenizer), [])
     deltas = []
     for token in tokens:
         name = tokenizer.decode([token]).encode()
@@ -32,7 +33,7 @@ def test_reasoning_is_not_sent_with_log_probabilities() -> None:
 
 def test_an_answer_that_ends_in_its_reasoning_is_empty() -> None:
     tokenizer = make_tokenizer(MARKERS)
-    text = _AnswerText(tokenizer, [])
+    text = _AnswerText(Detokenizer(tokenizer), [])
     for token in tokenizer("<|channel|> analysis <|message|> so so")["input_ids"]:
         assert text.feed(token, TokenLogprobs(b"so", -0.5, -0.5, [])) is None
     assert text.rest() is None

@@ -100,7 +100,6 @@ def test_the_seed_of_others_is_random(server: Serving) -> None:
     [
         ({"min_tokens": 5}, "min_tokens", "leave it out, or send 0"),
         ({"mirostat": 2}, "mirostat", "leave it out, or send 0"),
-        ({"tools": [{}]}, "tools", "leave it out, or send []"),
         ({"ignore_eos": True}, "ignore_eos", "leave it out, or send false"),
         ({"guided_json": {}}, "guided_json", "use response_format, or structured_outputs"),
         ({"speed": 1}, "speed", "speed is not supported by this server: leave it out."),

@@ -1,0 +1,141 @@
+"""Tools in requests, and calls of tools in responses."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, PlainValidator
+
+from decoding.app.server.formats.body import Strict
+from decoding.app.server.formats.neutral_fields import CALL_FIELDS
+from decoding.text.tools.parser import ToolCallDelta
+
+_NAME = re.compile(r"[\w.:-]{1,100}", re.ASCII)  # no character of a special token
+_MAX_CHARACTERS = 1 << 18  # the longest schema of a function
+
+
+def _name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError("send 1 to 100 letters, digits or characters of _ . : -")
+    return name
+
+
+def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(schema)) > _MAX_CHARACTERS:
+        raise ValueError(f"send a schema of at most {_MAX_CHARACTERS:,} characters")
+    if schema.get("type", "object") != "object":
+        raise ValueError("arguments are an object: send a schema with type: object")
+    return schema
+
+
+def _arguments(arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call, which clients send as JSON in a string."""
+    try:
+        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError("send a JSON object in a string")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name)]
+
+
+class Function(Strict):
+    """A function that the model may call."""
+
+    name: Name
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_schema)] | None = None
+    strict: bool | None = None  # whether arguments must be valid
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """Return the JSON schema of the arguments."""
+        return self.parameters or {"type": "object", "properties": {}}
+
+
+class Tool(Strict):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+    def as_template(self) -> dict[str, Any]:
+        """Return the tool in the format of chat templates."""
+        function = self.function
+        own: dict[str, Any] = {"name": function.name}
+        if function.description is not None:
+            own["description"] = function.description
+        own["parameters"] = function.schema_of_arguments
+        return {"type": "function", "function": own}
+
+
+class CalledFunction(Strict):
+    """The function of a call, with arguments."""
+
+    name: Name
+    arguments: Annotated[
+        dict[str, Any], PlainValidator(_arguments, json_schema_input_type=str | dict[str, Any])
+    ]
+
+
+class ToolCall(Strict):
+    """A call in a message of the assistant."""
+
+    neutral = CALL_FIELDS
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def as_template(self) -> dict[str, Any]:
+        """Return the call in the format of chat templates."""
+        own = {"type": "function", "function": self.function.model_dump()}
+        return own if self.id is None else {"id": self.id, **own}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether the answer may call tools ("none", "auto"), or has to ("required"), and which."""
+
+    mode: str
+    name: str | None = None  # the only function that may be called
+
+
+def _choice(value: Any) -> ToolChoice:
+    if value in ("none", "auto", "required"):
+        return ToolChoice(value)
+    if isinstance(value, dict) and value.get("type") == "function" and len(value) == 2:
+        function = value.get("function")
+        if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+            return ToolChoice("required", name)
+    raise ValueError(
+        'send none, auto, required, or {"type": "function", "function": {"name": "NAME"}}'
+    )
+
+
+Choice = Annotated[ToolChoice, PlainValidator(_choice, json_schema_input_type=str | dict[str, Any])]
+
+
+def formatted_calls(calls: Iterable[ToolCallDelta], has_index: bool) -> list[dict[str, Any]]:
+    """Return the calls of a message, or parts of calls in a chunk of a stream.
+
+    A call's first part gives it an id. `has_index`: in a stream.
+    """
+    formatted = list[dict[str, Any]]()
+    for call in calls:
+        own: dict[str, Any] = {"index": call.index} if has_index else {}
+        function = {"arguments": call.arguments}
+        if call.name is not None:
+            # templates of Mistral models accept ids of nine characters only
+            own |= {"id": secrets.token_hex(5)[:9], "type": "function"}
+            function = {"name": call.name, **function}
+        formatted.append({**own, "function": function})
+    return formatted

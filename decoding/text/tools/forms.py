@@ -1,0 +1,101 @@
+"""The forms in which models write calls of tools."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from offload.errors import InvalidRequestError
+
+_PYTHON_TAG, _ARGUMENTS = "<|python_tag|>", "[ARGS]"
+_BLANKS = " \t\r\n"
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """How a model writes calls of tools.
+
+    In all but one form, a call is a JSON object with a name and arguments.
+    """
+
+    begin: str  # before calls; empty: an answer that begins with "{" is a call
+    head: re.Pattern[str]  # a call up to its arguments; the group is its name
+    markers: tuple[str, ...]  # strings outside of JSON, which may be tokens of their own
+    key: str = "arguments"  # in a call's object; empty: arguments follow the name, without one
+    end: str = ""  # after each call
+    separators: str = _BLANKS  # characters between calls
+    is_list: bool = False  # whether the calls are a JSON list
+    has_many: bool = True  # whether an answer may have several calls
+
+    @property
+    def prefix(self) -> str:
+        """Return what may precede the object of a call that nothing begins; or an empty string."""
+        return "" if self.begin else self.markers[0]
+
+
+def _object_head(key: str) -> re.Pattern[str]:
+    """Return the pattern of a call's beginning, up to its arguments, which are an object."""
+    others = r'(?:"(?:type|id)"\s*:\s*"[^"]{0,64}"\s*,\s*)*'  # members before the name
+    name = r'"name"\s*:\s*"([^"\\]{1,256})"'
+    return re.compile(rf'\s*\{{\s*{others}{name}\s*,\s*"{key}"\s*:\s*(?=\{{)')
+
+
+# Teknium et al. 2024, Hermes function calling; that of Qwen2.5 and Qwen3, too
+HERMES = ToolForm(
+    "<tool_call>", _object_head("arguments"), ("<tool_call>", "</tool_call>"), end="</tool_call>"
+)
+# Llama Team 2024, The Llama 3 Herd of Models, section 4.3.5; JSON-based calls of Llama 3.1 to 3.3
+LLAMA_3 = ToolForm(
+    "",
+    _object_head("parameters"),
+    (_PYTHON_TAG,),
+    "parameters",
+    separators=f"{_BLANKS};",
+    has_many=False,
+)
+# Mistral's tokenizers v3 to v7, and those from v11 on (github.com/mistralai/mistral-common)
+MISTRAL = ToolForm(
+    "[TOOL_CALLS]",
+    _object_head("arguments"),
+    ("[TOOL_CALLS]",),
+    separators=f"{_BLANKS}[,]",
+    is_list=True,
+)
+MISTRAL_NAMED = ToolForm(
+    "[TOOL_CALLS]",
+    re.compile(r"\s{0,9}([\w.:/-]{1,256})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]\s{0,9}(?=\{)"),
+    ("[TOOL_CALLS]", _ARGUMENTS, "[CALL_ID]"),
+    "",
+)
+
+
+def supports_tools(template: str) -> bool:
+    """Return whether a chat template renders tools."""
+    return re.search(r"\btools\b", template) is not None
+
+
+def form_of(template: str) -> ToolForm:
+    """Return the form of a chat template; Hermes' for one without tools (see `in_messages`).
+
+    Raises InvalidRequestError for another form.
+    """
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL_NAMED if _ARGUMENTS in template else MISTRAL
+    others = ("<function=", "<arg_key>")  # Qwen3-Coder's, and GLM's
+    if HERMES.end in template and not any(each in template for each in others):
+        return HERMES
+    if '"parameters"' in template and ("ipython" in template or _PYTHON_TAG in template):
+        return LLAMA_3
+    if not supports_tools(template):
+        return HERMES
+    raise InvalidRequestError(
+        "this model writes calls of tools in a form that is not supported (those of Hermes, "
+        "Llama 3 and Mistral are): leave tools out, or serve another model."
+    )
+
+
+def marker_ids(tokenizer: Any, form: ToolForm) -> dict[str, int]:
+    """Return the markers of a form that are tokens of their own, with their ids."""
+    added = {each.content: token for token, each in tokenizer.added_tokens_decoder.items()}
+    return {marker: added[marker] for marker in form.markers if marker in added}

@@ -1,0 +1,30 @@
+"""The strings in JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield all strings in a value of JSON, the names of members among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, own in value.items():
+            yield name
+            yield from strings_in(own)
+    elif isinstance(value, list):
+        for own in value:
+            yield from strings_in(own)
+
+
+def with_strings(value: Any, strings: Iterator[str]) -> Any:
+    """Return a value with other strings, in the order of `strings_in`."""
+    if isinstance(value, str):
+        return next(strings)
+    if isinstance(value, dict):
+        return {next(strings): with_strings(own, strings) for own in value.values()}
+    if isinstance(value, list):
+        return [with_strings(own, strings) for own in value]
+    return value

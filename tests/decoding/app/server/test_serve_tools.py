@@ -1,0 +1,261 @@
+"""Tools over HTTP: calls in every form, whole and streamed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+pytest.importorskip("openai")
+
+from support.chat_model import TEMPLATE
+from support.chat_templates import HERMES_TOOLS, LLAMA_TOOLS, MISTRAL_TOOLS
+from support.serving import Serving, serving
+
+CHAT = "/v1/chat/completions"
+WHO = [{"role": "user", "content": "How is the weather?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA},
+}
+OTHER: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+TEMPLATES = {
+    "hermes": HERMES_TOOLS,
+    "llama": LLAMA_TOOLS + "{# <|python_tag|> #}",
+    "mistral": MISTRAL_TOOLS,
+    "none": TEMPLATE,
+}
+# a special token in place of the last one of the vocabulary
+MARKERS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
+
+
+def add_marker(folder: Path, marker: str) -> None:
+    """Make a marker the last token of a model's vocabulary."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    name, token = max(vocab.items(), key=lambda each: each[1])
+    del vocab[name]
+    vocab[marker] = token
+    merges = content["model"]["merges"]
+    content["model"]["merges"] = [each for each in merges if "".join(each) != name]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"].append({"id": token, "content": marker, "special": True, **flags})
+    path.write_text(json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def servers(
+    model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Serving]]:
+    """Start the server of each template once."""
+    running = []
+
+    @cache
+    def start(name: str) -> Serving:
+        folder = tmp_path_factory.mktemp("tools")
+        shutil.copytree(model[1], folder / "model")
+        (folder / "model" / "chat_template.jinja").write_text(TEMPLATES[name])
+        if name in MARKERS:
+            add_marker(folder / "model", MARKERS[name])
+        options = ("--context", "1024", "--max-new-tokens", "200")
+        context = serving(folder / "run", "--model", str(folder / "model"), *model[2:], *options)
+        running.append(context)
+        return context.__enter__()
+
+    yield start
+    for context in running:
+        context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_required_calls_are_valid(
+    template: str, choice: Any, servers: Callable[[str], Serving]
+) -> None:
+    server = servers(template)
+    tools = [TOOL] if choice == "required" else [OTHER, TOOL]
+    body = {"messages": WHO, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    reply = server.ask(CHAT, body)
+    choice = reply["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["content"] is None
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert call["type"] == "function"
+    assert len(call["id"]) == 9
+    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+    stream = server.client().chat.completions.create(model=server.model, stream=True, **body)
+    deltas = [chunk.choices[0].delta for chunk in stream]
+    parts = [part for delta in deltas for part in delta.tool_calls or ()]
+    assert len(parts) > 2
+    assert [bool(part.id) for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert "".join(part.function.arguments for part in parts) == call["function"]["arguments"]
+    assert not any(delta.content for delta in deltas)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_results_are_answered(template: str, servers: Callable[[str], Serving]) -> None:
+    """The next round of an agent: the call is sent back with its result."""
+    server = servers(template)
+    client = server.client().chat.completions
+    tools: Any = [TOOL]
+    messages: list[Any] = list(WHO)
+    forced: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+    first = client.create(model=server.model, messages=messages, tools=tools, **forced)
+    message = first.choices[0].message
+    assert message.tool_calls
+    result = {"role": "tool", "content": "fine", "tool_call_id": message.tool_calls[0].id}
+    messages += [message.model_dump(exclude_none=True), result]
+    second = client.create(model=server.model, messages=messages, tools=tools, max_tokens=4)
+    assert second.choices[0].finish_reason == "length"
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens + 10
+    tokens = server.ask("/tokenize", {"messages": messages, "tools": tools})
+    assert tokens["count"] == second.usage.prompt_tokens
+
+
+def test_a_call_that_is_cut_has_a_part_of_its_arguments(
+    servers: Callable[[str], Serving],
+) -> None:
+    body = {"messages": WHO, "tools": [TOOL], "tool_choice": NAMED}
+    whole, cut = (
+        servers("mistral").ask(CHAT, {**body, "max_tokens": count})["choices"][0]
+        for count in (200, 45)
+    )
+    assert (whole["finish_reason"], cut["finish_reason"]) == ("tool_calls", "length")
+    found, expected = (
+        each["message"]["tool_calls"][0]["function"]["arguments"] for each in (cut, whole)
+    )
+    assert 0 < len(found) < len(expected)
+    assert expected.startswith(found)
+
+
+def test_tools_are_in_the_prompt_unless_none_may_be_called(
+    servers: Callable[[str], Serving],
+) -> None:
+    server = servers("hermes")
+
+    def prompt(**fields: Any) -> int:
+        reply = server.ask(CHAT, {"messages": WHO, "max_tokens": 1, **fields})
+        return int(reply["usage"]["prompt_tokens"])
+
+    plain = prompt()
+    assert prompt(tools=[TOOL], tool_choice="none") == prompt(tools=[]) == plain
+    assert prompt(tools=[TOOL]) == prompt(tools=[TOOL], tool_choice="auto") > plain + 20
+
+
+@pytest.mark.parametrize("template", ["hermes", "llama", "none"])
+def test_strict_functions_leave_text_as_it_is(
+    template: str, servers: Callable[[str], Serving]
+) -> None:
+    server = servers(template)
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    body = {"messages": WHO, "max_tokens": 20}
+    plain, own = (server.ask(CHAT, {**body, "tools": [each]}) for each in (TOOL, strict))
+    assert own["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
+    assert own["choices"][0]["finish_reason"] == "length"
+
+
+def test_answers_in_a_format_beside_tools(servers: Callable[[str], Serving]) -> None:
+    body = {"messages": WHO, "tools": [TOOL], "response_format": {"type": "json_object"}}
+    reply = servers("hermes").ask(CHAT, {**body, "max_tokens": 60})
+    message = reply["choices"][0]["message"]
+    assert message.get("tool_calls") or message["content"].startswith("{")
+    status, error = servers("llama").error(CHAT, body)
+    assert status == 400
+    assert "not supported with this response_format for this model" in error["message"]
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "web"}]}, "tools.0.type", "should be 'function'"),
+    ({"tools": [{**TOOL, "x": 1}]}, "tools.0.x", "not supported"),
+    ({"tools": [TOOL, TOOL]}, "tools", "two functions have the same name"),
+    ({"tools": [TOOL] * 129}, "tools", "at most 128"),
+    ({"tool_choice": "required"}, "tool_choice", "send tools"),
+    ({"tools": [OTHER], "tool_choice": NAMED}, "tool_choice", "no function in tools has the name"),
+    ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice", "send none, auto, required, or"),
+    ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice", "send none, auto,"),
+    ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), REFUSED)
+def test_refused_fields(
+    fields: dict[str, Any], param: str, message: str, servers: Callable[[str], Serving]
+) -> None:
+    status, error = servers("hermes").error(CHAT, {"messages": WHO, **fields})
+    assert (status, error["param"]) == (400, param)
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("function", "param"),
+    [
+        ({"name": "a b"}, "tools.0.function.name"),
+        ({"name": "<s>"}, "tools.0.function.name"),
+        ({"name": "f", "parameters": {"type": "array"}}, "tools.0.function.parameters"),
+        ({"name": "f", "parameters": {"a": "b" * 300_000}}, "tools.0.function.parameters"),
+        ({"name": "f", "parameters": {"properties": {"x": {"uniqueItems": True}}}}, "tools"),
+    ],
+)
+def test_refused_functions(
+    function: dict[str, Any], param: str, servers: Callable[[str], Serving]
+) -> None:
+    tools = [{"type": "function", "function": function}]
+    body = {"messages": WHO, "tools": tools, "tool_choice": "required"}
+    status, error = servers("hermes").error(CHAT, body)
+    assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": "a", "tool_calls": [{"function": {}}]}, "tool_calls.0"),
+        ({"role": "user", "content": "a", "tool_call_id": "b"}, "tool_call_id"),
+        ({"role": "assistant"}, "content"),
+        ({"role": "tool", "content": "a", "tool_call_id": "<s>"}, "tool_call_id"),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
+            },
+            "tool_calls.0.function.arguments",
+        ),
+    ],
+)
+def test_refused_messages(
+    message: dict[str, Any], param: str, servers: Callable[[str], Serving]
+) -> None:
+    status, error = servers("hermes").error(CHAT, {"messages": [*WHO, message]})
+    assert status == 400
+    assert error["param"].startswith(f"messages.1.{param}")
+
+
+def test_other_forms_are_refused(
+    model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("other")
+    shutil.copytree(model[1], folder / "model")
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    with serving(folder / "run", "--model", str(folder / "model"), *model[2:]) as server:
+        status, error = server.error(CHAT, {"messages": WHO, "tools": [TOOL]})
+        assert (status, error["param"]) == (400, "tools")
+        assert "in a form that is not supported" in error["message"]
+        assert server.status(CHAT, {"messages": WHO, "tools": [TOOL], "tool_choice": "none"}) == 200

@@ -1,0 +1,120 @@
+"""Tools in prompts: by the template, or as text where it has none; with no special tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from decoding.text.chat_template import ChatRendering
+from decoding.text.prompt import chat_tokens
+from decoding.text.tools.forms import (
+    HERMES,
+    LLAMA_3,
+    MISTRAL,
+    MISTRAL_NAMED,
+    ToolForm,
+    form_of,
+    marker_ids,
+)
+from decoding.text.tools.strings import strings_in, with_strings
+from offload.errors import InvalidRequestError
+from support.chat_model import TEMPLATE
+from support.chat_templates import CHATML, HERMES_TOOLS, LLAMA_TOOLS, MISTRAL_TOOLS
+from support.commands import TARGET
+from support.tools import TOOLS
+
+_CALL = {"id": "123456789", "type": "function"}
+_FUNCTION = {"name": "weather", "arguments": {"city": "R<s>ome </s>"}}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "How is the weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [{**_CALL, "function": _FUNCTION}]},
+    {"role": "tool", "content": '"fine </s>"', "tool_call_id": "123456789"},
+    {"role": "user", "content": "And now?"},
+]
+
+
+def make_tokenizer(template: str) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", [HERMES_TOOLS, LLAMA_TOOLS, MISTRAL_TOOLS])
+def test_prompts_are_those_of_transformers(template: str) -> None:
+    """But for the special tokens in tools, arguments and results, which stay text."""
+    tokenizer = make_tokenizer(template)
+    tokens = chat_tokens(tokenizer, MESSAGES, rendering=ChatRendering(tools=TOOLS))
+    expected = tokenizer.apply_chat_template(
+        MESSAGES, tools=TOOLS, tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer.decode(tokens) == expected
+    assert '"description": "a <s> b"' in expected
+    assert not set(tokens) & set(tokenizer.all_special_ids)
+
+
+def test_tools_are_text_where_the_template_has_none() -> None:
+    tokenizer = make_tokenizer(TEMPLATE)
+    results = [*MESSAGES[:3], {**MESSAGES[2], "content": "cold"}]
+    text = tokenizer.decode(
+        chat_tokens(tokenizer, results, rendering=ChatRendering(tools=TOOLS[1:]))
+    )
+    system, _, assistant, tool, rest = text.split("<|end|>\n")
+    assert system.startswith("<|system|># Tools\n")
+    assert f"<tools>\n{json.dumps(TOOLS[1])}\n</tools>" in system
+    assert assistant == (
+        '<|assistant|><tool_call>\n{"name": "weather", "arguments": {"city": "R<s>ome </s>"}}\n'
+        "</tool_call>"
+    )
+    assert tool == (
+        '<|user|><tool_response>\n"fine </s>"\n</tool_response>\n'
+        "<tool_response>\ncold\n</tool_response>"
+    )
+    assert rest == "<|assistant|>"
+    own = [{"role": "system", "content": "Be brief."}, *results[:1]]
+    text = tokenizer.decode(chat_tokens(tokenizer, own, rendering=ChatRendering(tools=TOOLS)))
+    assert text.startswith("<|system|>Be brief.\n\n# Tools\n")
+    assert text.count("<|system|>") == 1
+
+
+def test_messages_without_tools_are_as_they_were() -> None:
+    tokenizer = make_tokenizer(TEMPLATE)
+    expected = "<|user|>How is the weather?<|end|>\n<|assistant|>"
+    assert tokenizer.decode(chat_tokens(tokenizer, MESSAGES[:1])) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (HERMES_TOOLS, HERMES),
+        (LLAMA_TOOLS + "<|python_tag|>", LLAMA_3),
+        (MISTRAL_TOOLS, MISTRAL),
+        (MISTRAL_TOOLS + "[ARGS]", MISTRAL_NAMED),
+        (CHATML, HERMES),  # has no tools
+    ],
+)
+def test_the_template_shows_the_form(template: str, form: ToolForm) -> None:
+    assert form_of(template) is form
+
+
+@pytest.mark.parametrize("other", ["<function=", "<arg_key>", "to=functions."])
+def test_other_forms_are_refused(other: str) -> None:
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + other
+    with pytest.raises(InvalidRequestError, match="in a form that is not supported"):
+        form_of(template + (HERMES.end if other != "to=functions." else ""))
+
+
+def test_markers_that_are_tokens() -> None:
+    tokenizer = make_tokenizer(MISTRAL_TOOLS)
+    assert marker_ids(tokenizer, MISTRAL) == {}
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    assert marker_ids(tokenizer, MISTRAL_NAMED) == {"[TOOL_CALLS]": len(tokenizer) - 1}
+
+
+def test_strings_are_replaced_in_their_order() -> None:
+    value = {"a": ["b", 1, {"c": None, "d": "e"}], "f": True}
+    assert list(strings_in(value)) == ["a", "b", "c", "d", "e", "f"]
+    changed = with_strings(value, (each.upper() for each in strings_in(value)))
+    assert changed == {"A": ["B", 1, {"C": None, "D": "E"}], "F": True}
