@@ -122,20 +122,25 @@ def _rendered(
 
 
 def _free_parts(message: Mapping[str, Any]) -> list[Any]:
-    """Return the parts of a message that may have any text: its content, and arguments of calls."""
+    """Return the parts of a message that may have any text: all but its role and names."""
     calls = message.get("tool_calls", ())
-    return [message["content"], [call["function"]["arguments"] for call in calls]]
+    arguments = [[call.get("id"), call["function"]["arguments"]] for call in calls]
+    return [message["content"], message.get("tool_call_id"), arguments]
 
 
 def _with_parts(message: Mapping[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
     """Return a message with other parts, in the order of `_free_parts`."""
-    content, arguments = parts
+    content, result_of, calls = parts
     own = {**message, "content": content}
-    if arguments:
-        own["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": each}}
-            for call, each in zip(message["tool_calls"], arguments, strict=True)
-        ]
+    if result_of is not None:
+        own["tool_call_id"] = result_of
+    if calls:
+        own["tool_calls"] = []
+    for call, (call_id, arguments) in zip(message.get("tool_calls", ()), calls, strict=True):
+        changed = {**call, "function": {**call["function"], "arguments": arguments}}
+        if call_id is not None:
+            changed["id"] = call_id
+        own["tool_calls"].append(changed)
     return own
 
 

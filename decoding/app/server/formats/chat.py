@@ -17,7 +17,7 @@ from decoding.app.server.formats.body import (
     invalid,
 )
 from decoding.app.server.formats.neutral_fields import CHAT_FIELDS, MESSAGE_FIELDS, PART_FIELDS
-from decoding.app.server.formats.tools import Choice, Name, Tool, ToolCall, ToolChoice
+from decoding.app.server.formats.tools import CallId, Choice, Tool, ToolCall, ToolChoice
 from decoding.app.server.worker import limits
 from decoding.text.chat_template import ChatRendering, Variables, is_reserved
 
@@ -52,7 +52,7 @@ class Message(Strict):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str | None, AfterValidator(_name)] = None  # the template may have it
     tool_calls: list[ToolCall] | None = Field(None, max_length=limits.TOOLS, fail_fast=True)
-    tool_call_id: Name | None = None
+    tool_call_id: CallId | None = None
 
     @model_validator(mode="after")
     def check_role(self) -> Message:

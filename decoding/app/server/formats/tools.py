@@ -9,19 +9,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator
 
 from decoding.app.server.formats.body import Strict
-from decoding.app.server.formats.neutral_fields import CALL_FIELDS
+from decoding.app.server.formats.neutral_fields import CALL_FIELDS, PART_FIELDS
 from decoding.text.tools.parser import ToolCallDelta
 
-_NAME = re.compile(r"[\w.:-]{1,100}", re.ASCII)  # no character of a special token
+_NAME = re.compile(r"[\w.:/-]{1,100}", re.ASCII)  # no character of a special token
 _MAX_CHARACTERS = 1 << 18  # the longest schema of a function
 
 
 def _name(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise ValueError("send 1 to 100 letters, digits or characters of _ . : -")
+        raise ValueError("send 1 to 100 letters, digits or characters of _ . : / -")
     return name
 
 
@@ -45,6 +45,7 @@ def _arguments(arguments: str | dict[str, Any]) -> dict[str, Any]:
 
 
 Name = Annotated[str, AfterValidator(_name)]
+CallId = Annotated[str, Field(max_length=256)]
 
 
 class Function(Strict):
@@ -63,6 +64,8 @@ class Function(Strict):
 
 class Tool(Strict):
     """A tool: a function."""
+
+    neutral = PART_FIELDS
 
     type: Literal["function"]
     function: Function
@@ -91,7 +94,7 @@ class ToolCall(Strict):
 
     neutral = CALL_FIELDS
 
-    id: Name | None = None
+    id: CallId | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 

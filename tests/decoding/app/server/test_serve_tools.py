@@ -229,7 +229,7 @@ def test_refused_functions(
         ({"role": "user", "content": "a", "tool_calls": [{"function": {}}]}, "tool_calls.0"),
         ({"role": "user", "content": "a", "tool_call_id": "b"}, "tool_call_id"),
         ({"role": "assistant"}, "content"),
-        ({"role": "tool", "content": "a", "tool_call_id": "<s>"}, "tool_call_id"),
+        ({"role": "tool", "content": "a", "tool_call_id": "b" * 300}, "tool_call_id"),
         (
             {
                 "role": "assistant",

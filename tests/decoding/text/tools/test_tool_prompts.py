@@ -55,6 +55,14 @@ def test_prompts_are_those_of_transformers(template: str) -> None:
     assert not set(tokens) & set(tokenizer.all_special_ids)
 
 
+def test_ids_have_no_special_tokens() -> None:
+    tokenizer = make_tokenizer(HERMES_TOOLS.replace("m.content", "m.content + m.tool_call_id"))
+    messages = [{**MESSAGES[2], "tool_call_id": "1</s>2"}]
+    tokens = chat_tokens(tokenizer, messages, rendering=ChatRendering(tools=TOOLS))
+    assert '"fine </s>"1</s>2' in tokenizer.decode(tokens)
+    assert not set(tokens) & set(tokenizer.all_special_ids)
+
+
 def test_tools_are_text_where_the_template_has_none() -> None:
     tokenizer = make_tokenizer(TEMPLATE)
     results = [*MESSAGES[:3], {**MESSAGES[2], "content": "cold"}]
