@@ -26,6 +26,8 @@ _WORDS = re.compile(r"[\w .,:;/()'+-]{0,100}")  # no character of a special toke
 _MAX_NUMBER = 1_000_000  # variables have no larger ones: a template may repeat something as often
 _MAX_VARIABLES = 20
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
 
 class TextPart(Strict):
     """A part of a message."""
@@ -95,7 +97,7 @@ class ChatPrompt(Strict):
     chat_template_kwargs: Annotated[
         Variables | None, PlainValidator(_variables, json_schema_input_type=JsonObject)
     ] = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
 
     def check_rendering(self, messages: Sequence[Message]) -> None:
         """Raise an error for contradicting fields, or no message to continue."""
@@ -110,15 +112,20 @@ class ChatPrompt(Strict):
             raise invalid(
                 "continue_final_message", "the last message must be the assistant's, and not empty"
             )
-        if self.reasoning_effort and "reasoning_effort" in (self.chat_template_kwargs or {}):
+        if self.effort and "reasoning_effort" in (self.chat_template_kwargs or {}):
             raise invalid("reasoning_effort", "send it here or in chat_template_kwargs")
+
+    @property
+    def effort(self) -> Effort | None:
+        """Return the template's variable `reasoning_effort`."""
+        return self.reasoning_effort
 
     @property
     def rendering(self) -> ChatRendering:
         """Return how the chat template renders the messages."""
         variables = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            variables["reasoning_effort"] = self.reasoning_effort
+        if self.effort is not None:
+            variables["reasoning_effort"] = self.effort
         return ChatRendering(bool(self.continue_final_message), tuple(variables.items()))
 
 
@@ -126,6 +133,7 @@ class ChatBody(Body, ChatPrompt):
     """The body of a chat completion."""
 
     neutral = CHAT_FIELDS
+    prompt_field = "messages"
 
     messages: list[Message] = Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True)
     max_completion_tokens: MaxTokens | None = None

@@ -92,6 +92,21 @@ _LLAMA_CPP: Neutral = {
 _FIELDS: Neutral = {**_OPENAI, **_VLLM, **_LLAMA_CPP}
 CHAT_FIELDS: Neutral = {**_FIELDS, "add_special_tokens": (False,)}
 COMPLETION_FIELDS: Neutral = {**_FIELDS, "add_special_tokens": (True,)}
+RESPONSE_FIELDS: Neutral = {
+    **_VLLM,
+    **_LLAMA_CPP,
+    "background": (False,),
+    "context_management": ([],),
+    "enable_response_messages": (False,),
+    "max_tool_calls": None,
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "prompt_cache_retention": None,
+    "service_tier": None,
+    "store": (False, True),  # nothing is stored
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "tools": ([],),
+    "truncation": ("disabled",),
+}
 MESSAGE_FIELDS: Neutral = {
     "annotations": ([],),
     "reasoning_content": ("",),
@@ -99,5 +114,19 @@ MESSAGE_FIELDS: Neutral = {
     "tool_calls": ([],),
 }
 PART_FIELDS: Neutral = {"cache_control": None}
+INPUT_MESSAGE_FIELDS: Neutral = {"id": None, "phase": None, "status": None}
+INPUT_PART_FIELDS: Neutral = {
+    **PART_FIELDS,
+    "annotations": ([],),
+    "logprobs": None,
+    "prompt_cache_breakpoint": None,
+}
+REASONING_FIELDS: Neutral = {
+    "context": ("auto",),
+    "generate_summary": None,
+    "mode": ("standard",),
+    "summary": None,
+}
 STREAM_FIELDS: Neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+TEXT_FIELDS: Neutral = {"verbosity": ("medium",)}
 TOKENIZE_FIELDS: Neutral = {"parse_special": (False,), "tools": ([],), "with_pieces": (False,)}

@@ -8,7 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from decoding.app.server.worker.jobs import Failed, TextDelta, TokenLogprobs
+from decoding.app.server.worker.jobs import (
+    Failed,
+    Finished,
+    GenerationParams,
+    TextDelta,
+    TokenLogprobs,
+)
 
 Logprobs = Sequence[tuple[int, TokenLogprobs]]
 
@@ -41,36 +47,83 @@ def error_body(failed: Failed) -> dict[str, Any]:
     }
 
 
-class ResponseBuilder(ABC):
-    """Builds the response to one request, whole or as a stream."""
+class ReplyBuilder(ABC):
+    """Builds the reply to one request, whole or as a stream of JSON objects.
 
+    An object's `type`, if it has one, is also the name of its event.
+    """
+
+    ends_with_done: bool  # a stream ends with `[DONE]`
+
+    @abstractmethod
+    def begin(self, params: GenerationParams, echo: str) -> None:
+        """Take the parameters of the request; `echo`: what the reply repeats of it, as JSON."""
+
+    @abstractmethod
+    def whole(self, answer: TextDelta, finished: Finished) -> dict[str, Any]:
+        """Return the whole reply."""
+
+    @abstractmethod
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the beginning of a stream, before there is a token."""
+
+    @abstractmethod
+    def first(self) -> list[dict[str, Any]]:
+        """Return what precedes the text in a stream; called once there is a token."""
+
+    @abstractmethod
+    def chunk(self, part: TextDelta) -> dict[str, Any]:
+        """Return the next part of a stream."""
+
+    @abstractmethod
+    def ending(self, finished: Finished, with_usage: bool) -> list[dict[str, Any]]:
+        """Return the end of a stream. `with_usage`: `stream_options` asks for a chunk with it."""
+
+    @abstractmethod
+    def failure(self, failed: Failed) -> dict[str, Any]:
+        """Return the end of a stream that fails."""
+
+
+class ResponseBuilder(ReplyBuilder):
+    """Builds chat and plain completions."""
+
+    ends_with_done = True
     name: str  # `object` of a whole response
     chunk_name: str  # `object` of a chunk in a stream
     prefix: str  # beginning of the id
 
     def __init__(self, model: str):
         self.model = model
+        self.has_logprobs = False
         self.prompt_ids: Sequence[int] | None = None  # set for an answer with the ids of tokens
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
-    def whole(
-        self, answer: TextDelta, has_logprobs: bool, reason: str, counts: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the whole response."""
+    def begin(self, params: GenerationParams, echo: str) -> None:
+        self.has_logprobs = params.top_logprobs is not None
+        if params.returns_ids:
+            self.prompt_ids = params.prompt
+
+    def whole(self, answer: TextDelta, finished: Finished) -> dict[str, Any]:
         response = self._response(
-            self.name, self.message(answer.text), answer, has_logprobs, reason
+            self.name, self.message(answer.text), answer, self.has_logprobs, finished.reason
         )
         self._add_prompt_ids(response)
-        return {**response, **usage_fields(counts)}
+        return {**response, **usage_fields(finished.counts)}
 
-    def first(self) -> dict[str, Any] | None:
-        """Return the first chunk of a stream, if the format has one before the text."""
-        return None
+    def opening(self) -> list[dict[str, Any]]:
+        return []  # clients time the prefill by the first chunk
 
-    def chunk(self, part: TextDelta, has_logprobs: bool) -> dict[str, Any]:
-        """Return a chunk of a stream."""
-        return self._response(self.chunk_name, self.delta(part.text), part, has_logprobs, None)
+    def chunk(self, part: TextDelta) -> dict[str, Any]:
+        delta = self.delta(part.text)
+        return self._response(self.chunk_name, delta, part, self.has_logprobs, None)
+
+    def ending(self, finished: Finished, with_usage: bool) -> list[dict[str, Any]]:
+        usage = [self.usage(finished.counts)] if with_usage else []
+        return [self.last(finished.reason), *usage]
+
+    def failure(self, failed: Failed) -> dict[str, Any]:
+        return error_body(failed)
 
     def last(self, reason: str) -> dict[str, Any]:
         """Return the last chunk of a stream."""
@@ -120,11 +173,11 @@ class ChatResponseBuilder(ResponseBuilder):
 
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def first(self) -> dict[str, Any]:
+    def first(self) -> list[dict[str, Any]]:
         delta = {"delta": {"role": "assistant", "content": ""}}
         response = self._response(self.chunk_name, delta, TextDelta(""), False, None)
         self._add_prompt_ids(response)
-        return response
+        return [response]
 
     def message(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -133,17 +186,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return {"delta": {"content": text} if text else {}}
 
     def format_logprobs(self, logprobs: Logprobs) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    **_token_logprob(token.token, token.logprob),
-                    "sampled_logprob": token.sampled_logprob,
-                    "top_logprobs": [_token_logprob(*each) for each in token.top],
-                }
-                for _, token in logprobs
-            ],
-            "refusal": None,
-        }
+        return {"content": token_logprobs(logprobs), "refusal": None}
 
 
 class CompletionResponseBuilder(ResponseBuilder):
@@ -157,12 +200,12 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     delta = message
 
-    def first(self) -> dict[str, Any] | None:
+    def first(self) -> list[dict[str, Any]]:
         if self.prompt_ids is None:
-            return None
+            return []
         response = self._response(self.chunk_name, self.delta(""), TextDelta(""), False, None)
         self._add_prompt_ids(response)
-        return response
+        return [response]
 
     def _add_prompt_ids(self, response: dict[str, Any]) -> None:
         if self.prompt_ids is not None:
@@ -177,6 +220,18 @@ class CompletionResponseBuilder(ResponseBuilder):
             "top_logprobs": [{_name(name): p for name, p in token.top} for token in tokens],
             "text_offset": [offset for offset, _ in logprobs],
         }
+
+
+def token_logprobs(logprobs: Logprobs) -> list[dict[str, Any]]:
+    """Return tokens with their log-probabilities, in the format of chat completions."""
+    return [
+        {
+            **_token_logprob(token.token, token.logprob),
+            "sampled_logprob": token.sampled_logprob,
+            "top_logprobs": [_token_logprob(*each) for each in token.top],
+        }
+        for _, token in logprobs
+    ]
 
 
 def _token_logprob(token: bytes, logprob: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from array import array
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from decoding.app.server.formats.body import StreamOptions
 from decoding.app.server.formats.chat import ChatBody
 from decoding.app.server.formats.completions import CompletionBody
+from decoding.app.server.formats.responses import ResponsesBody
 from decoding.app.server.formats.tokens import DetokenizeBody, TokenizeBody
 from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.receiving import parse_json
@@ -25,7 +27,7 @@ from decoding.speculation.sampling import Sampling
 from decoding.text.encoding import ContextLengthError
 from offload.errors import TierForceError
 
-AnyBody = ChatBody | CompletionBody
+AnyBody = ChatBody | CompletionBody | ResponsesBody
 _Body = TypeVar("_Body", bound=AnyBody | TokenizeBody | DetokenizeBody)
 _ALTERNATIVES = ("str", "constrained-str")  # pydantic's names of those of a union
 _MAX_EXCESS = 2  # tokens that are returned, relative to the context
@@ -45,26 +47,32 @@ class ServedModel:
     max_new_tokens: int
 
 
+@dataclass(frozen=True)
+class ParsedRequest:
+    """What is kept of a request's body while it is queued."""
+
+    params: GenerationParams
+    stream_options: StreamOptions | None  # None: the answer is not streamed
+    grammar: tuple[str, Grammar] | None  # a field, and its grammar of the answer
+    echo: str  # fields that the response repeats, as JSON: objects would need more memory
+
+
 class RequestParser:
     """Parses the bodies of requests; thread-safe."""
 
     def __init__(self, prompts: Prompts, served: ServedModel):
         self._prompts, self._served = prompts, served
 
-    def parse(
-        self, text: bytes, kind: type[AnyBody]
-    ) -> tuple[GenerationParams, StreamOptions | None, tuple[str, Grammar] | None]:
-        """Return the parameters in a body; the stream options if the answer is streamed; and, if it
-        is to match a grammar, the field and the grammar, for `compile`.
+    def parse(self, text: bytes, kind: type[AnyBody]) -> ParsedRequest:
+        """Return the request in a body. A grammar is yet to be compiled.
 
         Slow for a long prompt. Raises RequestRefused for an invalid or unsupported request.
         """
         body = self._validated(text, kind)
-        param = "messages" if isinstance(body, ChatBody) else "prompt"
-        with self._prompt_errors(param):
+        with self._prompt_errors(body.prompt_field):
             prompt = self._prompt(body)
-        options = (body.stream_options or StreamOptions()) if body.stream else None
-        return self._params(body, prompt, param), options, body.grammar
+        params = self._params(body, prompt, body.prompt_field)
+        return ParsedRequest(params, body.streaming, body.grammar, json.dumps(body.echo))
 
     def tokenize(self, text: bytes) -> dict[str, Any]:
         """Return the answer to a body with a text or messages, as vLLM's. Raises RequestRefused."""
@@ -140,9 +148,9 @@ class RequestParser:
                 "model",
             )
 
-    def _prompt(self, body: ChatBody | CompletionBody) -> list[int]:
+    def _prompt(self, body: AnyBody) -> list[int]:
         """Return a prompt's tokens. Raises TierForceError for an invalid prompt."""
-        if isinstance(body, ChatBody):
+        if not isinstance(body, CompletionBody):
             messages = [message.as_template() for message in body.messages]
             return self._prompts.tokenize_messages(messages, body.rendering)
         if isinstance(body.prompt, str):
@@ -193,7 +201,7 @@ class RequestParser:
             body.stops,
             body.num_top_logprobs,
             is_clipped=is_clipped,
-            returns_ids=bool(body.return_token_ids),
+            returns_ids=body.returns_ids,
         )
 
     def _too_long(self, message: str, param: str, tokens: int) -> RequestRefused:
