@@ -6,7 +6,7 @@ Unsupported fields that would change an answer are refused, never ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -16,8 +16,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -37,7 +35,7 @@ from decoding.speculation.sampling import (
 )
 
 # fields of other servers that restrict an answer
-_OTHER_FORMATS = {"format", "grammar", "json_schema", "regex"} | {
+OTHER_FORMATS = {"format", "grammar", "json_schema", "regex"} | {
     f"guided_{name}" for name in ("json", "regex", "choice", "grammar")
 }
 MAX_TOP_LOGPROBS = 20
@@ -54,6 +52,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True)
 
     neutral: ClassVar[Neutral] = {}
+    hints: ClassVar[Mapping[str, str]] = {}  # advice per unsupported field
 
     @model_validator(mode="before")
     @classmethod
@@ -65,7 +64,7 @@ class Strict(BaseModel):
                     continue
                 values = cls.neutral.get(name, ())
                 if values is not None and value not in values:
-                    raise _unsupported(name, values)
+                    raise unsupported(name, values, cls.hints.get(name))
         return data
 
 
@@ -74,14 +73,18 @@ def invalid(field: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("invalid_field", "{message}", {"field": field, "message": message})
 
 
-def _unsupported(name: str, values: Sequence[Any]) -> PydanticCustomError:
-    """Return the error of a field whose value is not one of the neutral ones."""
+def unsupported(
+    name: str, values: Sequence[Any] = (), hint: str | None = None
+) -> PydanticCustomError:
+    """Return the error of a field whose value is not one of the neutral ones.
+
+    `hint`: what to do instead; by default, to leave the field out.
+    """
     shown = name if name.isidentifier() and len(name) <= 100 else ascii(name[:100])
-    hint = "leave it out"
-    if name in _OTHER_FORMATS:
-        hint = "use response_format, or structured_outputs"
-    elif values:
-        hint += f", or send {' or '.join(map(json.dumps, values))}"
+    if hint is None:
+        hint = "leave it out"
+        if values:
+            hint += f", or send {' or '.join(map(json.dumps, values))}"
     return invalid(shown, f"not supported by this server: {hint}")
 
 
@@ -166,36 +169,32 @@ def _stops(stop: Any) -> Any:
     return None if stop == "" else stop
 
 
-class Body(_LlamaCppBody):
-    """The common fields of chat and plain completions."""
+class GenerationBody(_LlamaCppBody):
+    """The common fields of all bodies that ask for an answer."""
+
+    prompt_field: ClassVar[str]  # name of the field that has the prompt
 
     model: str | None = None  # the one that is served
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: MaxTokens | None = None
     stop: Annotated[_Stop | _Stops | None, BeforeValidator(_stops)] = None
-    response_format: Annotated[
-        Grammar | None, PlainValidator(parse_response_format, json_schema_input_type=JsonObject)
-    ] = None
     structured_outputs: Annotated[
         Grammar | None, PlainValidator(parse_structured_outputs, json_schema_input_type=JsonObject)
     ] = None
-    return_token_ids: bool | None = None
 
-    @field_validator("structured_outputs", mode="after")
-    @classmethod
-    def check_one_grammar(cls, value: Grammar | None, info: ValidationInfo) -> Grammar | None:
-        """Raise ValueError for two grammars."""
-        if value is not None and info.data.get("response_format") is not None:
-            raise ValueError("send this or response_format, not both")
-        return value
+    @model_validator(mode="after")
+    def check_one_grammar(self) -> GenerationBody:
+        """Raise an error for two grammars."""
+        if self.structured_outputs is not None and self.answer_format is not None:
+            field, _ = self.answer_format
+            raise invalid("structured_outputs", f"send this or {field}, not both")
+        return self
 
     @property
     def grammar(self) -> tuple[str, Grammar] | None:
         """Return the field that has a grammar of the answer, and the grammar; None without one."""
         if self.structured_outputs is not None:
             return "structured_outputs", self.structured_outputs
-        return None if self.response_format is None else ("response_format", self.response_format)
+        return self.answer_format
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -204,11 +203,60 @@ class Body(_LlamaCppBody):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def streaming(self) -> StreamOptions | None:
+        """Return the options of the stream; None if the answer is not streamed."""
+        return StreamOptions() if self.stream else None
+
+    @property
+    def returns_ids(self) -> bool:
+        """Return whether the answer has the ids of its tokens."""
+        return False
+
+    @property
+    def echo(self) -> dict[str, Any]:
+        """Return what the response repeats of the request."""
+        return {}
+
+    @property
+    def answer_format(self) -> tuple[str, Grammar] | None:
+        """Return OpenAI's field that has a grammar of the answer, and the grammar, if any."""
+        raise NotImplementedError
+
+    @property
     def token_limit(self) -> int | None:
         """Return the limit of new tokens; -1: all that the context has room for."""
-        return self.n_predict if self.max_tokens is None else self.max_tokens
+        raise NotImplementedError
 
     @property
     def num_top_logprobs(self) -> int | None:
         """Return the number of top log-probabilities per token; None: no log-probabilities."""
         raise NotImplementedError
+
+
+class Body(GenerationBody):
+    """The common fields of chat and plain completions."""
+
+    hints = dict.fromkeys(OTHER_FORMATS, "use response_format, or structured_outputs")
+
+    stream_options: StreamOptions | None = None
+    max_tokens: MaxTokens | None = None
+    response_format: Annotated[
+        Grammar | None, PlainValidator(parse_response_format, json_schema_input_type=JsonObject)
+    ] = None
+    return_token_ids: bool | None = None
+
+    @property
+    def streaming(self) -> StreamOptions | None:
+        return (self.stream_options or StreamOptions()) if self.stream else None
+
+    @property
+    def returns_ids(self) -> bool:
+        return bool(self.return_token_ids)
+
+    @property
+    def answer_format(self) -> tuple[str, Grammar] | None:
+        return None if self.response_format is None else ("response_format", self.response_format)
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.n_predict if self.max_tokens is None else self.max_tokens

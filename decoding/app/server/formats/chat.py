@@ -27,6 +27,8 @@ _WORDS = re.compile(r"[\w .,:;/()'+-]{0,100}")  # no character of a special toke
 _MAX_NUMBER = 1_000_000  # variables have no larger ones: a template may repeat something as often
 _MAX_VARIABLES = 20
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
 
 class TextPart(Strict):
     """A part of a message."""
@@ -43,6 +45,9 @@ def _name(name: str | None) -> str | None:
     return name
 
 
+_Calls = Annotated[list[ToolCall], Field(max_length=limits.TOOLS, fail_fast=True)]
+
+
 class Message(Strict):
     """A message of a conversation."""
 
@@ -51,7 +56,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str | None, AfterValidator(_name)] = None  # the template may have it
-    tool_calls: list[ToolCall] | None = Field(None, max_length=limits.TOOLS, fail_fast=True)
+    tool_calls: _Calls | None = None
     tool_call_id: CallId | None = None
 
     @model_validator(mode="after")
@@ -115,8 +120,7 @@ class ChatPrompt(Strict):
     chat_template_kwargs: Annotated[
         Variables | None, PlainValidator(_variables, json_schema_input_type=JsonObject)
     ] = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    tools: list[Tool] | None = Field(None, max_length=limits.TOOLS, fail_fast=True)
+    reasoning_effort: Effort | None = None
 
     def check_rendering(self, messages: Sequence[Message]) -> None:
         """Raise an error for contradicting fields, or no message to continue."""
@@ -131,28 +135,44 @@ class ChatPrompt(Strict):
             raise invalid(
                 "continue_final_message", "the last message must be the assistant's, and not empty"
             )
-        if self.reasoning_effort and "reasoning_effort" in (self.chat_template_kwargs or {}):
+        if self.effort and "reasoning_effort" in (self.chat_template_kwargs or {}):
             raise invalid("reasoning_effort", "send it here or in chat_template_kwargs")
 
     @property
     def usable_tools(self) -> list[Tool]:
         """Return the tools that an answer may call."""
-        return self.tools or []
+        return []
+
+    @property
+    def effort(self) -> Effort | None:
+        """Return the template's variable `reasoning_effort`."""
+        return self.reasoning_effort
 
     @property
     def rendering(self) -> ChatRendering:
         """Return how the chat template renders the messages."""
         variables = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            variables["reasoning_effort"] = self.reasoning_effort
+        if self.effort is not None:
+            variables["reasoning_effort"] = self.effort
         tools = tuple(tool.as_template() for tool in self.usable_tools)
         return ChatRendering(bool(self.continue_final_message), tuple(variables.items()), tools)
 
 
-class ChatBody(Body, ChatPrompt):
+class ToolPrompt(ChatPrompt):
+    """The fields of a conversation that may call tools."""
+
+    tools: list[Tool] | None = Field(None, max_length=limits.TOOLS, fail_fast=True)
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        return self.tools or []
+
+
+class ChatBody(Body, ToolPrompt):
     """The body of a chat completion."""
 
     neutral = CHAT_FIELDS
+    prompt_field = "messages"
 
     messages: list[Message] = Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True)
     max_completion_tokens: MaxTokens | None = None

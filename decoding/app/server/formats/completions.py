@@ -28,6 +28,7 @@ class CompletionBody(Body):
     """The body of a completion, whose prompt is a string or token ids."""
 
     neutral = COMPLETION_FIELDS
+    prompt_field = "prompt"
 
     prompt: Annotated[
         str | list[int], PlainValidator(_single, json_schema_input_type=str | list[int] | list[str])

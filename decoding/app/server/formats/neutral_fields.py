@@ -94,6 +94,21 @@ _NO_TOOLS: Neutral = {
 _FIELDS: Neutral = {**_OPENAI, **_VLLM, **_LLAMA_CPP}
 CHAT_FIELDS: Neutral = {**_FIELDS, "add_special_tokens": (False,)}
 COMPLETION_FIELDS: Neutral = {**_FIELDS, **_NO_TOOLS, "add_special_tokens": (True,)}
+RESPONSE_FIELDS: Neutral = {
+    **_VLLM,
+    **_LLAMA_CPP,
+    "background": (False,),
+    "context_management": ([],),
+    "enable_response_messages": (False,),
+    "max_tool_calls": None,
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "prompt_cache_retention": None,
+    "service_tier": None,
+    "store": (False, True),  # nothing is stored
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "tools": ([],),
+    "truncation": ("disabled",),
+}
 MESSAGE_FIELDS: Neutral = {
     "annotations": ([],),
     "reasoning_content": ("",),
@@ -101,5 +116,19 @@ MESSAGE_FIELDS: Neutral = {
 }
 CALL_FIELDS: Neutral = {"index": None}  # clients may send back what they got in a stream
 PART_FIELDS: Neutral = {"cache_control": None}
+INPUT_MESSAGE_FIELDS: Neutral = {"id": None, "phase": None, "status": None}
+INPUT_PART_FIELDS: Neutral = {
+    **PART_FIELDS,
+    "annotations": ([],),
+    "logprobs": None,
+    "prompt_cache_breakpoint": None,
+}
+REASONING_FIELDS: Neutral = {
+    "context": ("auto",),
+    "generate_summary": None,
+    "mode": ("standard",),
+    "summary": None,
+}
 STREAM_FIELDS: Neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+TEXT_FIELDS: Neutral = {"verbosity": ("medium",)}
 TOKENIZE_FIELDS: Neutral = {"parse_special": (False,), "with_pieces": (False,)}

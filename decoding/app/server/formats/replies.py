@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from decoding.app.server.formats.tools import formatted_calls
-from decoding.app.server.worker.jobs import Failed, TextDelta, TokenLogprobs
+from decoding.app.server.worker.jobs import (
+    Failed,
+    Finished,
+    GenerationParams,
+    TextDelta,
+    TokenLogprobs,
+)
 from decoding.text.tools.parser import AnswerDelta, ToolCallParser
 
 Logprobs = Sequence[tuple[int, TokenLogprobs]]
@@ -43,49 +49,95 @@ def error_body(failed: Failed) -> dict[str, Any]:
     }
 
 
-class ResponseBuilder(ABC):
-    """Builds the response to one request, whole or as a stream."""
+class ReplyBuilder(ABC):
+    """Builds the reply to one request, whole or as a stream of JSON objects.
 
+    An object's `type`, if it has one, is also the name of its event.
+    """
+
+    ends_with_done: bool  # a stream ends with `[DONE]`
+
+    @abstractmethod
+    def begin(self, params: GenerationParams, echo: str, calls: ToolCallParser | None) -> None:
+        """Take the parameters of the request.
+
+        Args:
+            params: as the engine gets them.
+            echo: fields of the request that the reply repeats, as JSON.
+            calls: finds calls of tools in the answer; None if it has none.
+        """
+
+    @abstractmethod
+    def whole(self, answer: TextDelta, finished: Finished) -> dict[str, Any]:
+        """Return the whole reply."""
+
+    @abstractmethod
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the beginning of a stream, before there is a token."""
+
+    @abstractmethod
+    def first(self) -> list[dict[str, Any]]:
+        """Return what precedes the text in a stream; called once there is a token."""
+
+    @abstractmethod
+    def chunk(self, part: TextDelta) -> list[dict[str, Any]]:
+        """Return the next part of a stream; empty if it needs more of the answer."""
+
+    @abstractmethod
+    def ending(self, finished: Finished, with_usage: bool) -> list[dict[str, Any]]:
+        """Return the end of a stream. `with_usage`: `stream_options` asks for a chunk with it."""
+
+    @abstractmethod
+    def failure(self, failed: Failed) -> dict[str, Any]:
+        """Return the end of a stream that fails."""
+
+
+class ResponseBuilder(ReplyBuilder):
+    """Builds chat and plain completions."""
+
+    ends_with_done = True
     name: str  # `object` of a whole response
     chunk_name: str  # `object` of a chunk in a stream
     prefix: str  # beginning of the id
 
     def __init__(self, model: str):
         self.model = model
+        self.has_logprobs = False
         self.prompt_ids: Sequence[int] | None = None  # set for an answer with the ids of tokens
         self.calls: ToolCallParser | None = None  # set for an answer that may call tools
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
-    def whole(
-        self, answer: TextDelta, has_logprobs: bool, reason: str, counts: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the whole response."""
+    def begin(self, params: GenerationParams, echo: str, calls: ToolCallParser | None) -> None:
+        self.has_logprobs, self.calls = params.top_logprobs is not None, calls
+        if params.returns_ids:
+            self.prompt_ids = params.prompt
+
+    def whole(self, answer: TextDelta, finished: Finished) -> dict[str, Any]:
         message = self.message(answer.text)
-        reason = self._reason(reason)
-        response = self._response(self.name, message, answer, has_logprobs, reason)
+        reason = self._reason(finished.reason)
+        response = self._response(self.name, message, answer, self.has_logprobs, reason)
         self._add_prompt_ids(response)
-        return {**response, **usage_fields(counts)}
+        return {**response, **usage_fields(finished.counts)}
 
-    def first(self) -> dict[str, Any] | None:
-        """Return the first chunk of a stream, if the format has one before the text."""
-        return None
+    def opening(self) -> list[dict[str, Any]]:
+        return []  # clients time the prefill by the first chunk
 
-    def chunk(self, part: TextDelta, has_logprobs: bool) -> dict[str, Any] | None:
-        """Return a chunk of a stream; None if it would be empty: more text is needed."""
+    def chunk(self, part: TextDelta) -> list[dict[str, Any]]:
         delta = self.delta(part.text)
         if not any(delta.values()) and not (part.logprobs or part.token_ids):
-            return None
-        return self._response(self.chunk_name, delta, part, has_logprobs, None)
+            return []
+        return [self._response(self.chunk_name, delta, part, self.has_logprobs, None)]
 
-    def last(self, reason: str) -> dict[str, Any]:
-        """Return the last chunk of a stream."""
+    def ending(self, finished: Finished, with_usage: bool) -> list[dict[str, Any]]:
         delta = self.delta("", is_last=True)
-        return self._response(self.chunk_name, delta, TextDelta(""), False, self._reason(reason))
+        reason = self._reason(finished.reason)
+        last = self._response(self.chunk_name, delta, TextDelta(""), False, reason)
+        usage = {**self._head(self.chunk_name), "choices": [], **usage_fields(finished.counts)}
+        return [last, usage] if with_usage else [last]
 
-    def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
-        """Return the chunk with usage and statistics, which follows the last one on request."""
-        return {**self._head(self.chunk_name), "choices": [], **usage_fields(counts)}
+    def failure(self, failed: Failed) -> dict[str, Any]:
+        return error_body(failed)
 
     @abstractmethod
     def message(self, text: str) -> dict[str, Any]:
@@ -132,11 +184,11 @@ class ChatResponseBuilder(ResponseBuilder):
 
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def first(self) -> dict[str, Any]:
+    def first(self) -> list[dict[str, Any]]:
         delta = {"delta": {"role": "assistant", "content": ""}}
         response = self._response(self.chunk_name, delta, TextDelta(""), False, None)
         self._add_prompt_ids(response)
-        return response
+        return [response]
 
     def message(self, text: str) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -159,17 +211,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return {"delta": delta}
 
     def format_logprobs(self, logprobs: Logprobs) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    **_token_logprob(token.token, token.logprob),
-                    "sampled_logprob": token.sampled_logprob,
-                    "top_logprobs": [_token_logprob(*each) for each in token.top],
-                }
-                for _, token in logprobs
-            ],
-            "refusal": None,
-        }
+        return {"content": token_logprobs(logprobs), "refusal": None}
 
 
 class CompletionResponseBuilder(ResponseBuilder):
@@ -184,12 +226,12 @@ class CompletionResponseBuilder(ResponseBuilder):
     def delta(self, text: str, is_last: bool = False) -> dict[str, Any]:
         return self.message(text)
 
-    def first(self) -> dict[str, Any] | None:
+    def first(self) -> list[dict[str, Any]]:
         if self.prompt_ids is None:
-            return None
+            return []
         response = self._response(self.chunk_name, self.delta(""), TextDelta(""), False, None)
         self._add_prompt_ids(response)
-        return response
+        return [response]
 
     def _add_prompt_ids(self, response: dict[str, Any]) -> None:
         if self.prompt_ids is not None:
@@ -204,6 +246,18 @@ class CompletionResponseBuilder(ResponseBuilder):
             "top_logprobs": [{_name(name): p for name, p in token.top} for token in tokens],
             "text_offset": [offset for offset, _ in logprobs],
         }
+
+
+def token_logprobs(logprobs: Logprobs) -> list[dict[str, Any]]:
+    """Return tokens with their log-probabilities, in the format of chat completions."""
+    return [
+        {
+            **_token_logprob(token.token, token.logprob),
+            "sampled_logprob": token.sampled_logprob,
+            "top_logprobs": [_token_logprob(*each) for each in token.top],
+        }
+        for _, token in logprobs
+    ]
 
 
 def _token_logprob(token: bytes, logprob: float) -> dict[str, Any]:

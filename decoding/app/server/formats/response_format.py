@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from decoding.grammars.grammar import Grammar
@@ -15,6 +16,15 @@ _FIELDS = {  # keys: types
 }
 _JSON_SCHEMA = ("name", "description", "schema", "strict")  # fields; all but schema are ignored
 _MAX_CHOICES = 10_000
+_MAX_NAME, _MAX_DESCRIPTION = 64, 10_000  # characters of those of a schema that are returned
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """The field `text.format` of the Responses API."""
+
+    source: dict[str, Any]  # its JSON, without null
+    grammar: Grammar | None  # None: any text
 
 
 def parse_response_format(value: Any) -> Grammar | None:
@@ -35,6 +45,32 @@ def parse_response_format(value: Any) -> Grammar | None:
         raise ValueError("json_schema must be an object with a schema")
     _check_fields(own, _JSON_SCHEMA)
     return _schema(own["schema"])
+
+
+def parse_text_format(value: Any) -> TextFormat | None:
+    """Return the Responses API's `text.format`. Raises ValueError."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("type") != "json_schema":
+        grammar = parse_response_format(value)
+    else:
+        grammar = _named_schema({key: own for key, own in value.items() if key != "type"})
+    return TextFormat({key: own for key, own in value.items() if own is not None}, grammar)
+
+
+def _named_schema(own: dict[str, Any]) -> Grammar:
+    """Return the grammar of a schema with a name, which are returned as they are."""
+    _check_fields(own, _JSON_SCHEMA)
+    name, description, schema = own.get("name"), own.get("description") or "", own.get("schema")
+    if not isinstance(schema, dict):
+        raise ValueError("json_schema needs a schema, which is an object")
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+        raise ValueError(f"json_schema needs a name of 1 to {_MAX_NAME} characters")
+    if not isinstance(description, str) or len(description) > _MAX_DESCRIPTION:
+        raise ValueError(f"a description is a string of up to {_MAX_DESCRIPTION:,} characters")
+    if not isinstance(own.get("strict"), bool | None):
+        raise ValueError("strict must be true or false")
+    return Grammar.json_schema(schema)
 
 
 def parse_structured_outputs(value: Any) -> Grammar | None:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, PlainValidator, model_validator
 
 from decoding.app.server.formats.body import Strict, invalid, token_ids
-from decoding.app.server.formats.chat import ChatPrompt, Message
+from decoding.app.server.formats.chat import Message, ToolPrompt
 from decoding.app.server.formats.neutral_fields import TOKENIZE_FIELDS
 from decoding.app.server.worker import limits
 
@@ -16,7 +16,7 @@ _OF_TEXT = ("add_special_tokens", "add_special")
 _OF_MESSAGES = ("continue_final_message", "chat_template_kwargs", "reasoning_effort")
 
 
-class TokenizeBody(ChatPrompt):
+class TokenizeBody(ToolPrompt):
     """The body of a tokenization: of a text, or of messages as a chat completion reads them."""
 
     neutral = TOKENIZE_FIELDS

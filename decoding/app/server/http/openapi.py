@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,15 +27,8 @@ def _description(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> dict[st
             ref_template="#/components/schemas/{model}",
         )
         # those of the objects that fields are parsed to are not a part of the API
-        names = {each["$ref"].rpartition("/")[2] for each in references.values()}
-        text = json.dumps(schemas)
-        content["components"] = {
-            "schemas": {
-                name: schema
-                for name, schema in schemas["$defs"].items()
-                if name in names or f'/{name}"' in text
-            }
-        }
+        names = _referenced(references.values(), schemas["$defs"])
+        content["components"] = {"schemas": {name: schemas["$defs"][name] for name in names}}
         for path in content["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)  # FastAPI's own, which never occurs
@@ -45,3 +39,15 @@ def _description(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> dict[st
             }
         app.openapi_schema = content
     return app.openapi_schema
+
+
+def _referenced(values: Iterable[Any], schemas: Mapping[str, Any]) -> list[str]:
+    """Return the names of the schemas that values refer to, directly or through others."""
+    found = list[str]()
+    pending = list(values)
+    while pending:
+        for name in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(pending.pop())):
+            if name not in found:
+                found.append(name)
+                pending.append(schemas[name])
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from array import array
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from decoding.app.server.formats.body import StreamOptions
 from decoding.app.server.formats.chat import ChatBody
 from decoding.app.server.formats.completions import CompletionBody
+from decoding.app.server.formats.responses import ResponsesBody
 from decoding.app.server.formats.tokens import DetokenizeBody, TokenizeBody
 from decoding.app.server.formats.tool_grammar import tool_grammar
 from decoding.app.server.http.guards import RequestRefused
@@ -27,7 +29,7 @@ from decoding.text.encoding import ContextLengthError
 from decoding.text.tools.parser import ToolCallParser
 from offload.errors import TierForceError
 
-AnyBody = ChatBody | CompletionBody
+AnyBody = ChatBody | CompletionBody | ResponsesBody
 _Body = TypeVar("_Body", bound=AnyBody | TokenizeBody | DetokenizeBody)
 _ALTERNATIVES = ("str", "constrained-str")  # pydantic's names of those of a union
 _MAX_EXCESS = 2  # tokens that are returned, relative to the context
@@ -49,11 +51,12 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What a request asks for."""
+    """What is kept of a request's body while it is queued."""
 
     params: GenerationParams  # without its grammar, which `RequestParser.compile` returns
     stream_options: StreamOptions | None  # None: the answer is not streamed
     grammar: tuple[str, Grammar] | None  # the answer's, and the field that has it
+    echo: str  # fields that the response repeats, as JSON: objects would need more memory
     calls: ToolCallParser | None = None  # finds calls of tools in the answer
 
 
@@ -64,16 +67,15 @@ class RequestParser:
         self._prompts, self._served = prompts, served
 
     def parse(self, text: bytes, kind: type[AnyBody]) -> ParsedRequest:
-        """Return what a body asks for.
+        """Return the request in a body. A grammar is yet to be compiled.
 
         Slow for a long prompt. Raises RequestRefused for an invalid or unsupported request.
         """
         body = self._validated(text, kind)
-        param = "messages" if isinstance(body, ChatBody) else "prompt"
-        with self._prompt_errors(param):
+        with self._prompt_errors(body.prompt_field):
             prompt = self._prompt(body)
-        options = (body.stream_options or StreamOptions()) if body.stream else None
-        parsed = ParsedRequest(self._params(body, prompt, param), options, body.grammar)
+        params = self._params(body, prompt, body.prompt_field)
+        parsed = ParsedRequest(params, body.streaming, body.grammar, json.dumps(body.echo))
         if isinstance(body, ChatBody) and body.usable_tools:
             return self._with_tools(parsed, body)
         return parsed
@@ -87,7 +89,7 @@ class RequestParser:
             raise RequestRefused(400, f"tools: {error}", param="tools") from error
         params = replace(parsed.params, shown_tokens={ids[name]: name for name in ids})
         calls = ToolCallParser(form, None if body.has_many_calls else 1)
-        return ParsedRequest(params, parsed.stream_options, grammar, calls)
+        return replace(parsed, params=params, grammar=grammar, calls=calls)
 
     def tokenize(self, text: bytes) -> dict[str, Any]:
         """Return the answer to a body with a text or messages, as vLLM's. Raises RequestRefused."""
@@ -163,9 +165,9 @@ class RequestParser:
                 "model",
             )
 
-    def _prompt(self, body: ChatBody | CompletionBody) -> list[int]:
+    def _prompt(self, body: AnyBody) -> list[int]:
         """Return a prompt's tokens. Raises TierForceError for an invalid prompt."""
-        if isinstance(body, ChatBody):
+        if not isinstance(body, CompletionBody):
             messages = [message.as_template() for message in body.messages]
             return self._prompts.tokenize_messages(messages, body.rendering)
         if isinstance(body.prompt, str):
@@ -216,7 +218,7 @@ class RequestParser:
             body.stops,
             body.num_top_logprobs,
             is_clipped=is_clipped,
-            returns_ids=bool(body.return_token_ids),
+            returns_ids=body.returns_ids,
         )
 
     def _too_long(self, message: str, param: str, tokens: int) -> RequestRefused:

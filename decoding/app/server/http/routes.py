@@ -24,15 +24,17 @@ from decoding.app.server.formats.completions import CompletionBody
 from decoding.app.server.formats.replies import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
-    ResponseBuilder,
+    ReplyBuilder,
     error_body,
 )
+from decoding.app.server.formats.responses import ResponsesBody
 from decoding.app.server.formats.tokens import DetokenizeBody, TokenizeBody
 from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.openapi import describe
 from decoding.app.server.http.page import PAGE, POLICY
 from decoding.app.server.http.parsing import AnyBody, ParsedRequest, RequestParser, ServedModel
 from decoding.app.server.http.receiving import Uploads
+from decoding.app.server.http.response_routes import ResponseRoutes
 from decoding.app.server.http.token_routes import TokenRoutes
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.jobs import (
@@ -57,6 +59,7 @@ CLIPPED = "X-Max-Tokens"  # header with the new tokens there is room for, if few
 _BODIES: dict[str, type[BaseModel]] = {  # their routes
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -103,6 +106,7 @@ class Server:
         app.get("/v1/models/{name:path}")(self.model)
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/completions")(self.complete)
+        ResponseRoutes(self._answer, self.served.model).add_to(app)
         TokenRoutes(self._parser, self._uploads, self._parsing).add_to(app)
         describe(app, _BODIES)
         return app
@@ -144,19 +148,18 @@ class Server:
         )
 
     async def _answer(
-        self, request: Request, kind: type[AnyBody], builder: ResponseBuilder
+        self, request: Request, kind: type[AnyBody], builder: ReplyBuilder
     ) -> Response:
         """Queue a request, and answer it."""
         # the body is not kept in memory while the request is queued
         parsed = await self._receive(request, kind)
-        params, stream_options, builder.calls = parsed.params, parsed.stream_options, parsed.calls
+        params, stream_options = parsed.params, parsed.stream_options
         queued = QueuedRequest(params)
         try:
             self.queue.put(queued)
         except QueueFull as error:
             raise RequestRefused(429, str(error), "queue_full") from error
-        if params.returns_ids:
-            builder.prompt_ids = params.prompt
+        builder.begin(params, parsed.echo, parsed.calls)
         headers = {CLIPPED: str(params.max_new_tokens)} if params.is_clipped else {}
         if stream_options is not None:
             events = self._stream(queued, builder, bool(stream_options.include_usage))
@@ -168,17 +171,17 @@ class Server:
         return response
 
     async def _receive(self, request: Request, kind: type[AnyBody]) -> ParsedRequest:
-        """Return what a request asks for, with its grammar compiled."""
+        """Return a request, with its grammar compiled."""
         async with self._uploads.receive(request) as body, self._parsing:
             parsed = await run_sync(self._parser.parse, body, kind)
-        if parsed.grammar is None:
-            return parsed
-        async with self._compiling:
-            compiled = await run_sync(self._parser.compile, *parsed.grammar)
-        return replace(parsed, params=replace(parsed.params, grammar=compiled))
+        if parsed.grammar is not None:
+            async with self._compiling:
+                compiled = await run_sync(self._parser.compile, *parsed.grammar)
+            parsed = replace(parsed, params=replace(parsed.params, grammar=compiled))
+        return parsed
 
     async def _whole(
-        self, queued: QueuedRequest, builder: ResponseBuilder, request: Request
+        self, queued: QueuedRequest, builder: ReplyBuilder, request: Request
     ) -> Response:
         """Return the whole answer; the wait ends early if the client disconnects."""
         parts = list[TextDelta]()
@@ -192,9 +195,7 @@ class Server:
         if isinstance(event, Failed):
             return JSONResponse(error_body(event), event.status)
         assert isinstance(event, Finished)
-        has_logprobs = queued.params.top_logprobs is not None
-        answer = TextDelta.joined(parts)
-        return JSONResponse(builder.whole(answer, has_logprobs, event.reason, event.counts))
+        return JSONResponse(builder.whole(TextDelta.joined(parts), event))
 
     async def _watch_client(self, queued: QueuedRequest, request: Request) -> None:
         """Cancel a request when its client disconnects."""
@@ -204,30 +205,25 @@ class Server:
         queued.fail(Failed(499, "the client disconnected."))
 
     async def _stream(
-        self, queued: QueuedRequest, builder: ResponseBuilder, with_usage: bool
+        self, queued: QueuedRequest, builder: ReplyBuilder, with_usage: bool
     ) -> AsyncIterator[ServerSentEvent]:
         """Yield the answer as it is generated, with progress as comments."""
-        has_logprobs = queued.params.top_logprobs is not None
         has_begun = False
         try:
+            for content in builder.opening():
+                yield _data(content)
             async for event in _events_of(queued):
-                # not before there is a token: clients time the prefill by the first chunk
+                # not before there is a token: clients time the prefill
                 if not has_begun and (isinstance(event, TextDelta | Finished) or has_tokens(event)):
                     has_begun = True
-                    if (first := builder.first()) is not None:
-                        yield _data(first)
-                if isinstance(event, TextDelta):
-                    if (chunk := builder.chunk(event, has_logprobs)) is not None:
-                        yield _data(chunk)
-                elif isinstance(event, Finished):
-                    yield _data(builder.last(event.reason))
-                    if with_usage:
-                        yield _data(builder.usage(event.counts))
-                    yield ServerSentEvent("[DONE]", sep=_SEPARATOR)
-                elif isinstance(event, Failed):
-                    yield _data(error_body(event))
-                else:
+                    for content in builder.first():
+                        yield _data(content)
+                for content in _contents(event, builder, with_usage):
+                    yield _data(content)
+                if isinstance(event, ProgressUpdate):
                     yield ServerSentEvent(comment=json.dumps(event.data), sep=_SEPARATOR)
+                elif isinstance(event, Finished) and builder.ends_with_done:
+                    yield ServerSentEvent("[DONE]", sep=_SEPARATOR)
         finally:
             self.queue.cancel(queued)
 
@@ -246,6 +242,15 @@ def has_tokens(event: Event) -> bool:
     return isinstance(event, ProgressUpdate) and "counts" in event.data
 
 
+def _contents(event: Event, builder: ReplyBuilder, with_usage: bool) -> list[dict[str, Any]]:
+    """Return what a stream has for an event."""
+    if isinstance(event, TextDelta):
+        return builder.chunk(event)
+    if isinstance(event, Finished):
+        return builder.ending(event, with_usage)
+    return [builder.failure(event)] if isinstance(event, Failed) else []
+
+
 async def _events_of(request: QueuedRequest) -> AsyncIterator[Event]:
     """Yield the events of a request, to its end."""
     while True:
@@ -256,7 +261,7 @@ async def _events_of(request: QueuedRequest) -> AsyncIterator[Event]:
 
 
 def _data(content: dict[str, Any]) -> ServerSentEvent:
-    return ServerSentEvent(json.dumps(content), sep=_SEPARATOR)
+    return ServerSentEvent(json.dumps(content), event=content.get("type"), sep=_SEPARATOR)
 
 
 async def _on_refused(_: Request, error: Exception) -> Response:

@@ -46,4 +46,5 @@ TOOLS = 128  # in a request, and calls in a message
 STOPS, STOP_CHARACTERS = 16, 500
 
 # An answer
+ECHO_CHARACTERS = 64 * 1024  # longer instructions are not returned: requests keep them in memory
 UNREAD_EVENTS = 10_000  # parts of it that its client has not read

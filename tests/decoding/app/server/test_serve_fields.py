@@ -301,6 +301,8 @@ def test_the_api_is_described(server: Serving) -> None:
         "/v1/models/{name}",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/responses",
+        "/v1/responses/{name}",
         "/tokenize",
         "/detokenize",
     }
