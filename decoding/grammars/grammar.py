@@ -104,6 +104,11 @@ class Grammar:
         if reason := error_of(composed):
             raise self.error(_POSITION.sub("", reason) if self.is_schema else reason)
 
+    def checked(self) -> Grammar:
+        """Return the grammar that answers follow: this one. Raises as `check`."""
+        self.check()
+        return self
+
     def compose(self, in_channels: bool) -> str:
         """Return it in the format of llguidance.
 
@@ -214,9 +219,9 @@ class GrammarCompiler:
             if compiled is not None:  # now the latest
                 self._compiled[grammar] = compiled
                 return compiled
-        grammar.check()
+        followed = grammar.checked()
         tokenizer = self.prepare()
-        composed = grammar.compose(self._has_channels)
+        composed = followed.compose(self._has_channels)
         limits = LLParserLimits(max_items_in_row=MAX_ITEMS, verbose_errors=False)
         matcher = LLMatcher(tokenizer, composed, log_level=0, limits=limits)
         if matcher.is_error():

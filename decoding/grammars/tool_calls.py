@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from decoding.grammars.grammar import ALL_TOKENS, Grammar, as_llguidance, quoted
-from decoding.text.tools.forms import ToolForm
+from decoding.text.tools.forms import END_OF_THOUGHTS, ToolForm
 from offload.errors import InvalidRequestError
 
 # a schema with one of these may have properties that `properties` does not name
 _OTHER_PROPERTIES = ("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties")
+_ANY_OBJECT = {"type": "object"}
+_SEARCH_S = 10.0  # seconds for the search of unsupported schemas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +28,12 @@ class ToolCallGrammar(Grammar):
 
     form: ToolForm
     names: tuple[str, ...]
-    ids: tuple[tuple[str, int], ...] = ()  # the form's markers that are tokens of their own
+    strict: frozenset[str] = frozenset()  # functions whose arguments must be valid
+    ids: tuple[tuple[str, int], ...] = ()  # markers that are tokens of their own
     has_many: bool = True  # whether an answer may have several calls
     answer: Grammar | None = None  # an answer without calls may match it
     has_text: bool = False  # an answer may have any text without and before calls
+    is_in_thoughts: bool = False  # the answer begins in a thought
 
     @classmethod
     def of(
@@ -36,8 +41,8 @@ class ToolCallGrammar(Grammar):
     ) -> ToolCallGrammar:
         """Return the grammar of calls of functions, given the schemas of their arguments by name.
 
-        Functions get no arguments that their schema does not name, unless it says so. Raises
-        InvalidRequestError for a schema that is nested too deeply.
+        Functions get no arguments that the properties in their schema do not name, unless it says
+        so. Raises InvalidRequestError for a schema that is nested too deeply.
         """
         try:
             source = json.dumps([_closed(each) for each in functions.values()], ensure_ascii=False)
@@ -46,18 +51,51 @@ class ToolCallGrammar(Grammar):
         return cls(source, form=form, names=tuple(functions), **options)
 
     def check(self) -> None:
-        """Raise InvalidRequestError for a function whose schema is invalid or unsupported."""
+        # without tokens, which the checker's tokenizer does not have
+        super(ToolCallGrammar, replace(self, ids=())).check()
+
+    def checked(self) -> Grammar:
+        """Return the grammar with any object for functions whose schema is not supported.
+
+        Raises InvalidRequestError if one of these is strict, or they are not found in time.
+        """
         try:
-            super(ToolCallGrammar, replace(self, ids=())).check()
+            return super().checked()
         except InvalidRequestError:
             if self.answer is not None:
                 self.answer.check()
-            for name, schema in zip(self.names, json.loads(self.source), strict=True):
+            schemas = dict(zip(self.names, json.loads(self.source), strict=True))
+            unsupported = self._unsupported(list(schemas), schemas, time.monotonic() + _SEARCH_S)
+            for name in sorted(unsupported & self.strict):
                 try:
-                    Grammar.json_schema(schema).check()
+                    Grammar.json_schema(schemas[name]).check()
                 except InvalidRequestError as error:
                     raise InvalidRequestError(f"function {name}: {error}") from error
-            raise
+            if not unsupported:  # each by itself is supported
+                raise
+            own = [_ANY_OBJECT if name in unsupported else schemas[name] for name in schemas]
+            relaxed = replace(self, source=json.dumps(own, ensure_ascii=False))
+            relaxed.check()
+            return relaxed
+
+    def _unsupported(
+        self, names: Sequence[str], schemas: Mapping[str, Any], deadline: float
+    ) -> set[str]:
+        """Return the functions whose schemas are not supported, by bisection."""
+        if time.monotonic() > deadline:
+            raise InvalidRequestError(
+                "checking the schemas of all functions takes too long: send fewer, or smaller ones."
+            )
+        own = json.dumps([schemas[name] for name in names], ensure_ascii=False)
+        try:
+            replace(self, names=tuple(names), source=own, answer=None).check()
+        except InvalidRequestError:
+            if len(names) == 1:
+                return set(names)
+            half = len(names) // 2
+            parts = names[:half], names[half:]
+            return set[str]().union(*(self._unsupported(part, schemas, deadline) for part in parts))
+        return set()
 
     def compose(self, in_channels: bool) -> str:
         schemas = map(Grammar.json_schema, json.loads(self.source))
@@ -74,12 +112,14 @@ class ToolCallGrammar(Grammar):
             end = '"}"' if self.form.key else ""
             yield f"call{index}: {self._head(name)} @tool{index} {end}"
         yield f"calls: {self._calls()}"
-        if self.answer is not None:
-            yield "start: calls | @answer"
-        elif not self.has_text:
-            yield "start: calls"
-        else:
+        if self.has_text:
             yield from self._with_text()
+            return
+        thought = ""
+        if self.is_in_thoughts:
+            thought = "thought"
+            yield from self._thought()
+        yield f"start: {thought} {'calls' if self.answer is None else '(calls | @answer)'}"
 
     def _head(self, name: str) -> str:
         """Return what precedes the arguments of a call, up to them."""
@@ -97,31 +137,47 @@ class ToolCallGrammar(Grammar):
         if form.is_list:
             more = "" if is_single else '(", " call)*'
             return f'{begin} " "? "[" call {more} "]"'
+        if not form.begin:
+            token = dict(self.ids).get(form.prefix)
+            return "call" if token is None else f"<[{token}]>? call"
         if not form.end:
             return "call" if is_single else "call+"
         call = rf'{begin} "\n" call "\n" {self._marker(form.end)}'
+        if is_single:
+            return call
         blank = "" if self._is_begun_by_text else r'"\n"'
-        return call if is_single else f"{call} ({blank} {call})*"
+        return rf'{call} ({blank} {call})* "\n"?'
 
     def _with_text(self) -> Iterator[str]:
         """Yield the rules of an answer with calls, text before them, or only text."""
         form, ids = self.form, dict(self.ids)
+        begin = _escaped(form.begin)
+        without = rf" & ~/(.|\n)*{begin}(.|\n)*/" if begin else ""
+        yield rf"TEXT: /(.|\n)*/{without}"
         if self._is_begun_by_text:
-            begin = re.escape(form.begin).replace("/", "\\/")
             yield rf"BEGIN: /(.|\n)*{begin}/ & ~/(.|\n)*{begin}(.|\n)+/"
-            yield rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{begin}(.|\n)*/"
             yield "start: calls TEXT? | TEXT"
             return
         # other special tokens, one after another with text between them
         token = ids.get(form.begin or form.prefix)
         others = "<[*]>" if token is None else f"<[^{token}]>"
         rest = f"({others} TEXT)*" if ids else ""
-        yield r"TEXT: /(.|\n)*/"
         if form.begin:
             yield f"start: TEXT {rest} calls?"
         else:
             yield r"FIRST: /\s*[^{\s](.|\n)*/"
             yield f"start: calls | FIRST {rest} | "
+
+    def _thought(self) -> Iterator[str]:
+        """Yield the rules of the rest of a thought, and its end."""
+        token = dict(self.ids).get(END_OF_THOUGHTS)
+        if token is None:
+            end = _escaped(END_OF_THOUGHTS)
+            yield rf"THOUGHT: /(.|\n)*{end}\n*/ & ~/(.|\n)*{end}(.|\n)*[^\n](.|\n)*/"
+            yield "thought: THOUGHT"
+        else:
+            yield r"THOUGHT: /(.|\n)*/"
+            yield rf"thought: THOUGHT (<[^{token}]> THOUGHT)* <[{token}]> /\n*/"
 
     @property
     def _is_begun_by_text(self) -> bool:
@@ -136,7 +192,13 @@ class ToolCallGrammar(Grammar):
         return quoted(marker) if token is None else f"<[{token}]>"
 
 
+def _escaped(text: str) -> str:
+    """Return a text for a regular expression in Lark's syntax."""
+    return re.escape(text).replace("/", "\\/")
+
+
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of arguments, which are an object without others than it names."""
-    is_open = "additionalProperties" in schema or any(key in schema for key in _OTHER_PROPERTIES)
-    return {"type": "object", **({} if is_open else {"additionalProperties": False}), **schema}
+    says = "additionalProperties" in schema or any(key in schema for key in _OTHER_PROPERTIES)
+    is_closed = "properties" in schema and not says
+    return {"type": "object", **({"additionalProperties": False} if is_closed else {}), **schema}

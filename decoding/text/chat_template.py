@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import signature
 from threading import Lock, Thread
@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from decoding.text.tools.forms import supports_tools
-from decoding.text.tools.messages import in_messages
+from decoding.text.tools.forms import MISTRAL, supports_tools
+from decoding.text.tools.messages import in_messages, with_short_ids
 from decoding.text.tools.strings import strings_in
 
 # given to every template, by transformers and jinja
@@ -62,22 +62,11 @@ def render_chat(
     future: Future[str] = Future()
     how = rendering or ChatRendering()
     template = str(tokenizer.get_chat_template(tools=list(how.tools) or None))
-    tools = how.tools
-    if not supports_tools(template):
-        messages, tools = in_messages(messages, tools), ()
 
     def render() -> None:
         with suppress(SystemExit):  # raised on timeout
             try:
-                text = tokenizer.apply_chat_template(
-                    list(messages),
-                    tokenize=False,
-                    add_generation_prompt=not how.continues_last,
-                    continue_final_message=how.continues_last,
-                    tools=list(tools) or None,
-                    **dict(how.variables),
-                )
-                future.set_result(text)
+                future.set_result(_rendered(tokenizer, template, messages, how))
             except Exception as error:
                 future.set_exception(error)
 
@@ -96,8 +85,35 @@ def render_chat(
         limit = _MAX_ADDED_BYTES >> 20
         raise ValueError(f"it needs more than {limit:,} MiB of memory") from error
     _rendered_templates.add(template)
-    if len(text) > _MAX_ADDED_CHARACTERS + 4 * sum(map(len, strings_in([*messages, *tools]))):
+    if len(text) > _MAX_ADDED_CHARACTERS + 4 * sum(map(len, strings_in([*messages, *how.tools]))):
         raise ValueError(f"its output has {len(text):,} characters")
+    return text
+
+
+def _rendered(
+    tokenizer: Any, template: str, messages: Sequence[dict[str, Any]], how: ChatRendering
+) -> str:
+    if supports_tools(template):
+        own = with_short_ids(messages) if MISTRAL.begin in template else messages
+        return _apply(tokenizer, own, how)
+    plain = replace(how, tools=())
+    try:
+        return _apply(tokenizer, in_messages(messages, how.tools), plain)
+    except Exception:  # a template's own, whatever its type
+        if not how.tools or messages[0]["role"] == "system":
+            raise
+        return _apply(tokenizer, in_messages(messages, how.tools, has_system=False), plain)
+
+
+def _apply(tokenizer: Any, messages: Sequence[dict[str, Any]], how: ChatRendering) -> str:
+    text: str = tokenizer.apply_chat_template(
+        list(messages),
+        tokenize=False,
+        add_generation_prompt=not how.continues_last,
+        continue_final_message=how.continues_last,
+        tools=list(how.tools) or None,
+        **dict(how.variables),
+    )
     return text
 
 

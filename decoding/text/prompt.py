@@ -103,7 +103,7 @@ def _rendered(
     """Return the rendered messages, and the guard that tokenizes them."""
     rendering = rendering or ChatRendering()
     free = [list(map(_free_parts, messages)), list(rendering.tools)]
-    contents = list(strings_in(free))
+    contents = strings_in(free)
     for content in contents:
         check_whole_characters(content)
     guard = SpecialTokenGuard(tokenizer, contents)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from offload.errors import InvalidRequestError
 
+BEGIN_OF_THOUGHTS, END_OF_THOUGHTS = "<think>", "</think>"
 _PYTHON_TAG, _ARGUMENTS = "<|python_tag|>", "[ARGS]"
-_BLANKS = " \t\r\n"
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class ToolForm:
     markers: tuple[str, ...]  # strings outside of JSON, which may be tokens of their own
     key: str = "arguments"  # in a call's object; empty: arguments follow the name, without one
     end: str = ""  # after each call
-    separators: str = _BLANKS  # characters between calls
+    separator: str = ""  # between calls, if `begin` comes only before the first
+    blanks: str = " \t\r\n"  # characters after a call that are dropped
     is_list: bool = False  # whether the calls are a JSON list
     has_many: bool = True  # whether an answer may have several calls
 
@@ -34,45 +37,48 @@ class ToolForm:
         return "" if self.begin else self.markers[0]
 
 
-def _object_head(key: str) -> re.Pattern[str]:
+def _object_head() -> re.Pattern[str]:
     """Return the pattern of a call's beginning, up to its arguments, which are an object."""
     others = r'(?:"(?:type|id)"\s*:\s*"[^"]{0,64}"\s*,\s*)*'  # members before the name
     name = r'"name"\s*:\s*"([^"\\]{1,256})"'
-    return re.compile(rf'\s*\{{\s*{others}{name}\s*,\s*"{key}"\s*:\s*(?=\{{)')
+    # models take one key for the other
+    return re.compile(rf'\s*\{{\s*{others}{name}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 
 
+_OBJECT = _object_head()
 # Teknium et al. 2024, Hermes function calling; that of Qwen2.5 and Qwen3, too
 HERMES = ToolForm(
-    "<tool_call>", _object_head("arguments"), ("<tool_call>", "</tool_call>"), end="</tool_call>"
+    "<tool_call>",
+    _OBJECT,
+    ("<tool_call>", "</tool_call>"),
+    end="</tool_call>",
+    blanks=" \t\r\n}",  # small models close a bracket too many
 )
 # Llama Team 2024, The Llama 3 Herd of Models, section 4.3.5; JSON-based calls of Llama 3.1 to 3.3
-LLAMA_3 = ToolForm(
-    "",
-    _object_head("parameters"),
-    (_PYTHON_TAG,),
-    "parameters",
-    separators=f"{_BLANKS};",
-    has_many=False,
-)
+LLAMA_3 = ToolForm("", _OBJECT, (_PYTHON_TAG,), "parameters", separator=";", has_many=False)
 # Mistral's tokenizers v3 to v7, and those from v11 on (github.com/mistralai/mistral-common)
-MISTRAL = ToolForm(
-    "[TOOL_CALLS]",
-    _object_head("arguments"),
-    ("[TOOL_CALLS]",),
-    separators=f"{_BLANKS}[,]",
-    is_list=True,
-)
+MISTRAL = ToolForm("[TOOL_CALLS]", _OBJECT, ("[TOOL_CALLS]",), separator=",", is_list=True)
 MISTRAL_NAMED = ToolForm(
     "[TOOL_CALLS]",
-    re.compile(r"\s{0,9}([\w.:/-]{1,256})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]\s{0,9}(?=\{)"),
+    re.compile(r"\s{0,9}([\w.:/-]{1,256})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s{0,9}(?=\{)"),
     ("[TOOL_CALLS]", _ARGUMENTS, "[CALL_ID]"),
     "",
 )
 
 
+@lru_cache(maxsize=8)
 def supports_tools(template: str) -> bool:
-    """Return whether a chat template renders tools."""
-    return re.search(r"\btools\b", template) is not None
+    """Return whether a chat template renders tools. One that cannot be parsed counts as such."""
+    from jinja2 import Environment, TemplateError
+    from jinja2.meta import find_undeclared_variables
+
+    # transformers' own tag
+    source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+        return "tools" in find_undeclared_variables(parsed)
+    except (TemplateError, RecursionError):
+        return True
 
 
 def form_of(template: str) -> ToolForm:
@@ -80,6 +86,8 @@ def form_of(template: str) -> ToolForm:
 
     Raises InvalidRequestError for another form.
     """
+    if not supports_tools(template):
+        return HERMES
     if "[TOOL_CALLS]" in template:
         return MISTRAL_NAMED if _ARGUMENTS in template else MISTRAL
     others = ("<function=", "<arg_key>")  # Qwen3-Coder's, and GLM's
@@ -87,15 +95,28 @@ def form_of(template: str) -> ToolForm:
         return HERMES
     if '"parameters"' in template and ("ipython" in template or _PYTHON_TAG in template):
         return LLAMA_3
-    if not supports_tools(template):
-        return HERMES
-    raise InvalidRequestError(
+    raise unsupported_form()
+
+
+def unsupported_form() -> InvalidRequestError:
+    """Return the error for a model whose form is not known."""
+    return InvalidRequestError(
         "this model writes calls of tools in a form that is not supported (those of Hermes, "
         "Llama 3 and Mistral are): leave tools out, or serve another model."
     )
 
 
+@dataclass(frozen=True)
+class Calling:
+    """How a model calls tools in an answer."""
+
+    form: ToolForm
+    ids: Mapping[str, int]  # markers that are tokens of their own
+    is_in_thoughts: bool = False  # the prompt ends in a thought
+
+
 def marker_ids(tokenizer: Any, form: ToolForm) -> dict[str, int]:
-    """Return the markers of a form that are tokens of their own, with their ids."""
+    """Return the markers that are tokens of their own, with their ids."""
     added = {each.content: token for token, each in tokenizer.added_tokens_decoder.items()}
-    return {marker: added[marker] for marker in form.markers if marker in added}
+    markers = (*form.markers, BEGIN_OF_THOUGHTS, END_OF_THOUGHTS)
+    return {marker: added[marker] for marker in markers if marker in added}

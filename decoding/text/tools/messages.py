@@ -1,13 +1,15 @@
-"""Tools in the messages of a conversation, for chat templates without tools."""
+"""Tools in the messages of a conversation, changed for chat templates that need it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from decoding.text.tools.forms import HERMES
 
+_ID_LENGTH = 9
 # the wording that Hermes and Qwen models were trained with (Qwen2.5's chat template)
 _SYSTEM = """# Tools
 
@@ -26,37 +28,66 @@ For each function call, return a json object with function name and arguments wi
 
 
 def in_messages(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    has_system: bool = True,
 ) -> list[dict[str, Any]]:
     """Return messages with tools, their calls and results as text, in Hermes' form.
 
     Args:
         messages: messages in the format of chat templates.
-        tools: tools likewise; they go to the end of the system message.
+        tools: tools likewise. They go to the end of the system message.
+        has_system: whether there may be one; if not, they precede the first message.
     """
     written = list[dict[str, Any]]()
+    is_result = False  # whether the last message has results
     for message in messages:
         role, content = message["role"], message["content"]
         if role == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
-            if written and written[-1]["role"] == "tool":
-                written[-1]["content"] += f"\n{content}"
-                continue
-        calls = [call["function"] for call in message.get("tool_calls", ())]
-        lines = [f"{HERMES.begin}\n{_as_json(call)}\n{HERMES.end}" for call in calls]
-        own = {name: each for name, each in message.items() if name != "tool_calls"}
-        written.append({**own, "content": "\n".join([*filter(None, [content]), *lines])})
-    for message in written:
-        if message["role"] == "tool":
-            message["role"] = "user"
-            message.pop("tool_call_id", None)
+        if is_result and role in ("tool", "user"):  # roles alternate in some templates
+            written[-1]["content"] += f"\n{content}"
+        else:
+            calls = [call["function"] for call in message.get("tool_calls", ())]
+            lines = [f"{HERMES.begin}\n{_as_json(call)}\n{HERMES.end}" for call in calls]
+            own = {name: each for name, each in message.items() if name in ("role", "name")}
+            text = "\n".join([*filter(None, [content]), *lines])
+            written.append({**own, "role": "user" if role == "tool" else role, "content": text})
+        is_result = role == "tool"
     if tools:
         text = _SYSTEM.format(tools="\n".join(map(_as_json, tools)))
-        if not (written and written[0]["role"] == "system"):
-            written.insert(0, {"role": "system", "content": text})
-        else:
+        if not has_system:
+            written[0]["content"] = f"{text}\n\n{written[0]['content']}"
+        elif written[0]["role"] == "system":
             written[0]["content"] += f"\n\n{text}"
+        else:
+            written.insert(0, {"role": "system", "content": text})
     return written
+
+
+def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have ids of nine letters and digits.
+
+    Templates of Mistral models accept no others, and conversations may come from other models.
+    """
+    changed = list[dict[str, Any]]()
+    for number, message in enumerate(messages):
+        own = dict(message)
+        if "tool_call_id" in own:
+            own["tool_call_id"] = _short_id(own["tool_call_id"])
+        if "tool_calls" in own:
+            own["tool_calls"] = [
+                {**call, "id": _short_id(call.get("id", f"{number} {index}"))}
+                for index, call in enumerate(own["tool_calls"])
+            ]
+        changed.append(own)
+    return changed
+
+
+def _short_id(own: str) -> str:
+    if len(own) == _ID_LENGTH and own.isascii() and own.isalnum():
+        return own
+    return sha256(own.encode()).hexdigest()[:_ID_LENGTH]
 
 
 def _as_json(value: Mapping[str, Any]) -> str:

@@ -6,17 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def strings_in(value: Any) -> Iterator[str]:
-    """Yield all strings in a value of JSON, the names of members among them."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name, own in value.items():
-            yield name
-            yield from strings_in(own)
-    elif isinstance(value, list):
-        for own in value:
-            yield from strings_in(own)
+def strings_in(value: Any) -> list[str]:
+    """Return all strings in a value of JSON, the names of members among them."""
+    found = list[str]()
+    _collect(value, found)
+    return found
 
 
 def with_strings(value: Any, strings: Iterator[str]) -> Any:
@@ -28,3 +22,15 @@ def with_strings(value: Any, strings: Iterator[str]) -> Any:
     if isinstance(value, list):
         return [with_strings(own, strings) for own in value]
     return value
+
+
+def _collect(value: Any, found: list[str]) -> None:
+    if isinstance(value, str):
+        found.append(value)
+    elif isinstance(value, dict):
+        for name, own in value.items():
+            found.append(name)
+            _collect(own, found)
+    elif isinstance(value, list):
+        for own in value:
+            _collect(own, found)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from decoding.app.server.formats.body import (
     MAX_TOP_LOGPROBS,
@@ -17,7 +17,14 @@ from decoding.app.server.formats.body import (
     invalid,
 )
 from decoding.app.server.formats.neutral_fields import CHAT_FIELDS, MESSAGE_FIELDS, PART_FIELDS
-from decoding.app.server.formats.tools import CallId, Choice, Tool, ToolCall, ToolChoice
+from decoding.app.server.formats.tools import (
+    MAX_ARGUMENTS,
+    CallId,
+    Choice,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from decoding.app.server.worker import limits
 from decoding.text.chat_template import ChatRendering, Variables, is_reserved
 
@@ -48,6 +55,22 @@ def _name(name: str | None) -> str | None:
 _Calls = Annotated[list[ToolCall], Field(max_length=limits.TOOLS, fail_fast=True)]
 
 
+def _messages(messages: Any) -> Any:
+    """Return messages, before they are validated: arguments of calls are yet to be parsed."""
+    total = 0
+    for message in messages if isinstance(messages, list) else ():
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            total += len(arguments) if isinstance(arguments, str) else 0
+    if total > MAX_ARGUMENTS:
+        raise ValueError(
+            f"the arguments of all calls have {total:,} characters, more than {MAX_ARGUMENTS:,}"
+        )
+    return messages
+
+
 class Message(Strict):
     """A message of a conversation."""
 
@@ -64,9 +87,9 @@ class Message(Strict):
         """Raise an error for what messages of this role do not have."""
         if self.tool_calls and self.role != "assistant":
             raise invalid("tool_calls", "only messages of the assistant have calls")
-        if self.tool_call_id is not None and self.role != "tool":
+        if self.tool_call_id and self.role != "tool":
             raise invalid("tool_call_id", "only messages with the role tool answer a call")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise invalid("content", "send a string, or a list of parts")
         return self
 
@@ -78,7 +101,7 @@ class Message(Strict):
             message["name"] = self.name
         if self.tool_calls:
             message["tool_calls"] = [call.as_template() for call in self.tool_calls]
-        if self.tool_call_id is not None:
+        if self.tool_call_id:
             message["tool_call_id"] = self.tool_call_id
         return message
 
@@ -131,9 +154,11 @@ class ChatPrompt(Strict):
                 "send false with continue_final_message: true, and true without it",
             )
         last = messages[-1]
-        if continues and not (last.role == "assistant" and last.text.strip()):
+        is_answer = last.role == "assistant" and last.text.strip() and not last.tool_calls
+        if continues and not is_answer:
             raise invalid(
-                "continue_final_message", "the last message must be the assistant's, and not empty"
+                "continue_final_message",
+                "the last message must be the assistant's, have text, and no tool_calls",
             )
         if self.effort and "reasoning_effort" in (self.chat_template_kwargs or {}):
             raise invalid("reasoning_effort", "send it here or in chat_template_kwargs")
@@ -158,6 +183,13 @@ class ChatPrompt(Strict):
         return ChatRendering(bool(self.continue_final_message), tuple(variables.items()), tools)
 
 
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True),
+    BeforeValidator(_messages),
+]
+
+
 class ToolPrompt(ChatPrompt):
     """The fields of a conversation that may call tools."""
 
@@ -174,7 +206,7 @@ class ChatBody(Body, ToolPrompt):
     neutral = CHAT_FIELDS
     prompt_field = "messages"
 
-    messages: list[Message] = Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True)
+    messages: Messages
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

@@ -114,7 +114,11 @@ MESSAGE_FIELDS: Neutral = {
     "reasoning_content": ("",),
     "refusal": ("",),
 }
-CALL_FIELDS: Neutral = {"index": None}  # clients may send back what they got in a stream
+CALL_FIELDS: Neutral = {  # clients may send back what they, or a proxy, got in a stream
+    "extra_content": None,
+    "index": None,
+    "provider_specific_fields": None,
+}
 PART_FIELDS: Neutral = {"cache_control": None}
 INPUT_MESSAGE_FIELDS: Neutral = {"id": None, "phase": None, "status": None}
 INPUT_PART_FIELDS: Neutral = {

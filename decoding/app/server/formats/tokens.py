@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import PlainValidator, model_validator
 
 from decoding.app.server.formats.body import Strict, invalid, token_ids
-from decoding.app.server.formats.chat import Message, ToolPrompt
+from decoding.app.server.formats.chat import Messages, ToolPrompt
 from decoding.app.server.formats.neutral_fields import TOKENIZE_FIELDS
-from decoding.app.server.worker import limits
 
 # fields of a tokenization that have no effect on the other kind of prompt
 _OF_TEXT = ("add_special_tokens", "add_special")
@@ -24,9 +23,7 @@ class TokenizeBody(ToolPrompt):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None  # llama.cpp's name
-    messages: list[Message] | None = Field(
-        None, min_length=1, max_length=limits.MESSAGES, fail_fast=True
-    )
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None  # llama.cpp's name
     return_token_strs: bool | None = None

@@ -10,38 +10,48 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator
+from pydantic_core import from_json
 
 from decoding.app.server.formats.body import Strict
 from decoding.app.server.formats.neutral_fields import CALL_FIELDS, PART_FIELDS
 from decoding.text.tools.parser import ToolCallDelta
 
-_NAME = re.compile(r"[\w.:/-]{1,100}", re.ASCII)  # no character of a special token
-_MAX_CHARACTERS = 1 << 18  # the longest schema of a function
+_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)  # no character of a special token
+_MAX_SCHEMA = 1 << 18  # characters of a function's
+MAX_ARGUMENTS = 1 << 20  # characters of those of all calls in a request
+_MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
 
 
 def _name(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise ValueError("send 1 to 100 letters, digits or characters of _ . : / -")
+        raise ValueError("send 1 to 128 letters, digits or characters of _ . : / -")
     return name
 
 
 def _schema(schema: dict[str, Any]) -> dict[str, Any]:
-    if len(json.dumps(schema)) > _MAX_CHARACTERS:
-        raise ValueError(f"send a schema of at most {_MAX_CHARACTERS:,} characters")
-    if schema.get("type", "object") != "object":
+    if len(json.dumps(schema)) > _MAX_SCHEMA:
+        raise ValueError(f"send a schema of at most {_MAX_SCHEMA:,} characters")
+    if schema.get("type") not in (None, "object"):
         raise ValueError("arguments are an object: send a schema with type: object")
-    return schema
+    return {name: own for name, own in schema.items() if own is not None}
 
 
-def _arguments(arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, which clients send as JSON in a string."""
-    try:
-        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
+def _arguments(arguments: Any) -> dict[str, Any] | str:
+    """Return the arguments of a call, which clients send as JSON in a string.
+
+    What is no object stays a string: the model may have written it, and see what it wrote.
+    """
+    if arguments is None:
+        return {}
+    if isinstance(arguments, dict):
+        return arguments
+    if not isinstance(arguments, str):
         raise ValueError("send a JSON object in a string")
-    return value
+    try:
+        value = from_json(arguments or "{}", cache_strings="none")  # limits the nesting
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else {} if value is None else arguments
 
 
 Name = Annotated[str, AfterValidator(_name)]
@@ -50,6 +60,8 @@ CallId = Annotated[str, Field(max_length=256)]
 
 class Function(Strict):
     """A function that the model may call."""
+
+    neutral = PART_FIELDS
 
     name: Name
     description: str | None = None
@@ -73,10 +85,11 @@ class Tool(Strict):
     def as_template(self) -> dict[str, Any]:
         """Return the tool in the format of chat templates."""
         function = self.function
-        own: dict[str, Any] = {"name": function.name}
-        if function.description is not None:
-            own["description"] = function.description
-        own["parameters"] = function.schema_of_arguments
+        own = {
+            "name": function.name,
+            "description": function.description or "",  # some templates need one
+            "parameters": function.schema_of_arguments,
+        }
         return {"type": "function", "function": own}
 
 
@@ -85,8 +98,9 @@ class CalledFunction(Strict):
 
     name: Name
     arguments: Annotated[
-        dict[str, Any], PlainValidator(_arguments, json_schema_input_type=str | dict[str, Any])
-    ]
+        dict[str, Any] | str,
+        PlainValidator(_arguments, json_schema_input_type=str | dict[str, Any] | None),
+    ] = Field(default_factory=dict)
 
 
 class ToolCall(Strict):
@@ -95,7 +109,7 @@ class ToolCall(Strict):
     neutral = CALL_FIELDS
 
     id: CallId | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
     def as_template(self) -> dict[str, Any]:
@@ -113,11 +127,13 @@ class ToolChoice:
 
 
 def _choice(value: Any) -> ToolChoice:
-    if value in ("none", "auto", "required"):
-        return ToolChoice(value)
-    if isinstance(value, dict) and value.get("type") == "function" and len(value) == 2:
-        function = value.get("function")
-        if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+    if isinstance(value, dict) and len(value) == 1:
+        value = value.get("type")  # a mode
+    if isinstance(value, str) and value in _MODES:
+        return ToolChoice(_MODES[value])
+    if isinstance(value, dict) and value.get("type") == "function":
+        own = value.get("function", value)  # the Responses API's has the name itself
+        if isinstance(own, dict) and isinstance(name := own.get("name"), str):
             return ToolChoice("required", name)
     raise ValueError(
         'send none, auto, required, or {"type": "function", "function": {"name": "NAME"}}'

@@ -17,7 +17,7 @@ from decoding.app.server.formats.chat import ChatBody
 from decoding.app.server.formats.completions import CompletionBody
 from decoding.app.server.formats.responses import ResponsesBody
 from decoding.app.server.formats.tokens import DetokenizeBody, TokenizeBody
-from decoding.app.server.formats.tool_grammar import tool_grammar
+from decoding.app.server.formats.tool_grammar import call_parser, tool_grammar
 from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.receiving import parse_json
 from decoding.app.server.worker import limits
@@ -83,13 +83,13 @@ class RequestParser:
     def _with_tools(self, parsed: ParsedRequest, body: ChatBody) -> ParsedRequest:
         """Return a request whose answer may call tools, or has to. Raises RequestRefused."""
         try:
-            form, ids = self._prompts.tool_form()
-            grammar = tool_grammar(body, form, ids) or body.grammar
+            calling = self._prompts.calling(parsed.params.prompt)
+            grammar = tool_grammar(body, calling) or body.grammar
         except TierForceError as error:
             raise RequestRefused(400, f"tools: {error}", param="tools") from error
-        params = replace(parsed.params, shown_tokens={ids[name]: name for name in ids})
-        calls = ToolCallParser(form, None if body.has_many_calls else 1)
-        return replace(parsed, params=params, grammar=grammar, calls=calls)
+        shown = {token: marker for marker, token in calling.ids.items()}
+        params = replace(parsed.params, shown_tokens=shown)
+        return replace(parsed, params=params, grammar=grammar, calls=call_parser(body, calling))
 
     def tokenize(self, text: bytes) -> dict[str, Any]:
         """Return the answer to a body with a text or messages, as vLLM's. Raises RequestRefused."""

@@ -9,10 +9,19 @@ from threading import Lock
 from typing import Any
 
 from decoding.grammars.grammar import CompiledGrammar, Grammar, GrammarCompiler
+from decoding.text.channels import has_channels
 from decoding.text.chat_template import ChatRendering
 from decoding.text.prompt import PlainTemplate, Template, chat_tokens
-from decoding.text.tools.forms import ToolForm, form_of, marker_ids
+from decoding.text.tools.forms import (
+    BEGIN_OF_THOUGHTS,
+    Calling,
+    form_of,
+    marker_ids,
+    unsupported_form,
+)
 from offload.errors import InvalidRequestError, TierForceError
+
+_END_TOKENS = 16  # those that may begin a thought
 
 
 class Prompts:
@@ -36,15 +45,19 @@ class Prompts:
             self._grammars.prepare()  # uses the tokenizer
         return self._grammars.compile(grammar)
 
-    def tool_form(self) -> tuple[ToolForm, dict[str, int]]:
-        """Return how the model calls tools, and the ids of markers that are tokens of their own.
+    def calling(self, prompt: Sequence[int]) -> Calling:
+        """Return how the model calls tools in an answer to a prompt.
 
         Raises InvalidRequestError for an unsupported form.
         """
         with self._lock:
             self._check_template()
             form = form_of(str(self._tokenizer.get_chat_template(tools=[{}])))
-            return form, marker_ids(self._tokenizer, form)
+            if has_channels(self._tokenizer):
+                raise unsupported_form()
+            end = self._tokenizer.decode(list(prompt[-_END_TOKENS:])).rstrip()
+            ids = marker_ids(self._tokenizer, form)
+            return Calling(form, ids, end.endswith(BEGIN_OF_THOUGHTS))
 
     def tokenize_text(self, text: str, has_prefix: bool = True) -> list[int]:
         """Return the tokens of a text that is to be continued, after the tokenizer's own prefix.

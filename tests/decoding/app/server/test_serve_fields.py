@@ -120,7 +120,7 @@ def test_the_seed_of_others_is_random(server: Serving) -> None:
                 "messages": [*WHO, {"role": "assistant", "content": " "}],
             },
             "continue_final_message",
-            "and not empty",
+            "have text",
         ),
         ({"add_generation_prompt": False}, "add_generation_prompt", "send false with"),
         (

@@ -211,7 +211,7 @@ def test_refused_fields(
         ({"name": "<s>"}, "tools.0.function.name"),
         ({"name": "f", "parameters": {"type": "array"}}, "tools.0.function.parameters"),
         ({"name": "f", "parameters": {"a": "b" * 300_000}}, "tools.0.function.parameters"),
-        ({"name": "f", "parameters": {"properties": {"x": {"uniqueItems": True}}}}, "tools"),
+        ({"name": "f", "strict": True, "parameters": {"minProperties": [1]}}, "tools"),
     ],
 )
 def test_refused_functions(
@@ -224,27 +224,75 @@ def test_refused_functions(
 
 
 @pytest.mark.parametrize(
-    ("message", "param"),
+    "fields",
     [
-        ({"role": "user", "content": "a", "tool_calls": [{"function": {}}]}, "tool_calls.0"),
-        ({"role": "user", "content": "a", "tool_call_id": "b"}, "tool_call_id"),
-        ({"role": "assistant"}, "content"),
-        ({"role": "tool", "content": "a", "tool_call_id": "b" * 300}, "tool_call_id"),
-        (
-            {
-                "role": "assistant",
-                "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
-            },
-            "tool_calls.0.function.arguments",
-        ),
+        {"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}}]},
+        {"tools": [TOOL], "tool_choice": {"type": "auto"}},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"}},
+        {"tools": [TOOL], "tool_choice": "any", "parallel_tool_calls": None},
+        {
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": {"type": None, "required": None}},
+                }
+            ]
+        },
     ],
 )
+def test_variants_that_clients_send(
+    fields: dict[str, Any], servers: Callable[[str], Serving]
+) -> None:
+    assert servers("hermes").status(CHAT, {"messages": WHO, "max_tokens": 1, **fields}) == 200
+
+
+def with_call(**function: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", **function}}]}
+
+
+REFUSED_MESSAGES = [
+    ({"role": "user", "content": "a", "tool_calls": [{"function": {}}]}, "tool_calls.0"),
+    ({"role": "user", "content": "a", "tool_call_id": "b"}, "tool_call_id"),
+    ({"role": "user"}, "content"),
+    ({"role": "tool", "content": "a", "tool_call_id": "b" * 300}, "tool_call_id"),
+    (with_call(arguments=1), "tool_calls.0.function.arguments"),
+]
+
+
+@pytest.mark.parametrize(("message", "param"), REFUSED_MESSAGES)
 def test_refused_messages(
     message: dict[str, Any], param: str, servers: Callable[[str], Serving]
 ) -> None:
     status, error = servers("hermes").error(CHAT, {"messages": [*WHO, message]})
     assert status == 400
     assert error["param"].startswith(f"messages.1.{param}")
+
+
+@pytest.mark.parametrize("template", ["hermes", "llama", "mistral", "none"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        with_call(arguments='{"a": [1'),  # cut
+        with_call(arguments=None),
+        with_call(),
+        with_call(arguments="[" * 300),
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "tool", "content": None},
+    ],
+)
+def test_what_models_and_clients_send_back(
+    template: str, message: dict[str, Any], servers: Callable[[str], Serving]
+) -> None:
+    message = {"tool_call_id": "call_1", **message} if message["role"] == "tool" else message
+    body = {"messages": [*WHO, message, *WHO], "max_tokens": 1}
+    assert servers(template).status(CHAT, body) == 200
+
+
+def test_all_arguments_together_are_limited(servers: Callable[[str], Serving]) -> None:
+    call = with_call(arguments=json.dumps({"a": [[]] * 50_000}))
+    status, error = servers("hermes").error(CHAT, {"messages": [*WHO, *[call] * 6]})
+    assert (status, error["param"]) == (400, "messages")
+    assert "the arguments of all calls have" in error["message"]
 
 
 def test_other_forms_are_refused(

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from decoding.text.tools.forms import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMED, ToolForm
 from decoding.text.tools.parser import ToolCallParser
-from support.tools import ANSWERS, CALLS
+from support.tools import ANSWERS, CALLS, SCHEMAS
 
 Parsed = tuple[str, list[tuple[str, str]]]
 _BOOK = '{"name": "find", "arguments": {"text": "a } \\" </tool_call> b", "pages": [1, {"to": 2}]}}'
 
 
-def parse(form: ToolForm, parts: list[str], max_calls: int | None = None) -> Parsed:
+def parse(form: ToolForm, parts: list[str], **options: Any) -> Parsed:
     """Return the text and the calls of an answer that arrives in parts."""
-    parser = ToolCallParser(form, max_calls)
+    parser = ToolCallParser(form, {"f", "g", "find", *SCHEMAS}, **options)
     content, calls = "", list[tuple[str, str]]()
     for part in [*map(parser.feed, parts), parser.rest()]:
         content += part.content
@@ -85,12 +86,35 @@ CASES = [
         ("", [("f", "{}"), ("g", "{}")]),
     ),
     (MISTRAL, "x[TOOL_CALLS]y", ("x[TOOL_CALLS]y", [])),
+    (MISTRAL, "[TOOL_CALLS][1, 2]", ("[TOOL_CALLS][1, 2]", [])),
+    (MISTRAL, '[TOOL_CALLS][{"name": "f"}, 2] [3', (", 2] [3", [("f", "{}")])),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {}}}\n</tool_call>', ("", [("f", "{}")])),
+    # one key for the other
+    (HERMES, '<tool_call>{"name": "f", "parameters": {"a": 1}}', ("", [("f", '{"a": 1}')])),
+    (LLAMA_3, '{"arguments": {"a": 1}, "name": "f"}', ("", [("f", '{"a": 1}')])),
+    # no calls: no arguments, other names, half a character
+    (LLAMA_3, '{"name": "f", "age": 3}', ('{"name": "f", "age": 3}', [])),
+    (LLAMA_3, '{"name": "h", "parameters": {}}', ('{"name": "h", "parameters": {}}', [])),
+    (HERMES, '<tool_call>{"name": "h"}', ('<tool_call>{"name": "h"}', [])),
+    (
+        HERMES,
+        '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}',
+        ('<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}', []),
+    ),
+    # thoughts
+    (
+        HERMES,
+        ' <think>No <tool_call>{"name": "f"}</tool_call></think>\n\n<tool_call>{"name": "g"}',
+        (' <think>No <tool_call>{"name": "f"}</tool_call></think>', [("g", "{}")]),
+    ),
+    (HERMES, '<think> <tool_call>{"name": "f"}</th', ('<think> <tool_call>{"name": "f"}</th', [])),
     (
         MISTRAL_NAMED,
         '[TOOL_CALLS]f[CALL_ID]a1[ARGS]{"a": {}} [TOOL_CALLS]g[ARGS]{} bye',
         ("bye", [("f", '{"a": {}}'), ("g", "{}")]),
     ),
-    (MISTRAL_NAMED, '[TOOL_CALLS]f {"a": 1}', ('[TOOL_CALLS]f {"a": 1}', [])),
+    (MISTRAL_NAMED, '[TOOL_CALLS]f{"a": 1}', ("", [("f", '{"a": 1}')])),
+    (MISTRAL_NAMED, '[TOOL_CALLS]f: {"a": 1}', ('[TOOL_CALLS]f: {"a": 1}', [])),
     (MISTRAL_NAMED, f"[TOOL_CALLS]{'f' * 500}", (f"[TOOL_CALLS]{'f' * 500}", [])),
 ]
 
@@ -108,9 +132,32 @@ def test_answers_do_not_depend_on_how_they_arrive(
         assert parse(form, split_at(text, cuts)) == expected
 
 
+def test_thoughts_that_the_prompt_begins() -> None:
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    expected = f"So {call}</think>", [("f", "{}")]
+    for parts in ([f"So {call}</think>{call}"], list(f"So {call}</think>{call}")):
+        assert parse(HERMES, parts, is_in_thoughts=True) == expected
+
+
+def test_calls_that_no_text_may_precede() -> None:
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    for parts in ([f'{{"a": "{call}"}}'], list(f'{{"a": "{call}"}}')):
+        assert parse(HERMES, parts, is_only_at_start=True) == (f'{{"a": "{call}"}}', [])
+    for parts in ([f"\n{call}{call}"], list(f"\n{call}{call}")):
+        assert parse(HERMES, parts, is_only_at_start=True) == ("", [("f", "{}")] * 2)
+
+
+def test_the_cost_of_what_only_begins_like_calls_is_linear() -> None:
+    """A quadratic parser would take minutes."""
+    for text in ("<tool_call>{" * 20_000, "<tool_call>{}" * 20_000, '<tool_call>{"a": [' * 20_000):
+        assert parse(HERMES, [text]) == (text, [])
+
+
 def test_arguments_are_streamed() -> None:
-    parser = ToolCallParser(HERMES)
+    parser = ToolCallParser(HERMES, {"f"})
     parts = [parser.feed(each) for each in ('<tool_call>{"name": "f", "arguments": {"a', '": 1')]
     assert [part.calls[0].arguments for part in parts] == ['{"a', '": 1']
     assert [part.calls[0].name for part in parts] == ["f", None]
+    assert not parser.has_calls  # none that is complete
+    assert parser.feed("}}").calls[0].arguments == "}"
     assert parser.has_calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from decoding.text.tools.forms import (
     ToolForm,
     form_of,
     marker_ids,
+    supports_tools,
 )
 from decoding.text.tools.strings import strings_in, with_strings
 from offload.errors import InvalidRequestError
@@ -85,6 +87,42 @@ def test_tools_are_text_where_the_template_has_none() -> None:
     text = tokenizer.decode(chat_tokens(tokenizer, own, rendering=ChatRendering(tools=TOOLS)))
     assert text.startswith("<|system|>Be brief.\n\n# Tools\n")
     assert text.count("<|system|>") == 1
+
+
+def test_tools_come_first_where_there_is_no_system_message() -> None:
+    refusing = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template = TEMPLATE.replace("<|{{", refusing + "<|{{")
+    tokenizer = make_tokenizer(template)
+    text = tokenizer.decode(
+        chat_tokens(tokenizer, MESSAGES, rendering=ChatRendering(tools=TOOLS[1:]))
+    )
+    assert text.startswith("<|user|># Tools\n")
+    assert "</tool_call>\n\nHow is the weather?<|end|>\n" in text
+    # roles alternate
+    assert "</tool_response>\nAnd now?<|end|>\n<|assistant|>" in text
+
+
+def test_a_template_with_another_variable_has_no_tools() -> None:
+    """SmolLM3's: `tools` occurs in its text only."""
+    template = "{% if xml_tools %}<tools>{{ xml_tools }}</tools>{% endif %}" + TEMPLATE
+    assert not supports_tools(template)
+    assert supports_tools("{% generation %}{% endgeneration %}" + HERMES_TOOLS)
+    conditional = "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}"
+    assert supports_tools(conditional)
+
+
+def test_mistral_models_get_ids_that_they_accept() -> None:
+    tokenizer = make_tokenizer(MISTRAL_TOOLS)
+    messages = [
+        MESSAGES[0],
+        {**MESSAGES[1], "tool_calls": [{**MESSAGES[1]["tool_calls"][0], "id": "call_1"}]},
+        {**MESSAGES[2], "tool_call_id": "call_1"},
+    ]
+    text = tokenizer.decode(chat_tokens(tokenizer, messages))
+    (found,) = re.findall(r'"call_id": "(\w+)"', text)
+    assert len(found) == 9
+    del messages[1]["tool_calls"][0]["id"]
+    assert chat_tokens(tokenizer, messages)
 
 
 def test_messages_without_tools_are_as_they_were() -> None:
