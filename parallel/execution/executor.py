@@ -136,6 +136,7 @@ class Score:
     def run(self, executor: TensorParallelExecutor) -> PromptScorer:
         sequence = executor.sequences[self.index]
         assert isinstance(sequence, DecodableSequence)
+        # no more logits at once than in a decoding forward, whose memory is planned for
         scorer = PromptScorer(self.top, executor.max_tokens)
         executor.prefills[sequence] = sequence.prefill_steps(scorer)
         return scorer

@@ -6,6 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from decoding.app.server.worker.jobs import Failed, TextDelta, TokenLogprobs
@@ -13,17 +14,31 @@ from decoding.app.server.worker.jobs import Failed, TextDelta, TokenLogprobs
 Logprobs = Sequence[tuple[int, TokenLogprobs]]
 
 
-def usage_fields(counts: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields `usage`, as in OpenAI's API, and `tierforce`, all statistics."""
-    prompt, new = counts["prompt_tokens"], counts["new_tokens"]
-    cached = counts["reused_tokens"] + counts["loaded_tokens"]
+@dataclass(frozen=True)
+class Answer:
+    """The whole answer to a prompt."""
+
+    content: TextDelta
+    reason: str  # why it ended
+    counts: dict[str, Any]  # its statistics
+
+
+def usage_fields(counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields `usage`, as in OpenAI's API, and `tierforce`, all statistics.
+
+    `counts`: those of each prompt. `usage` sums them, and `tierforce` lists those of several.
+    """
+    prompt, new, reused, loaded = (
+        sum(each[name] for each in counts)
+        for name in ("prompt_tokens", "new_tokens", "reused_tokens", "loaded_tokens")
+    )
     usage = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": reused + loaded},
     }
-    return {"usage": usage, "tierforce": counts}
+    return {"usage": usage, "tierforce": counts if len(counts) > 1 else counts[0]}
 
 
 def error_body(failed: Failed) -> dict[str, Any]:
@@ -50,33 +65,34 @@ class ResponseBuilder(ABC):
 
     def __init__(self, model: str):
         self.model = model
-        self.prompt_ids: Sequence[int] | None = None  # set for an answer with the ids of tokens
+        # tokens of each prompt; set for answers with the ids of tokens
+        self.prompt_ids: Sequence[Sequence[int]] | None = None
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
-    def whole(
-        self, answer: TextDelta, has_logprobs: bool, reason: str, counts: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the whole response."""
-        response = self._response(
-            self.name, self.message(answer.text), answer, has_logprobs, reason
-        )
+    def whole(self, answers: Sequence[Answer], has_logprobs: bool) -> dict[str, Any]:
+        """Return the whole response: a choice for each prompt."""
+        choices = []
+        for index, answer in enumerate(answers):
+            text = self.message(answer.content.text)
+            choices.append(self._choice(index, text, answer.content, has_logprobs, answer.reason))
+        response = {**self._head(self.name), "choices": choices}
         self._add_prompt_ids(response)
-        return {**response, **usage_fields(counts)}
+        return {**response, **usage_fields([answer.counts for answer in answers])}
 
-    def first(self) -> dict[str, Any] | None:
-        """Return the first chunk of a stream, if the format has one before the text."""
+    def first(self, index: int) -> dict[str, Any] | None:
+        """Return a prompt's first chunk of a stream, if the format has one before the text."""
         return None
 
-    def chunk(self, part: TextDelta, has_logprobs: bool) -> dict[str, Any]:
-        """Return a chunk of a stream."""
-        return self._response(self.chunk_name, self.delta(part.text), part, has_logprobs, None)
+    def chunk(self, index: int, part: TextDelta, has_logprobs: bool) -> dict[str, Any]:
+        """Return a chunk of a stream, of a prompt's answer."""
+        return self._chunk(self._choice(index, self.delta(part.text), part, has_logprobs, None))
 
-    def last(self, reason: str) -> dict[str, Any]:
-        """Return the last chunk of a stream."""
-        return self._response(self.chunk_name, self.delta(""), TextDelta(""), False, reason)
+    def last(self, index: int, reason: str) -> dict[str, Any]:
+        """Return the last chunk of a prompt's answer in a stream."""
+        return self._chunk(self._choice(index, self.delta(""), TextDelta(""), False, reason))
 
-    def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
+    def usage(self, counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the chunk with usage and statistics, which follows the last one on request."""
         return {**self._head(self.chunk_name), "choices": [], **usage_fields(counts)}
 
@@ -92,24 +108,27 @@ class ResponseBuilder(ABC):
     def format_logprobs(self, logprobs: Logprobs) -> dict[str, Any]:
         """Return the field `logprobs` of a choice."""
 
-    def _response(
+    def _choice(
         self,
-        name: str,
+        index: int,
         text: dict[str, Any],
         part: TextDelta,
         has_logprobs: bool,
         reason: str | None,
     ) -> dict[str, Any]:
         formatted = self.format_logprobs(part.logprobs) if has_logprobs else None
-        choice = {"index": 0, **text, "logprobs": formatted, "finish_reason": reason}
+        choice = {"index": index, **text, "logprobs": formatted, "finish_reason": reason}
         if self.prompt_ids is not None:
             choice["token_ids"] = list(part.token_ids)
-        return {**self._head(name), "choices": [choice]}
+        return choice
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head(self.chunk_name), "choices": [choice]}
 
     def _add_prompt_ids(self, response: dict[str, Any]) -> None:
         """Add the ids of the prompt's tokens, where vLLM has them."""
         if self.prompt_ids is not None:
-            response["prompt_token_ids"] = list(self.prompt_ids)
+            response["prompt_token_ids"] = list(self.prompt_ids[0])
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
@@ -120,9 +139,9 @@ class ChatResponseBuilder(ResponseBuilder):
 
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def first(self) -> dict[str, Any]:
+    def first(self, index: int) -> dict[str, Any]:
         delta = {"delta": {"role": "assistant", "content": ""}}
-        response = self._response(self.chunk_name, delta, TextDelta(""), False, None)
+        response = self._chunk(self._choice(index, delta, TextDelta(""), False, None))
         self._add_prompt_ids(response)
         return response
 
@@ -157,16 +176,17 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     delta = message
 
-    def first(self) -> dict[str, Any] | None:
+    def first(self, index: int) -> dict[str, Any] | None:
         if self.prompt_ids is None:
             return None
-        response = self._response(self.chunk_name, self.delta(""), TextDelta(""), False, None)
+        response = self._chunk(self._choice(index, self.delta(""), TextDelta(""), False, None))
         self._add_prompt_ids(response)
         return response
 
     def _add_prompt_ids(self, response: dict[str, Any]) -> None:
         if self.prompt_ids is not None:
-            response["choices"][0]["prompt_token_ids"] = list(self.prompt_ids)
+            for choice in response["choices"]:
+                choice["prompt_token_ids"] = list(self.prompt_ids[choice["index"]])
 
     def format_logprobs(self, logprobs: Logprobs) -> dict[str, Any]:
         tokens = [token for _, token in logprobs]
@@ -174,12 +194,25 @@ class CompletionResponseBuilder(ResponseBuilder):
             "tokens": [_name(token.token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "sampled_logprobs": [token.sampled_logprob for token in tokens],
-            "top_logprobs": [{_name(name): p for name, p in token.top} for token in tokens],
+            "top_logprobs": [_top(token) for token in tokens],
             "text_offset": [offset for offset, _ in logprobs],
         }
 
 
-def _token_logprob(token: bytes, logprob: float) -> dict[str, Any]:
+def _top(token: TokenLogprobs) -> dict[str, float] | None:
+    """Return the log-probabilities of the most likely tokens, and of the token itself, by name.
+
+    Of several tokens with a name, that of the most likely one. None if nothing precedes the token.
+    """
+    if token.logprob is None:
+        return None
+    by_name = dict[str, float]()
+    for name, logprob in (*token.top, (token.token, token.logprob)):
+        by_name.setdefault(_name(name), logprob)
+    return by_name
+
+
+def _token_logprob(token: bytes, logprob: float | None) -> dict[str, Any]:
     """Return a token with its log-probability, in the format of chat completions."""
     text = token.decode(errors="replace")
     return {"token": text, "logprob": logprob, "bytes": list(token)}

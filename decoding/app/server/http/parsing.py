@@ -53,18 +53,20 @@ class RequestParser:
 
     def parse(
         self, text: bytes, kind: type[AnyBody]
-    ) -> tuple[GenerationParams, StreamOptions | None, tuple[str, Grammar] | None]:
-        """Return the parameters in a body; the stream options if the answer is streamed; and, if it
-        is to match a grammar, the field and the grammar, for `compile`.
+    ) -> tuple[list[GenerationParams], StreamOptions | None, tuple[str, Grammar] | None]:
+        """Return the parameters in a body, for each prompt; the stream options if the answer is
+        streamed; and, if it is to match a grammar, the field and the grammar, for `compile`.
 
         Slow for a long prompt. Raises RequestRefused for an invalid or unsupported request.
         """
         body = self._validated(text, kind)
-        param = "messages" if isinstance(body, ChatBody) else "prompt"
-        with self._prompt_errors(param):
-            prompt = self._prompt(body)
+        sampling = self._sampling(body)
+        if isinstance(body, ChatBody):
+            params = [self._chat(body, sampling)]
+        else:
+            params = self._completions(body, sampling)
         options = (body.stream_options or StreamOptions()) if body.stream else None
-        return self._params(body, prompt, param), options, body.grammar
+        return params, options, body.grammar
 
     def tokenize(self, text: bytes) -> dict[str, Any]:
         """Return the answer to a body with a text or messages, as vLLM's. Raises RequestRefused."""
@@ -91,14 +93,18 @@ class RequestParser:
         return {"prompt": own, "content": own}
 
     @contextmanager
-    def _prompt_errors(self, param: str) -> Iterator[None]:
-        """Raise RequestRefused for errors of a field that has a prompt."""
+    def _prompt_errors(self, param: str, place: str = "") -> Iterator[None]:
+        """Raise RequestRefused for errors of a field that has a prompt, at `place` in a list."""
         try:
             yield
         except ContextLengthError as error:
-            raise self._too_long(str(error), param, error.tokens) from error
+            raise self._too_long(f"{place}{error}", param, error.tokens) from error
         except TierForceError as error:
-            raise RequestRefused(400, str(error), param=param) from error
+            raise RequestRefused(400, f"{place}{error}", param=param) from error
+        except RequestRefused as error:
+            own = error.failed
+            message = f"{place}{own.message}"
+            raise RequestRefused(own.status, message, own.code, own.param, own.details) from error
 
     def _validated(self, text: bytes, kind: type[_Body]) -> _Body:
         """Return a body. Raises RequestRefused."""
@@ -140,31 +146,84 @@ class RequestParser:
                 "model",
             )
 
-    def _prompt(self, body: ChatBody | CompletionBody) -> list[int]:
-        """Return a prompt's tokens. Raises TierForceError for an invalid prompt."""
-        if isinstance(body, ChatBody):
+    def _chat(self, body: ChatBody, sampling: Sampling) -> GenerationParams:
+        """Return the parameters in a body with messages. Raises RequestRefused."""
+        with self._prompt_errors("messages"):
             messages = [message.as_template() for message in body.messages]
-            return self._prompts.tokenize_messages(messages, body.rendering)
-        if isinstance(body.prompt, str):
-            return self._prompts.tokenize_text(body.prompt)
-        self._check_tokens(body.prompt, "prompt")
-        return body.prompt
+            prompt = self._prompts.tokenize_messages(messages, body.rendering)
+            return self._params(body, prompt, "messages", sampling)
 
-    def _params(self, body: AnyBody, prompt: list[int], param: str) -> GenerationParams:
-        """Return the parameters in a body. Raises RequestRefused if they exceed the context."""
+    def _completions(self, body: CompletionBody, sampling: Sampling) -> list[GenerationParams]:
+        """Return the parameters of each prompt in a body. Raises RequestRefused.
+
+        Each has a seed of its own: the next.
+        """
+        params = list[GenerationParams]()
+        for index, prompt in enumerate(body.prompt):
+            place = f"prompt[{index}]: " if len(body.prompt) > 1 else ""
+            with self._prompt_errors("prompt", place):
+                if isinstance(prompt, str):
+                    tokens = self._prompts.tokenize_text(prompt)
+                else:
+                    self._check_tokens(prompt, "prompt")
+                    tokens = prompt
+                own = replace(sampling, seed=(sampling.seed + index) % _SEEDS)
+                params.append(self._params(body, tokens, "prompt", own))
+        return self._with_echo(body, params) if body.echo else params
+
+    def _with_echo(
+        self, body: CompletionBody, params: Sequence[GenerationParams]
+    ) -> list[GenerationParams]:
+        """Return parameters with an echo of each prompt. Raises RequestRefused if it is too long.
+
+        Without new tokens a prompt is scored in any case: only then the engine accepts it.
+        """
+        top = body.logprobs
+        if top is not None:
+            tokens = sum(len(each.prompt) for each in params)
+            if tokens > (limit := limits.ECHOED_LOGPROBS // (top + 1)):
+                raise RequestRefused(
+                    400,
+                    f"logprobs: {tokens:,} tokens are too many to echo with the top {top} of each: "
+                    f"send at most {limit:,} tokens in a request, or fewer logprobs.",
+                    param="logprobs",
+                )
+        elif body.max_tokens == 0:
+            top = 0
+        with_echo = []
+        for each, prompt in zip(params, body.prompt, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            with_echo.append(replace(each, has_echo=True, text=text, num_prompt_logprobs=top))
+        return with_echo
+
+    def _params(
+        self, body: AnyBody, prompt: list[int], param: str, sampling: Sampling
+    ) -> GenerationParams:
+        """Return the parameters of a prompt. Raises RequestRefused if they exceed the context."""
         context, length = self._served.context, len(prompt)
         if not prompt:
             raise RequestRefused(400, "the prompt is empty: send at least one token.", param=param)
-        if (room := context - length) < 1:
+        limit = body.token_limit
+        if (room := context - length) < (limit != 0):
             raise self._too_long(
                 f"the prompt has {length:,} tokens, but the context, including the answer, has "
                 f"{context:,}: send a shorter one.",
                 param,
                 length,
             )
-        maximum = body.token_limit or self._served.max_new_tokens
-        is_clipped = (body.token_limit or 0) > room
-        max_new_tokens = room if maximum < 0 else min(maximum, room)
+        maximum = self._served.max_new_tokens if limit is None else limit
+        return GenerationParams(
+            array("i", prompt),
+            room if maximum < 0 else min(maximum, room),
+            sampling,
+            body.stops,
+            body.num_top_logprobs,
+            is_clipped=limit is not None and limit > room,
+            returns_ids=bool(body.return_token_ids),
+        )
+
+    def _sampling(self, body: AnyBody) -> Sampling:
+        """Return the options of sampling in a body. Raises RequestRefused for an invalid one."""
         names = {field.name for field in fields(Sampling)}
         options: dict[str, Any] = {"seed": secrets.randbits(_SEED_BITS)}
         options |= body.model_dump(include=names, exclude_none=True)
@@ -186,15 +245,7 @@ class RequestParser:
         if token >= self._served.vocab:
             reason = f"logit_bias: token {token} is outside the model's vocabulary."
             raise RequestRefused(400, reason, param="logit_bias")
-        return GenerationParams(
-            array("i", prompt),
-            max_new_tokens,
-            sampling,
-            body.stops,
-            body.num_top_logprobs,
-            is_clipped=is_clipped,
-            returns_ids=bool(body.return_token_ids),
-        )
+        return sampling
 
     def _too_long(self, message: str, param: str, tokens: int) -> RequestRefused:
         details = {"prompt_tokens": tokens, "context": self._served.context}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import anyio
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import BaseModel
-from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -29,6 +26,7 @@ from decoding.app.server.formats.replies import (
     error_body,
 )
 from decoding.app.server.formats.tokens import DetokenizeBody, TokenizeBody
+from decoding.app.server.http.delivery import SEPARATOR, Delivery
 from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.openapi import describe
 from decoding.app.server.http.page import PAGE, POLICY
@@ -38,23 +36,17 @@ from decoding.app.server.http.token_routes import TokenRoutes
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.jobs import (
     INTERNAL_ERROR,
-    Event,
     Failed,
-    Finished,
     GenerationParams,
-    ProgressUpdate,
     QueuedRequest,
     QueueFull,
     RequestQueue,
-    TextDelta,
 )
 from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.prompts import Prompts
 from decoding.app.terminal.streams import say
 from offload.errors import one_line
 
-_DISCONNECT_POLL_S = 0.1  # interval of checks whether a client is still connected
-_SEPARATOR = "\n"
 CLIPPED = "X-Max-Tokens"  # header with the new tokens there is room for, if fewer than asked for
 _BODIES: dict[str, type[BaseModel]] = {  # their routes
     "/v1/chat/completions": ChatBody,
@@ -78,10 +70,11 @@ class Server:
     ):
         """Serve one model through `queue`; a body has at most `max_body` bytes."""
         self.queue, self.metrics, self.served = queue, metrics, served
-        self._parser = RequestParser(prompts, served)
+        self._prompts, self._parser = prompts, RequestParser(prompts, served)
         self._uploads = Uploads(max_body)
         self._parsing = asyncio.Semaphore(limits.CONCURRENT_PARSES)
         self._compiling = asyncio.Semaphore(1)  # grammars, one at a time
+        self._echoing = asyncio.Semaphore(1)  # whole answers with prompts, likewise
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
@@ -151,87 +144,38 @@ class Server:
         """Queue a request, and answer it."""
         # the body is not kept in memory while the request is queued
         params, stream_options = await self._receive(request, kind)
-        queued = QueuedRequest(params)
+        batch = QueuedRequest.batch(params)
         try:
-            self.queue.put(queued)
+            self.queue.put(batch)
         except QueueFull as error:
             raise RequestRefused(429, str(error), "queue_full") from error
-        if params.returns_ids:
-            builder.prompt_ids = params.prompt
-        headers = {CLIPPED: str(params.max_new_tokens)} if params.is_clipped else {}
+        if params[0].returns_ids:
+            builder.prompt_ids = [each.prompt for each in params]
+        clipped = [each.max_new_tokens for each in params if each.is_clipped]
+        headers = {CLIPPED: str(min(clipped))} if clipped else {}
+        delivery = Delivery(batch, self.queue, builder, self._prompts, self._echoing)
         if stream_options is not None:
-            events = self._stream(queued, builder, bool(stream_options.include_usage))
+            events = delivery.stream(bool(stream_options.include_usage))
             return EventSourceResponse(
-                events, sep=_SEPARATOR, headers={**_UNBUFFERED, **headers}, ping=limits.PING_S
+                events, sep=SEPARATOR, headers={**_UNBUFFERED, **headers}, ping=limits.PING_S
             )
-        response = await self._whole(queued, builder, request)
+        response = await delivery.whole(request)
         response.headers.update(headers)
         return response
 
     async def _receive(
         self, request: Request, kind: type[AnyBody]
-    ) -> tuple[GenerationParams, StreamOptions | None]:
-        """Return a request's parameters, and the stream options if the answer is streamed."""
+    ) -> tuple[list[GenerationParams], StreamOptions | None]:
+        """Return a request's parameters, for each of its prompts, and the stream options if the
+        answer is streamed.
+        """
         async with self._uploads.receive(request) as body, self._parsing:
             params, stream_options, requested = await run_sync(self._parser.parse, body, kind)
         if requested is not None:
             async with self._compiling:
                 compiled = await run_sync(self._parser.compile, *requested)
-            params = replace(params, grammar=compiled)
+            params = [replace(each, grammar=compiled) for each in params]
         return params, stream_options
-
-    async def _whole(
-        self, queued: QueuedRequest, builder: ResponseBuilder, request: Request
-    ) -> Response:
-        """Return the whole answer; the wait ends early if the client disconnects."""
-        parts = list[TextDelta]()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._watch_client, queued, request)
-            async for event in _events_of(queued):
-                if isinstance(event, TextDelta):
-                    parts.append(event)
-            tasks.cancel_scope.cancel()
-        self.queue.cancel(queued)
-        if isinstance(event, Failed):
-            return JSONResponse(error_body(event), event.status)
-        assert isinstance(event, Finished)
-        has_logprobs = queued.params.top_logprobs is not None
-        answer = TextDelta.joined(parts)
-        return JSONResponse(builder.whole(answer, has_logprobs, event.reason, event.counts))
-
-    async def _watch_client(self, queued: QueuedRequest, request: Request) -> None:
-        """Cancel a request when its client disconnects."""
-        while not await request.is_disconnected():
-            await anyio.sleep(_DISCONNECT_POLL_S)
-        self.queue.cancel(queued)
-        queued.fail(Failed(499, "the client disconnected."))
-
-    async def _stream(
-        self, queued: QueuedRequest, builder: ResponseBuilder, with_usage: bool
-    ) -> AsyncIterator[ServerSentEvent]:
-        """Yield the answer as it is generated, with progress as comments."""
-        has_logprobs = queued.params.top_logprobs is not None
-        has_begun = False
-        try:
-            async for event in _events_of(queued):
-                # not before there is a token: clients time the prefill by the first chunk
-                if not has_begun and (isinstance(event, TextDelta | Finished) or has_tokens(event)):
-                    has_begun = True
-                    if (first := builder.first()) is not None:
-                        yield _data(first)
-                if isinstance(event, TextDelta):
-                    yield _data(builder.chunk(event, has_logprobs))
-                elif isinstance(event, Finished):
-                    yield _data(builder.last(event.reason))
-                    if with_usage:
-                        yield _data(builder.usage(event.counts))
-                    yield ServerSentEvent("[DONE]", sep=_SEPARATOR)
-                elif isinstance(event, Failed):
-                    yield _data(error_body(event))
-                else:
-                    yield ServerSentEvent(comment=json.dumps(event.data), sep=_SEPARATOR)
-        finally:
-            self.queue.cancel(queued)
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -241,24 +185,6 @@ class Server:
             "owned_by": "tierforce",
             "max_model_len": self.served.context,
         }
-
-
-def has_tokens(event: Event) -> bool:
-    """Return whether an event is progress of an answer that has tokens."""
-    return isinstance(event, ProgressUpdate) and "counts" in event.data
-
-
-async def _events_of(request: QueuedRequest) -> AsyncIterator[Event]:
-    """Yield the events of a request, to its end."""
-    while True:
-        event = await request.events.get()
-        yield event
-        if isinstance(event, Finished | Failed):
-            return
-
-
-def _data(content: dict[str, Any]) -> ServerSentEvent:
-    return ServerSentEvent(json.dumps(content), sep=_SEPARATOR)
 
 
 async def _on_refused(_: Request, error: Exception) -> Response:

@@ -43,6 +43,9 @@ EXTRA_VALUES = 100_000  # limit of its values, in addition to one per token of t
 
 MESSAGES = 10_000
 STOPS, STOP_CHARACTERS = 16, 500
+PROMPTS = 128
 
 # An answer
+ECHOED_LOGPROBS = 1_000_000  # tokens of all prompts, times one more than `logprobs`
+ECHOED_TOKENS = 1000  # tokens of a prompt in one part of the answer
 UNREAD_EVENTS = 10_000  # parts of it that its client has not read
