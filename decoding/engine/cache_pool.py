@@ -16,6 +16,8 @@ from decoding.prefix_cache.store import MIN_TOKENS
 from decoding.speculation.sequence import Tokens
 from offload.errors import InsufficientMemoryError, RequestCancelled
 from offload.layout import OBSERVED_ROWS
+from parallel.execution.executor import Score, TensorParallelExecutor
+from parallel.model.prompt_logprobs import PromptScorer
 
 
 class CachePool:
@@ -76,6 +78,8 @@ class CachePool:
         if state.sequence is None:
             state.sequence = CachedSequence(self._open(state, concurrency))
         self._in_use.append(state.sequence)
+        if (top := request.num_prompt_logprobs) is not None:
+            _begin_to_score(state.sequence, top, self.sessions.executor)
         if closed:
             stats.discarded_tokens = max(0, closed - stats.reused_tokens)
         state.sequence.tokens = request.tokens
@@ -271,5 +275,18 @@ def _fits(request: Request, kept: CachedSequence) -> bool:
     return tokens + new <= caches.target.shape.capacity and new <= caches.plan.spec.max_new_tokens
 
 
+def _begin_to_score(sequence: CachedSequence, top: int, executor: TensorParallelExecutor) -> None:
+    """Let the prefill of a sequence that was just opened score its prompt."""
+    scorer = executor.run(Score(executor.sequences.index(sequence.caches), top))
+    assert isinstance(scorer, PromptScorer)
+    sequence.scorer = scorer
+
+
 def _size(request: Request) -> tuple[Tokens, int]:
-    return request.tokens, request.max_new_tokens
+    """Return the tokens of a prompt whose KV may be that of others, and the maximum of new ones.
+
+    To score a prompt, all of it is prefilled: it shares its first token at most, which is too
+    little to be reused.
+    """
+    end = None if request.num_prompt_logprobs is None else 1
+    return request.tokens[:end], request.max_new_tokens

@@ -13,6 +13,7 @@ from decoding.models.runtime import Runtime
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.sequence import Tokens, common_prefix
 from offload.layout import ceil_div
+from parallel.model.prompt_logprobs import PromptScorer
 
 DEFAULT_ROOM = 4096  # tokens of later turns that memory is planned for
 
@@ -53,6 +54,7 @@ class CachedSequence(HeldSequence):
     prefill_s: float = 0.0  # seconds of prefill so far
     token_s: float = 0.0  # prefill seconds per token, when the whole prompt was last prefilled
     forward_s: float = 0.0  # seconds per forward of the target, in the last turn that made one
+    scorer: PromptScorer | None = None  # during a prefill that scores the prompt
 
     def reusable_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
         """Return how many tokens of a prompt stay in the caches; 0 to prefill all of it."""

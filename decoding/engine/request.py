@@ -22,12 +22,15 @@ from decoding.speculation.draft_length import Lengths, draft_lengths
 from decoding.speculation.grammar_mask import GrammarMask
 from decoding.speculation.logits_processors import LogitsProcessors, make_processors
 from decoding.speculation.randomness import make_randomness
-from decoding.speculation.rejection_sampler import to_host
+from decoding.speculation.rejection_sampler import overflow_error, to_host
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.sequence import TokenSequence
 from offload.errors import InvalidRequestError, TierForceError
 from parallel.execution.batched_forward import ForwardRequest
 from parallel.model.pipeline import Progress
+from parallel.model.prompt_logprobs import PromptLogprobs
+
+MAX_PROMPT_LOGPROBS = 20  # at each position of a prompt
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class Request:
     room: int | None = None
     shared: int = 0  # tokens that begin these, too; a few less are better than one more
     grammar: CompiledGrammar | None = None  # the answer matches it
+    # Number of the largest log-probabilities at each position of the prompt, which come with those
+    # of its tokens; None: none of them. Otherwise all of it is prefilled, nothing is reused, and
+    # there may be no new tokens.
+    num_prompt_logprobs: int | None = None
+    on_prompt_logprobs: Callable[[PromptLogprobs], None] = lambda _: None  # called after prefill
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -62,7 +70,11 @@ class Request:
         prompt, new = self.prompt, self.max_new_tokens
         if not prompt:
             raise InvalidRequestError("the prompt is empty: give at least one token.")
-        if new < 1:
+        if (top := self.num_prompt_logprobs) is not None and not 0 <= top <= MAX_PROMPT_LOGPROBS:
+            raise InvalidRequestError(
+                f"`num_prompt_logprobs` must be from 0 to {MAX_PROMPT_LOGPROBS}, found {top}."
+            )
+        if new < (top is None):
             raise InvalidRequestError(f"no room left to generate: {new} new tokens requested.")
         if len(prompt) + new > context:
             raise InvalidRequestError(
@@ -153,7 +165,7 @@ class RequestState:
     def begin(
         self, logits: Tensor, lengths: dict[str, Lengths], clock: Callable[[], float]
     ) -> list[int]:
-        """Begin to decode after prefill; return the first token.
+        """Begin to decode after prefill; return the first token, if there are new ones.
 
         Raises InvalidRequestError if the logits are not finite.
 
@@ -167,6 +179,11 @@ class RequestState:
         sampling, needs = request.sampling, caches.plan.requirements
         stats.prompt_tokens = len(request.prompt)
         stats.plan = caches.plan
+        if not request.max_new_tokens:
+            stats.attach(caches, [])
+            stats.first_token_s = time.perf_counter() - self._started
+            self._report_prompt()
+            return []
         randomness = make_randomness(sampling, caches.prompt.device, needs.settings.deterministic)
         processors = self._processors(caches.prompt, logits.shape[1])
         probs = randomness.probs(sampling, processors.process(logits, [], 0))
@@ -178,13 +195,28 @@ class RequestState:
             level.processors = processors
         decoder.on_logits = request.on_logits
         stats.rounds = decoder.rounds
-        stats.attach(caches, decoder)
+        stats.attach(caches, decoder.levels())
         stats.first_token_s = time.perf_counter() - self._started
-        if request.on_logits:  # once, after all that may run out of memory
+        self._report_prompt()  # once, after all that may run out of memory, as the next
+        if request.on_logits:
             request.on_logits(logits, probs)
         self._decoding = _Decoding(decoder, clock, clock())
         self.status = Status.RUNNING
         return tokens
+
+    def _report_prompt(self) -> None:
+        """Report the log-probabilities of the prompt, if they were requested.
+
+        Raises InvalidRequestError if they are not finite.
+        """
+        assert self.sequence is not None
+        if (scorer := self.sequence.scorer) is None:
+            return
+        self.sequence.scorer = None  # the caches may be kept
+        found = scorer.result()
+        if not (found.logprobs.isfinite().all() and found.top_logprobs.isfinite().all()):
+            raise overflow_error("the model computed")
+        self.request.on_prompt_logprobs(found)
 
     def _processors(self, prompt: Tensor, vocab: int) -> LogitsProcessors:
         """Return the rules on logits (T, vocab) that follow the prompt (P,)."""
@@ -207,17 +239,17 @@ class RequestState:
     def advance(self, tokens: list[int], stop_tokens: frozenset[int]) -> bool:
         """Count a round's tokens up to a stop token; begin the next round, if there is one."""
         stats, limit, decoding = self.stats, self.request.max_new_tokens, self._decoding
-        assert decoding is not None
         stop = next((index for index, each in enumerate(tokens) if each in stop_tokens), None)
         stats.token_ids += tokens[:stop]
-        stats.decode_s = decoding.clock() - decoding.since
+        if decoding is not None:  # None if there are no new tokens
+            stats.decode_s = decoding.clock() - decoding.since
         if stop is not None:
             stats.finish_reason = "stop"
         elif stats.new_tokens >= limit:
             stats.finish_reason = "length"
         if self.request.on_stats:
             self.request.on_stats(stats)
-        if stats.finish_reason is not None:
+        if stats.finish_reason is not None or decoding is None:
             return False
         decoding.begin_round(limit - stats.new_tokens)
         return True

@@ -23,6 +23,7 @@ from offload.retrieval.cache import RetrievalCache
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.execution.executor import CopiedPrefix, Level
 from parallel.model.pipeline import PrefillStep, PrefillSteps, part_of_prefill, run_steps
+from parallel.model.prompt_logprobs import PromptScorer
 
 
 class SwappedSequence:
@@ -119,16 +120,18 @@ class SequenceState:
         self.capture_graphs()
         return run_steps(self.prefill_steps())
 
-    def prefill_steps(self) -> PrefillSteps:
+    def prefill_steps(self, scorer: PromptScorer | None = None) -> PrefillSteps:
         """Copy or load a prefix, and prefill the rest of the prompt in steps.
 
-        All ranks run them. Raises InsufficientMemoryError on all ranks.
+        All ranks run them. With a scorer there is no prefix: it needs the hidden states of all
+        tokens. Raises InsufficientMemoryError on all ranks.
         """
         tokens, layers = len(self.prompt), self.target.layout.layers
-        for done, count in enumerate(self._prefix_steps(), 1):
+        prefix = self._prefix_steps() if scorer is None else ()
+        for done, count in enumerate(prefix, 1):
             yield PrefillStep(count * min(done, layers), tokens * layers, ends_layer=True)
         cached = self.target.length
-        steps = self._prefill(self.prompt[cached:])
+        steps = self._prefill(self.prompt[cached:], scorer)
         logits = yield from part_of_prefill(steps, cached, tokens - cached, tokens)
         with self.runtime.target.group.sync_errors():
             self.target.onload_deferred()
@@ -230,12 +233,12 @@ class SequenceState:
         yield PrefillStep(1, 1, ends_layer=True)
         return logits
 
-    def _prefill(self, tokens: Tensor) -> PrefillSteps:
+    def _prefill(self, tokens: Tensor, scorer: PromptScorer | None = None) -> PrefillSteps:
         """Prefill tokens (T,) into the target's cache layer by layer, in steps."""
         runtime = self.runtime
         with Prefill(self.target, len(tokens)) as prefill:
             chunk = prefill_chunk(self.plan.requirements)
-            return (yield from runtime.target.prefill_steps(tokens, prefill, chunk))
+            return (yield from runtime.target.prefill_steps(tokens, prefill, chunk, scorer))
 
     def _prefill_draft(self, cached: int = 0) -> None:
         """Advance the draft cache to the end of the prompt, after at most `cached` tokens."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from decoding.engine.session import SequenceState
 from decoding.planning.plan import Plan
-from decoding.speculation.decoders import Decoder, LevelStats, Proposer, Speculative
+from decoding.speculation.decoders import LevelStats, Proposer, Speculative
 from decoding.speculation.draft_length import RoundStats
 from offload.retrieval.selection import Selector
 from offload.traffic import ByteCounters
@@ -49,12 +49,10 @@ class Stats:
     cuda_graphs: dict[str, Any] | None = None  # kinds of captured forwards, if there are any
     rounds: list[RoundStats] = field(default_factory=list, repr=False)  # rounds of the target
 
-    def attach(self, session: SequenceState, decoder: Decoder) -> None:
-        """Start to count the levels of a sequence, after prefill."""
-        self.levels = levels = decoder.levels()
-        self.traffic = {
-            level.name: level.cache.traffic for level in levels if isinstance(level, Decoder)
-        }
+    def attach(self, session: SequenceState, levels: Sequence[Proposer]) -> None:
+        """Start to count the levels of a sequence, after prefill; none if nothing follows it."""
+        self.levels = levels
+        self.traffic = {level.name: level.cache.traffic for level in session.levels}
         self.selector = session.retrieval.selector if session.retrieval else None
         self.peak_bytes = session.peaks
         self.loaded_tokens = session.stored.loaded_tokens

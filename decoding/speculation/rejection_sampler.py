@@ -56,12 +56,18 @@ def to_host(integers: Tensor, *distributions: Tensor) -> list[int]:
     values = torch.cat((integers, is_finite.to(integers.dtype))).tolist()
     target_is_finite, *others = values[len(integers) :]
     if not all((target_is_finite, *others)):
-        source = "a draft was sampled from" if target_is_finite else "the model computed"
-        raise InvalidRequestError(
-            f"NaN in the logits that {source}: the weights, or this request's activations, "
-            "overflow in this dtype."
+        raise overflow_error(
+            "a draft was sampled from" if target_is_finite else "the model computed"
         )
     return values[: len(integers)]
+
+
+def overflow_error(source: str) -> InvalidRequestError:
+    """Return the error for a NaN in the logits that `source`."""
+    return InvalidRequestError(
+        f"NaN in the logits that {source}: the weights, or this request's activations, overflow in "
+        "this dtype."
+    )
 
 
 def residual_probs(p: Tensor, q: Tensor) -> Tensor:

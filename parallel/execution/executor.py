@@ -21,6 +21,7 @@ from offload.memory.host import trim_heap
 from parallel.execution.batched_forward import ForwardRequest
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.model.pipeline import PrefillSteps, Progress
+from parallel.model.prompt_logprobs import PromptScorer
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup, ints_to_device_async
 
@@ -58,6 +59,10 @@ class OpenSequence(Protocol):
 @runtime_checkable
 class DecodableSequence(OpenSequence, Protocol):
     """A sequence that can be decoded on."""
+
+    def prefill_steps(self, scorer: PromptScorer | None = None) -> PrefillSteps:
+        """Prefill its prompt, in steps; with a scorer all of it, and score its tokens."""
+        ...
 
     def extend_steps(self, tokens: Sequence[int], cached: int) -> PrefillSteps:
         """Extend the sequence, or replace it by one with the same beginning, in steps."""
@@ -119,6 +124,22 @@ class Open:
             executor.set_lengths(self.source, self.lengths)
         with suppress(TierForceError):  # rank 0 raises the same error, and reports it
             executor.open_sequence(self)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Score the prompt of a sequence in its prefill, which has not begun."""
+
+    index: int  # among the open ones
+    top: int  # largest log-probabilities that are kept of each position
+
+    def run(self, executor: TensorParallelExecutor) -> PromptScorer:
+        sequence = executor.sequences[self.index]
+        assert isinstance(sequence, DecodableSequence)
+        # no more logits at once than in a decoding forward, whose memory is planned for
+        scorer = PromptScorer(self.top, executor.max_tokens)
+        executor.prefills[sequence] = sequence.prefill_steps(scorer)
+        return scorer
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Levels differ only in the cache that attention uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -48,6 +48,7 @@ from parallel.model.pipeline import (
     pipelined,
     run_steps,
 )
+from parallel.model.prompt_logprobs import PromptScorer
 from parallel.model.residual import Branch, Mlp, sigmoid_gated
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 from parallel.weights.matrix import Scratch, empty_parameter
@@ -348,18 +349,23 @@ class Transformer(Module):
 
     @torch.inference_mode()
     def prefill_steps(
-        self, tokens: Tensor, cache: PrefillCacheLike, max_chunk: int
+        self,
+        tokens: Tensor,
+        cache: PrefillCacheLike,
+        max_chunk: int,
+        scorer: PromptScorer | None = None,
     ) -> PrefillSteps:
         """Prefill a prompt, tokens (T,), layer by layer: all chunks in one before the next layer.
 
         Holds the hidden states of the whole prompt, while the cache holds one layer's KV at a time.
-        The last layer only computes the KV, and the output of the last few tokens. Run inside the
-        cache's `Prefill` context, with the object that it yields.
+        The last layer only computes the KV, and the output of the last few tokens, or with a scorer
+        of all. Run inside the cache's `Prefill` context, with the object that it yields.
 
         Args:
             tokens: the prompt.
             cache: the prefill into a cache.
             max_chunk: largest number of tokens computed at once.
+            scorer: scores the tokens of a prompt that begins with them.
 
         Returns:
             Steps, each a chunk of a layer, with the logits (1, V) that follow the last token.
@@ -374,10 +380,30 @@ class Transformer(Module):
                 x[chunk.start : chunk.end] = chunk.x
                 done = index * len(x) + chunk.end
                 yield PrefillStep(done, units, ends_layer=chunk.end == len(x))
-        x = self.norm(last.run_last(list(in_chunks(x, max_chunk)), cache))
+        if scorer is None:
+            x = self.norm(last.run_last(list(in_chunks(x, max_chunk)), cache))
+        else:
+            outputs = last.run_pipelined(in_chunks(x, max_chunk), cache)
+            x = (yield from self._score(outputs, tokens, scorer))[-cache.output_rows :]
         cache.keep_hidden_states(x)
         yield PrefillStep(units, units, ends_layer=True)
         return self.logits(x[-1:])
+
+    def _score(
+        self, chunks: Iterator[Chunk], tokens: Tensor, scorer: PromptScorer
+    ) -> Generator[PrefillStep, None, Tensor]:
+        """Score tokens (T,), given chunks of the last layer's output, in steps.
+
+        Returns the hidden states (T, hidden) of the last chunk, after the final norm.
+        """
+        units, previous = len(tokens) * len(self.layers), len(tokens) * (len(self.layers) - 1)
+        for chunk in chunks:
+            x = self.norm(chunk.x)
+            following = tokens[chunk.start + 1 : chunk.end + 1]
+            scorer.add(self.logits, x[: len(following)], following)
+            if chunk.end < len(tokens):
+                yield PrefillStep(previous + chunk.end, units, ends_layer=False)
+        return x
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Fill every parameter from the checkpoint, reading this rank's slices only.

@@ -213,7 +213,7 @@ class GenerationBody(_LlamaCppBody):
         return False
 
     @property
-    def echo(self) -> dict[str, Any]:
+    def repeated(self) -> dict[str, Any]:
         """Return what the response repeats of the request."""
         return {}
 

@@ -12,7 +12,6 @@ Neutral = Mapping[str, tuple[Any, ...] | None]  # values of a field; None: any v
 
 _OPENAI: Neutral = {
     "best_of": (1,),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "metadata": None,
@@ -92,7 +91,7 @@ _NO_TOOLS: Neutral = {
     "tools": ([],),
 }
 _FIELDS: Neutral = {**_OPENAI, **_VLLM, **_LLAMA_CPP}
-CHAT_FIELDS: Neutral = {**_FIELDS, "add_special_tokens": (False,)}
+CHAT_FIELDS: Neutral = {**_FIELDS, "add_special_tokens": (False,), "echo": (False,)}
 COMPLETION_FIELDS: Neutral = {**_FIELDS, **_NO_TOOLS, "add_special_tokens": (True,)}
 RESPONSE_FIELDS: Neutral = {
     **_VLLM,

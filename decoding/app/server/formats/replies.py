@@ -6,6 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from decoding.app.server.formats.tools import formatted_calls
@@ -21,17 +22,31 @@ from decoding.text.tools.parser import AnswerDelta, ToolCallParser
 Logprobs = Sequence[tuple[int, TokenLogprobs]]
 
 
-def usage_fields(counts: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields `usage`, as in OpenAI's API, and `tierforce`, all statistics."""
-    prompt, new = counts["prompt_tokens"], counts["new_tokens"]
-    cached = counts["reused_tokens"] + counts["loaded_tokens"]
+@dataclass(frozen=True)
+class Answer:
+    """The whole answer to a prompt."""
+
+    content: TextDelta
+    reason: str  # why it ended
+    counts: dict[str, Any]  # its statistics
+
+
+def usage_fields(counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields `usage`, as in OpenAI's API, and `tierforce`, all statistics.
+
+    `counts`: those of each prompt. `usage` sums them, and `tierforce` lists those of several.
+    """
+    prompt, new, reused, loaded = (
+        sum(each[name] for each in counts)
+        for name in ("prompt_tokens", "new_tokens", "reused_tokens", "loaded_tokens")
+    )
     usage = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": reused + loaded},
     }
-    return {"usage": usage, "tierforce": counts}
+    return {"usage": usage, "tierforce": counts if len(counts) > 1 else counts[0]}
 
 
 def error_body(failed: Failed) -> dict[str, Any]:
@@ -52,44 +67,54 @@ def error_body(failed: Failed) -> dict[str, Any]:
 class ReplyBuilder(ABC):
     """Builds the reply to one request, whole or as a stream of JSON objects.
 
-    An object's `type`, if it has one, is also the name of its event.
+    An object's `type`, if it has one, is also the name of its event. A request may have several
+    prompts, whose answers have an `index`.
     """
 
     ends_with_done: bool  # a stream ends with `[DONE]`
 
     @abstractmethod
-    def begin(self, params: GenerationParams, echo: str, calls: ToolCallParser | None) -> None:
+    def begin(
+        self, params: Sequence[GenerationParams], repeated: str, calls: ToolCallParser | None
+    ) -> None:
         """Take the parameters of the request.
 
         Args:
-            params: as the engine gets them.
-            echo: fields of the request that the reply repeats, as JSON.
+            params: those of each prompt, as the engine gets them.
+            repeated: fields of the request that the reply repeats, as JSON.
             calls: finds calls of tools in the answer; None if it has none.
         """
 
     @abstractmethod
-    def whole(self, answer: TextDelta, finished: Finished) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the whole reply."""
 
-    @abstractmethod
     def opening(self) -> list[dict[str, Any]]:
         """Return the beginning of a stream, before there is a token."""
+        return []  # clients time the prefill by the first object
 
     @abstractmethod
-    def first(self) -> list[dict[str, Any]]:
-        """Return what precedes the text in a stream; called once there is a token."""
+    def first(self, index: int) -> list[dict[str, Any]]:
+        """Return what precedes an answer in a stream; called once it has a token."""
 
     @abstractmethod
-    def chunk(self, part: TextDelta) -> list[dict[str, Any]]:
-        """Return the next part of a stream; empty if it needs more of the answer."""
+    def chunk(self, index: int, part: TextDelta) -> list[dict[str, Any]]:
+        """Return the next part of an answer; empty if it needs more of it."""
 
     @abstractmethod
-    def ending(self, finished: Finished, with_usage: bool) -> list[dict[str, Any]]:
-        """Return the end of a stream. `with_usage`: `stream_options` asks for a chunk with it."""
+    def last(self, index: int, finished: Finished) -> list[dict[str, Any]]:
+        """Return the end of an answer in a stream."""
 
     @abstractmethod
+    def usage(self, counts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return what follows all answers if `stream_options` asks for usage.
+
+        `counts`: the statistics of each answer.
+        """
+
     def failure(self, failed: Failed) -> dict[str, Any]:
         """Return the end of a stream that fails."""
+        return error_body(failed)
 
 
 class ResponseBuilder(ReplyBuilder):
@@ -103,41 +128,42 @@ class ResponseBuilder(ReplyBuilder):
     def __init__(self, model: str):
         self.model = model
         self.has_logprobs = False
-        self.prompt_ids: Sequence[int] | None = None  # set for an answer with the ids of tokens
+        # tokens of each prompt; set for answers with the ids of tokens
+        self.prompt_ids: Sequence[Sequence[int]] | None = None
         self.calls: ToolCallParser | None = None  # set for an answer that may call tools
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
-    def begin(self, params: GenerationParams, echo: str, calls: ToolCallParser | None) -> None:
-        self.has_logprobs, self.calls = params.top_logprobs is not None, calls
-        if params.returns_ids:
-            self.prompt_ids = params.prompt
+    def begin(
+        self, params: Sequence[GenerationParams], repeated: str, calls: ToolCallParser | None
+    ) -> None:
+        self.has_logprobs, self.calls = params[0].top_logprobs is not None, calls
+        if params[0].returns_ids:
+            self.prompt_ids = [each.prompt for each in params]
 
-    def whole(self, answer: TextDelta, finished: Finished) -> dict[str, Any]:
-        message = self.message(answer.text)
-        reason = self._reason(finished.reason)
-        response = self._response(self.name, message, answer, self.has_logprobs, reason)
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = []
+        for index, answer in enumerate(answers):
+            text = self.message(answer.content.text)
+            reason = self._reason(answer.reason)
+            choices.append(self._choice(index, text, answer.content, reason))
+        response = self._reply(self.name, choices)
         self._add_prompt_ids(response)
-        return {**response, **usage_fields(finished.counts)}
+        return {**response, **usage_fields([answer.counts for answer in answers])}
 
-    def opening(self) -> list[dict[str, Any]]:
-        return []  # clients time the prefill by the first chunk
-
-    def chunk(self, part: TextDelta) -> list[dict[str, Any]]:
+    def chunk(self, index: int, part: TextDelta) -> list[dict[str, Any]]:
         delta = self.delta(part.text)
         if not any(delta.values()) and not (part.logprobs or part.token_ids):
             return []
-        return [self._response(self.chunk_name, delta, part, self.has_logprobs, None)]
+        return [self._chunk(index, delta, part)]
 
-    def ending(self, finished: Finished, with_usage: bool) -> list[dict[str, Any]]:
+    def last(self, index: int, finished: Finished) -> list[dict[str, Any]]:
         delta = self.delta("", is_last=True)
         reason = self._reason(finished.reason)
-        last = self._response(self.chunk_name, delta, TextDelta(""), False, reason)
-        usage = {**self._head(self.chunk_name), "choices": [], **usage_fields(finished.counts)}
-        return [last, usage] if with_usage else [last]
+        return [self._chunk(index, delta, reason=reason)]
 
-    def failure(self, failed: Failed) -> dict[str, Any]:
-        return error_body(failed)
+    def usage(self, counts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**self._reply(self.chunk_name, []), **usage_fields(counts)}]
 
     @abstractmethod
     def message(self, text: str) -> dict[str, Any]:
@@ -156,27 +182,35 @@ class ResponseBuilder(ReplyBuilder):
         has_calls = self.calls is not None and self.calls.has_calls
         return "tool_calls" if has_calls and reason == "stop" else reason
 
-    def _response(
-        self,
-        name: str,
-        text: dict[str, Any],
-        part: TextDelta,
-        has_logprobs: bool,
-        reason: str | None,
+    def _choice(
+        self, index: int, text: dict[str, Any], part: TextDelta | None, reason: str | None
     ) -> dict[str, Any]:
-        formatted = self.format_logprobs(part.logprobs) if has_logprobs else None
-        choice = {"index": 0, **text, "logprobs": formatted, "finish_reason": reason}
+        """Return a choice; `part` is None if it has no tokens."""
+        logprobs = None
+        if self.has_logprobs and part is not None:
+            logprobs = self.format_logprobs(part.logprobs)
+        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": reason}
         if self.prompt_ids is not None:
-            choice["token_ids"] = list(part.token_ids)
-        return {**self._head(name), "choices": [choice]}
+            choice["token_ids"] = list(part.token_ids) if part is not None else []
+        return choice
+
+    def _chunk(
+        self,
+        index: int,
+        text: dict[str, Any],
+        part: TextDelta | None = None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        return self._reply(self.chunk_name, [self._choice(index, text, part, reason)])
 
     def _add_prompt_ids(self, response: dict[str, Any]) -> None:
         """Add the ids of the prompt's tokens, where vLLM has them."""
         if self.prompt_ids is not None:
-            response["prompt_token_ids"] = list(self.prompt_ids)
+            response["prompt_token_ids"] = list(self.prompt_ids[0])
 
-    def _head(self, name: str) -> dict[str, Any]:
-        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+    def _reply(self, name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
+        return {**head, "choices": choices}
 
 
 class ChatResponseBuilder(ResponseBuilder):
@@ -184,9 +218,9 @@ class ChatResponseBuilder(ResponseBuilder):
 
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def first(self) -> list[dict[str, Any]]:
+    def first(self, index: int) -> list[dict[str, Any]]:
         delta = {"delta": {"role": "assistant", "content": ""}}
-        response = self._response(self.chunk_name, delta, TextDelta(""), False, None)
+        response = self._chunk(index, delta)
         self._add_prompt_ids(response)
         return [response]
 
@@ -226,16 +260,17 @@ class CompletionResponseBuilder(ResponseBuilder):
     def delta(self, text: str, is_last: bool = False) -> dict[str, Any]:
         return self.message(text)
 
-    def first(self) -> list[dict[str, Any]]:
+    def first(self, index: int) -> list[dict[str, Any]]:
         if self.prompt_ids is None:
             return []
-        response = self._response(self.chunk_name, self.delta(""), TextDelta(""), False, None)
+        response = self._chunk(index, self.delta(""))
         self._add_prompt_ids(response)
         return [response]
 
     def _add_prompt_ids(self, response: dict[str, Any]) -> None:
         if self.prompt_ids is not None:
-            response["choices"][0]["prompt_token_ids"] = list(self.prompt_ids)
+            for choice in response["choices"]:
+                choice["prompt_token_ids"] = list(self.prompt_ids[choice["index"]])
 
     def format_logprobs(self, logprobs: Logprobs) -> dict[str, Any]:
         tokens = [token for _, token in logprobs]
@@ -243,7 +278,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             "tokens": [_name(token.token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "sampled_logprobs": [token.sampled_logprob for token in tokens],
-            "top_logprobs": [{_name(name): p for name, p in token.top} for token in tokens],
+            "top_logprobs": [_top(token) for token in tokens],
             "text_offset": [offset for offset, _ in logprobs],
         }
 
@@ -260,7 +295,20 @@ def token_logprobs(logprobs: Logprobs) -> list[dict[str, Any]]:
     ]
 
 
-def _token_logprob(token: bytes, logprob: float) -> dict[str, Any]:
+def _top(token: TokenLogprobs) -> dict[str, float] | None:
+    """Return the log-probabilities of the most likely tokens, and of the token itself, by name.
+
+    Of several tokens with a name, that of the most likely one. None if nothing precedes the token.
+    """
+    if token.logprob is None:
+        return None
+    by_name = dict[str, float]()
+    for name, logprob in (*token.top, (token.token, token.logprob)):
+        by_name.setdefault(_name(name), logprob)
+    return by_name
+
+
+def _token_logprob(token: bytes, logprob: float | None) -> dict[str, Any]:
     """Return a token with its log-probability, in the format of chat completions."""
     text = token.decode(errors="replace")
     return {"token": text, "logprob": logprob, "bytes": list(token)}

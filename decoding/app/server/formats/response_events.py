@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from decoding.app.server.formats.replies import (
+    Answer,
     ReplyBuilder,
     error_body,
     token_logprobs,
@@ -43,41 +45,45 @@ class ResponsesBuilder(ReplyBuilder):
         self.model = model
         self.id, self.item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self._echo = "{}"  # JSON
+        self._repeated = "{}"  # JSON
         self._used: dict[str, Any] = {}  # parameters, as they are used
         self._has_message = False  # whether the stream has the message by now
         self._parts: list[TextDelta] = []  # its text
         self._sent = 0  # number of events
 
-    def begin(self, params: GenerationParams, echo: str, calls: ToolCallParser | None) -> None:
-        sampling = params.sampling
-        self._echo = echo
+    def begin(
+        self, params: Sequence[GenerationParams], repeated: str, calls: ToolCallParser | None
+    ) -> None:
+        (own,) = params
+        sampling = own.sampling
+        self._repeated = repeated
         self._used = {
             "frequency_penalty": sampling.frequency_penalty,
-            "max_output_tokens": params.max_new_tokens,
+            "max_output_tokens": own.max_new_tokens,
             "presence_penalty": sampling.presence_penalty,
             "temperature": sampling.temperature,
-            "top_logprobs": params.top_logprobs or 0,
+            "top_logprobs": own.top_logprobs or 0,
             "top_p": sampling.top_p,
         }
 
-    def whole(self, answer: TextDelta, finished: Finished) -> dict[str, Any]:
-        is_complete = finished.reason != "length"
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        is_complete = answer.reason != "length"
         status = "completed" if is_complete else "incomplete"
         return self._response(
             status,
             completed_at=int(time.time()) if is_complete else None,
             incomplete_details=None if is_complete else {"reason": "max_output_tokens"},
-            output=[self._message(answer, status)],
-            usage=_usage(finished.counts),
-            tierforce=finished.counts,
+            output=[self._message(answer.content, status)],
+            usage=_usage(answer.counts),
+            tierforce=answer.counts,
         )
 
     def opening(self) -> list[dict[str, Any]]:
         names = ("response.created", "response.in_progress")
         return [self._event(name, response=self._response("in_progress")) for name in names]
 
-    def first(self) -> list[dict[str, Any]]:
+    def first(self, index: int) -> list[dict[str, Any]]:
         self._has_message = True
         item = {**self._message(TextDelta(""), "in_progress"), "content": []}
         return [
@@ -85,14 +91,15 @@ class ResponsesBuilder(ReplyBuilder):
             self._part_event("content_part.added", part=_part(TextDelta(""))),
         ]
 
-    def chunk(self, part: TextDelta) -> list[dict[str, Any]]:
+    def chunk(self, index: int, part: TextDelta) -> list[dict[str, Any]]:
         self._parts.append(part)
         logprobs = token_logprobs(part.logprobs)
         return [self._part_event("output_text.delta", delta=part.text, logprobs=logprobs)]
 
-    def ending(self, finished: Finished, with_usage: bool) -> list[dict[str, Any]]:
+    def last(self, index: int, finished: Finished) -> list[dict[str, Any]]:
         answer = TextDelta.joined(self._parts)
-        response, part = self.whole(answer, finished), _part(answer)
+        response = self.whole([Answer(answer, finished.reason, finished.counts)])
+        part = _part(answer)
         (item,) = response["output"]
         done = {"text": answer.text, "logprobs": part["logprobs"]}
         return [
@@ -101,6 +108,9 @@ class ResponsesBuilder(ReplyBuilder):
             self._event("response.output_item.done", output_index=0, item=item),
             self._event(f"response.{response['status']}", response=response),
         ]
+
+    def usage(self, counts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return []  # the response has it
 
     def failure(self, failed: Failed) -> dict[str, Any]:
         answer = TextDelta.joined(self._parts)
@@ -125,7 +135,7 @@ class ResponsesBuilder(ReplyBuilder):
             "output": [],
             "usage": None,
             **_FIXED,
-            **json.loads(self._echo),
+            **json.loads(self._repeated),
             **self._used,
             **fields,
         }
@@ -162,7 +172,7 @@ def _part(answer: TextDelta) -> dict[str, Any]:
 
 def _usage(counts: dict[str, Any]) -> dict[str, Any]:
     """Return the field `usage`. Reasoning is a part of the text, and not counted on its own."""
-    usage = usage_fields(counts)["usage"]
+    usage = usage_fields([counts])["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"],

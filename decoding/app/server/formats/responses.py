@@ -138,7 +138,7 @@ class ReasoningOptions(Strict):
     effort: Effort | None = None
 
 
-class EchoedBody(Strict):
+class RepeatedBody(Strict):
     """The fields that the response repeats, and that change nothing else."""
 
     metadata: Annotated[
@@ -152,7 +152,7 @@ class EchoedBody(Strict):
     user: _Label | None = None
 
 
-class ResponsesBody(GenerationBody, ChatPrompt, EchoedBody):
+class ResponsesBody(GenerationBody, ChatPrompt, RepeatedBody):
     """The body of a request for a response."""
 
     neutral = RESPONSE_FIELDS
@@ -214,11 +214,11 @@ class ResponsesBody(GenerationBody, ChatPrompt, EchoedBody):
         return (self.top_logprobs or 0) if _LOGPROBS in (self.include or ()) else None
 
     @property
-    def echo(self) -> dict[str, Any]:
-        is_short = len(self.instructions or "") <= limits.ECHO_CHARACTERS
+    def repeated(self) -> dict[str, Any]:
+        is_short = len(self.instructions or "") <= limits.REPEATED_CHARACTERS
         own = self.text.format if self.text is not None else None
         return {
-            **self.model_dump(include=set(EchoedBody.model_fields)),
+            **self.model_dump(include=set(RepeatedBody.model_fields)),
             "instructions": self.instructions if is_short else None,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,

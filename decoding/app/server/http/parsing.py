@@ -53,10 +53,11 @@ class ServedModel:
 class ParsedRequest:
     """What is kept of a request's body while it is queued."""
 
-    params: GenerationParams  # without its grammar, which `RequestParser.compile` returns
+    # each prompt's, without the grammar, which `RequestParser.compile` returns
+    params: list[GenerationParams]
     stream_options: StreamOptions | None  # None: the answer is not streamed
     grammar: tuple[str, Grammar] | None  # the answer's, and the field that has it
-    echo: str  # fields that the response repeats, as JSON: objects would need more memory
+    repeated: str  # fields that the response has, too, as JSON: objects would need more memory
     calls: ToolCallParser | None = None  # finds calls of tools in the answer
 
 
@@ -72,24 +73,27 @@ class RequestParser:
         Slow for a long prompt. Raises RequestRefused for an invalid or unsupported request.
         """
         body = self._validated(text, kind)
-        with self._prompt_errors(body.prompt_field):
-            prompt = self._prompt(body)
-        params = self._params(body, prompt, body.prompt_field)
-        parsed = ParsedRequest(params, body.streaming, body.grammar, json.dumps(body.echo))
+        sampling = _sampling(body, self._served)
+        if isinstance(body, CompletionBody):
+            params = self._completions(body, sampling)
+        else:
+            params = [self._conversation(body, sampling)]
+        parsed = ParsedRequest(params, body.streaming, body.grammar, json.dumps(body.repeated))
         if isinstance(body, ChatBody) and body.usable_tools:
             return self._with_tools(parsed, body)
         return parsed
 
     def _with_tools(self, parsed: ParsedRequest, body: ChatBody) -> ParsedRequest:
         """Return a request whose answer may call tools, or has to. Raises RequestRefused."""
+        (params,) = parsed.params
         try:
-            calling = self._prompts.calling(parsed.params.prompt)
+            calling = self._prompts.calling(params.prompt)
             grammar = tool_grammar(body, calling) or body.grammar
         except TierForceError as error:
             raise RequestRefused(400, f"tools: {error}", param="tools") from error
         shown = {token: marker for marker, token in calling.ids.items()}
-        params = replace(parsed.params, shown_tokens=shown)
-        return replace(parsed, params=params, grammar=grammar, calls=call_parser(body, calling))
+        own = [replace(params, shown_tokens=shown)]
+        return replace(parsed, params=own, grammar=grammar, calls=call_parser(body, calling))
 
     def tokenize(self, text: bytes) -> dict[str, Any]:
         """Return the answer to a body with a text or messages, as vLLM's. Raises RequestRefused."""
@@ -116,14 +120,18 @@ class RequestParser:
         return {"prompt": own, "content": own}
 
     @contextmanager
-    def _prompt_errors(self, param: str) -> Iterator[None]:
-        """Raise RequestRefused for errors of a field that has a prompt."""
+    def _prompt_errors(self, param: str, place: str = "") -> Iterator[None]:
+        """Raise RequestRefused for errors of a field that has a prompt, at `place` in a list."""
         try:
             yield
         except ContextLengthError as error:
-            raise self._too_long(str(error), param, error.tokens) from error
+            raise self._too_long(f"{place}{error}", param, error.tokens) from error
         except TierForceError as error:
-            raise RequestRefused(400, str(error), param=param) from error
+            raise RequestRefused(400, f"{place}{error}", param=param) from error
+        except RequestRefused as error:
+            own = error.failed
+            message = f"{place}{own.message}"
+            raise RequestRefused(own.status, message, own.code, own.param, own.details) from error
 
     def _validated(self, text: bytes, kind: type[_Body]) -> _Body:
         """Return a body. Raises RequestRefused."""
@@ -165,65 +173,111 @@ class RequestParser:
                 "model",
             )
 
-    def _prompt(self, body: AnyBody) -> list[int]:
-        """Return a prompt's tokens. Raises TierForceError for an invalid prompt."""
-        if not isinstance(body, CompletionBody):
+    def _conversation(self, body: ChatBody | ResponsesBody, sampling: Sampling) -> GenerationParams:
+        """Return the parameters in a body with messages. Raises RequestRefused."""
+        with self._prompt_errors(body.prompt_field):
             messages = [message.as_template() for message in body.messages]
-            return self._prompts.tokenize_messages(messages, body.rendering)
-        if isinstance(body.prompt, str):
-            return self._prompts.tokenize_text(body.prompt)
-        self._check_tokens(body.prompt, "prompt")
-        return body.prompt
+            prompt = self._prompts.tokenize_messages(messages, body.rendering)
+            return self._params(body, prompt, body.prompt_field, sampling)
 
-    def _params(self, body: AnyBody, prompt: list[int], param: str) -> GenerationParams:
-        """Return the parameters in a body. Raises RequestRefused if they exceed the context."""
+    def _completions(self, body: CompletionBody, sampling: Sampling) -> list[GenerationParams]:
+        """Return the parameters of each prompt in a body. Raises RequestRefused.
+
+        Each has a seed of its own: the next.
+        """
+        params = list[GenerationParams]()
+        for index, prompt in enumerate(body.prompt):
+            place = f"prompt[{index}]: " if len(body.prompt) > 1 else ""
+            with self._prompt_errors("prompt", place):
+                if isinstance(prompt, str):
+                    tokens = self._prompts.tokenize_text(prompt)
+                else:
+                    self._check_tokens(prompt, "prompt")
+                    tokens = prompt
+                own = replace(sampling, seed=(sampling.seed + index) % _SEEDS)
+                params.append(self._params(body, tokens, "prompt", own))
+        return self._with_echo(body, params) if body.echo else params
+
+    def _with_echo(
+        self, body: CompletionBody, params: Sequence[GenerationParams]
+    ) -> list[GenerationParams]:
+        """Return parameters with an echo of each prompt. Raises RequestRefused if it is too long.
+
+        Without new tokens a prompt is scored in any case: only then the engine accepts it.
+        """
+        top = body.logprobs
+        if top is not None:
+            tokens = sum(len(each.prompt) for each in params)
+            if tokens > (limit := limits.ECHOED_LOGPROBS // (top + 1)):
+                raise RequestRefused(
+                    400,
+                    f"logprobs: {tokens:,} tokens are too many to echo with the top {top} of each: "
+                    f"send at most {limit:,} tokens in a request, or fewer logprobs.",
+                    param="logprobs",
+                )
+        elif body.max_tokens == 0:
+            top = 0
+        with_echo = []
+        for each, prompt in zip(params, body.prompt, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            with_echo.append(replace(each, has_echo=True, text=text, num_prompt_logprobs=top))
+        return with_echo
+
+    def _params(
+        self, body: AnyBody, prompt: list[int], param: str, sampling: Sampling
+    ) -> GenerationParams:
+        """Return the parameters of a prompt. Raises RequestRefused if they exceed the context."""
         context, length = self._served.context, len(prompt)
         if not prompt:
             raise RequestRefused(400, "the prompt is empty: send at least one token.", param=param)
-        if (room := context - length) < 1:
+        limit = body.token_limit
+        if (room := context - length) < (limit != 0):
             raise self._too_long(
                 f"the prompt has {length:,} tokens, but the context, including the answer, has "
                 f"{context:,}: send a shorter one.",
                 param,
                 length,
             )
-        maximum = body.token_limit or self._served.max_new_tokens
-        is_clipped = (body.token_limit or 0) > room
-        max_new_tokens = room if maximum < 0 else min(maximum, room)
-        names = {field.name for field in fields(Sampling)}
-        options: dict[str, Any] = {"seed": secrets.randbits(_SEED_BITS)}
-        options |= body.model_dump(include=names, exclude_none=True)
-        if body.repeat_penalty is not None:  # llama.cpp's, at its neutral value
-            options.setdefault("repetition_penalty", body.repeat_penalty)
-        if options["seed"] == -1:  # any, in vLLM and llama.cpp
-            options["seed"] = secrets.randbits(_SEED_BITS)
-        options["seed"] %= _SEEDS  # adds 2**63 to a negative seed
-        try:
-            sampling = replace(self._served.sampling, **options)
-        except TierForceError as error:
-            raise RequestRefused(400, str(error)) from error
-        penalties = (sampling.presence_penalty, sampling.frequency_penalty)
-        has_penalty = any(penalties) or sampling.repetition_penalty != 1
-        if has_penalty and body.repeat_last_n not in (None, -1):
-            reason = "repeat_last_n is not supported with penalties: leave it out, or send -1."
-            raise RequestRefused(400, reason, param="repeat_last_n")
-        token = max(sampling.logit_bias or (), default=0)
-        if token >= self._served.vocab:
-            reason = f"logit_bias: token {token} is outside the model's vocabulary."
-            raise RequestRefused(400, reason, param="logit_bias")
+        maximum = self._served.max_new_tokens if limit is None else limit
         return GenerationParams(
             array("i", prompt),
-            max_new_tokens,
+            room if maximum < 0 else min(maximum, room),
             sampling,
             body.stops,
             body.num_top_logprobs,
-            is_clipped=is_clipped,
+            is_clipped=limit is not None and limit > room,
             returns_ids=body.returns_ids,
         )
 
     def _too_long(self, message: str, param: str, tokens: int) -> RequestRefused:
         details = {"prompt_tokens": tokens, "context": self._served.context}
         return RequestRefused(400, message, "context_length_exceeded", param, details)
+
+
+def _sampling(body: AnyBody, served: ServedModel) -> Sampling:
+    """Return the options of sampling in a body. Raises RequestRefused for an invalid one."""
+    names = {field.name for field in fields(Sampling)}
+    options: dict[str, Any] = {"seed": secrets.randbits(_SEED_BITS)}
+    options |= body.model_dump(include=names, exclude_none=True)
+    if body.repeat_penalty is not None:  # llama.cpp's, at its neutral value
+        options.setdefault("repetition_penalty", body.repeat_penalty)
+    if options["seed"] == -1:  # any, in vLLM and llama.cpp
+        options["seed"] = secrets.randbits(_SEED_BITS)
+    options["seed"] %= _SEEDS  # adds 2**63 to a negative seed
+    try:
+        sampling = replace(served.sampling, **options)
+    except TierForceError as error:
+        raise RequestRefused(400, str(error)) from error
+    penalties = (sampling.presence_penalty, sampling.frequency_penalty)
+    has_penalty = any(penalties) or sampling.repetition_penalty != 1
+    if has_penalty and body.repeat_last_n not in (None, -1):
+        reason = "repeat_last_n is not supported with penalties: leave it out, or send -1."
+        raise RequestRefused(400, reason, param="repeat_last_n")
+    token = max(sampling.logit_bias or (), default=0)
+    if token >= served.vocab:
+        reason = f"logit_bias: token {token} is outside the model's vocabulary."
+        raise RequestRefused(400, reason, param="logit_bias")
+    return sampling
 
 
 def _validation_error(error: ValidationError) -> RequestRefused:

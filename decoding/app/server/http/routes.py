@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import anyio
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import BaseModel
-from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -29,6 +26,7 @@ from decoding.app.server.formats.replies import (
 )
 from decoding.app.server.formats.responses import ResponsesBody
 from decoding.app.server.formats.tokens import DetokenizeBody, TokenizeBody
+from decoding.app.server.http.delivery import SEPARATOR, Delivery
 from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.openapi import describe
 from decoding.app.server.http.page import PAGE, POLICY
@@ -39,22 +37,16 @@ from decoding.app.server.http.token_routes import TokenRoutes
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.jobs import (
     INTERNAL_ERROR,
-    Event,
     Failed,
-    Finished,
-    ProgressUpdate,
     QueuedRequest,
     QueueFull,
     RequestQueue,
-    TextDelta,
 )
 from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.prompts import Prompts
 from decoding.app.terminal.streams import say
 from offload.errors import one_line
 
-_DISCONNECT_POLL_S = 0.1  # interval of checks whether a client is still connected
-_SEPARATOR = "\n"
 CLIPPED = "X-Max-Tokens"  # header with the new tokens there is room for, if fewer than asked for
 _BODIES: dict[str, type[BaseModel]] = {  # their routes
     "/v1/chat/completions": ChatBody,
@@ -79,10 +71,11 @@ class Server:
     ):
         """Serve one model through `queue`; a body has at most `max_body` bytes."""
         self.queue, self.metrics, self.served = queue, metrics, served
-        self._parser = RequestParser(prompts, served)
+        self._prompts, self._parser = prompts, RequestParser(prompts, served)
         self._uploads = Uploads(max_body)
         self._parsing = asyncio.Semaphore(limits.CONCURRENT_PARSES)
         self._compiling = asyncio.Semaphore(1)  # grammars, one at a time
+        self._echoing = asyncio.Semaphore(1)  # whole answers with prompts, likewise
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
@@ -153,20 +146,21 @@ class Server:
         """Queue a request, and answer it."""
         # the body is not kept in memory while the request is queued
         parsed = await self._receive(request, kind)
-        params, stream_options = parsed.params, parsed.stream_options
-        queued = QueuedRequest(params)
+        batch = QueuedRequest.batch(parsed.params)
         try:
-            self.queue.put(queued)
+            self.queue.put(batch)
         except QueueFull as error:
             raise RequestRefused(429, str(error), "queue_full") from error
-        builder.begin(params, parsed.echo, parsed.calls)
-        headers = {CLIPPED: str(params.max_new_tokens)} if params.is_clipped else {}
-        if stream_options is not None:
-            events = self._stream(queued, builder, bool(stream_options.include_usage))
+        builder.begin(parsed.params, parsed.repeated, parsed.calls)
+        clipped = [each.max_new_tokens for each in parsed.params if each.is_clipped]
+        headers = {CLIPPED: str(min(clipped))} if clipped else {}
+        delivery = Delivery(batch, self.queue, builder, self._prompts, self._echoing)
+        if parsed.stream_options is not None:
+            events = delivery.stream(bool(parsed.stream_options.include_usage))
             return EventSourceResponse(
-                events, sep=_SEPARATOR, headers={**_UNBUFFERED, **headers}, ping=limits.PING_S
+                events, sep=SEPARATOR, headers={**_UNBUFFERED, **headers}, ping=limits.PING_S
             )
-        response = await self._whole(queued, builder, request)
+        response = await delivery.whole(request)
         response.headers.update(headers)
         return response
 
@@ -174,58 +168,11 @@ class Server:
         """Return a request, with its grammar compiled."""
         async with self._uploads.receive(request) as body, self._parsing:
             parsed = await run_sync(self._parser.parse, body, kind)
-        if parsed.grammar is not None:
-            async with self._compiling:
-                compiled = await run_sync(self._parser.compile, *parsed.grammar)
-            parsed = replace(parsed, params=replace(parsed.params, grammar=compiled))
-        return parsed
-
-    async def _whole(
-        self, queued: QueuedRequest, builder: ReplyBuilder, request: Request
-    ) -> Response:
-        """Return the whole answer; the wait ends early if the client disconnects."""
-        parts = list[TextDelta]()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._watch_client, queued, request)
-            async for event in _events_of(queued):
-                if isinstance(event, TextDelta):
-                    parts.append(event)
-            tasks.cancel_scope.cancel()
-        self.queue.cancel(queued)
-        if isinstance(event, Failed):
-            return JSONResponse(error_body(event), event.status)
-        assert isinstance(event, Finished)
-        return JSONResponse(builder.whole(TextDelta.joined(parts), event))
-
-    async def _watch_client(self, queued: QueuedRequest, request: Request) -> None:
-        """Cancel a request when its client disconnects."""
-        while not await request.is_disconnected():
-            await anyio.sleep(_DISCONNECT_POLL_S)
-        self.queue.cancel(queued)
-        queued.fail(Failed(499, "the client disconnected."))
-
-    async def _stream(
-        self, queued: QueuedRequest, builder: ReplyBuilder, with_usage: bool
-    ) -> AsyncIterator[ServerSentEvent]:
-        """Yield the answer as it is generated, with progress as comments."""
-        has_begun = False
-        try:
-            for content in builder.opening():
-                yield _data(content)
-            async for event in _events_of(queued):
-                # not before there is a token: clients time the prefill
-                if not has_begun and (isinstance(event, TextDelta | Finished) or has_tokens(event)):
-                    has_begun = True
-                    for content in builder.first():
-                        yield _data(content)
-                for content in _contents(event, builder, with_usage):
-                    yield _data(content)
-                if isinstance(event, ProgressUpdate):
-                    yield ServerSentEvent(comment=json.dumps(event.data), sep=_SEPARATOR)
-                elif isinstance(event, Finished) and builder.ends_with_done:
-                    yield ServerSentEvent("[DONE]", sep=_SEPARATOR)
-        finally:
-            self.queue.cancel(queued)
+        if parsed.grammar is None:
+            return parsed
+        async with self._compiling:
+            compiled = await run_sync(self._parser.compile, *parsed.grammar)
+        return replace(parsed, params=[replace(each, grammar=compiled) for each in parsed.params])
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -235,33 +182,6 @@ class Server:
             "owned_by": "tierforce",
             "max_model_len": self.served.context,
         }
-
-
-def has_tokens(event: Event) -> bool:
-    """Return whether an event is progress of an answer that has tokens."""
-    return isinstance(event, ProgressUpdate) and "counts" in event.data
-
-
-def _contents(event: Event, builder: ReplyBuilder, with_usage: bool) -> list[dict[str, Any]]:
-    """Return what a stream has for an event."""
-    if isinstance(event, TextDelta):
-        return builder.chunk(event)
-    if isinstance(event, Finished):
-        return builder.ending(event, with_usage)
-    return [builder.failure(event)] if isinstance(event, Failed) else []
-
-
-async def _events_of(request: QueuedRequest) -> AsyncIterator[Event]:
-    """Yield the events of a request, to its end."""
-    while True:
-        event = await request.events.get()
-        yield event
-        if isinstance(event, Finished | Failed):
-            return
-
-
-def _data(content: dict[str, Any]) -> ServerSentEvent:
-    return ServerSentEvent(json.dumps(content), event=content.get("type"), sep=_SEPARATOR)
 
 
 async def _on_refused(_: Request, error: Exception) -> Response:

@@ -18,6 +18,7 @@ from decoding.app.server.worker.jobs import (
     Finished,
     GenerationParams,
     ProgressUpdate,
+    PromptScored,
     QueuedRequest,
     RequestQueue,
     TextDelta,
@@ -158,6 +159,8 @@ class _Answer:
             on_logits=self._logprobs.on_logits if self._logprobs is not None else None,
             is_cancelled=lambda: queued.is_over,
             grammar=params.grammar,
+            num_prompt_logprobs=params.num_prompt_logprobs,
+            on_prompt_logprobs=lambda logprobs: queued.send(PromptScored(logprobs)),
         )
         self.state = engine.scheduler.add(request)
 

@@ -15,11 +15,12 @@ from decoding.app.server.worker import limits
 from decoding.grammars.grammar import CompiledGrammar
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
+from parallel.model.prompt_logprobs import PromptLogprobs
 
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """The prompt and the options of a request, as the engine takes them."""
+    """A prompt and the options of its request, as the engine takes them."""
 
     prompt: array[int]  # 4 bytes per token: many requests may be queued
     max_new_tokens: int
@@ -30,16 +31,23 @@ class GenerationParams:
     returns_ids: bool = False  # the answer has the ids of its tokens, and of the prompt's
     shown_tokens: Mapping[int, str] = field(default_factory=dict)  # special ones that are text
     is_clipped: bool = False  # fewer new tokens than were asked for, since the context has no more
+    has_echo: bool = False  # the answer begins with the prompt
+    text: str | None = None  # the prompt to echo, if it was sent as a string
+    num_prompt_logprobs: int | None = None  # as in `decoding.engine.request.Request`
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of a generated token, and of the most likely tokens at its position."""
+    """Log-probabilities of a token, and of the most likely tokens at its position.
+
+    Nothing precedes the first token of a prompt, so it has none.
+    """
 
     token: bytes
-    logprob: float  # the target's, before all that changes its distribution
-    sampled_logprob: float  # after them: in the distribution that the token was sampled from
-    top: list[tuple[bytes, float]]
+    logprob: float | None = None  # the target's, before all that changes its distribution
+    # after them: in the distribution that the token was sampled from; None in a prompt
+    sampled_logprob: float | None = None
+    top: Sequence[tuple[bytes, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,13 @@ class ProgressUpdate:
     """
 
     data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptScored:
+    """The log-probabilities of a prompt's tokens, which precede the answer."""
+
+    logprobs: PromptLogprobs
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,11 @@ class TextDelta:
             [each for part in parts for each in part.logprobs],
             [each for part in parts for each in part.token_ids],
         )
+
+    def after(self, characters: int) -> TextDelta:
+        """Return the part in an answer that begins with so many other characters."""
+        logprobs = [(offset + characters, token) for offset, token in self.logprobs]
+        return TextDelta(self.text, logprobs, self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -91,17 +111,30 @@ class Failed:
 
 
 INTERNAL_ERROR = Failed(500, "internal error: see the server's log.")
-Event = ProgressUpdate | TextDelta | Finished | Failed
+Event = ProgressUpdate | PromptScored | TextDelta | Finished | Failed
 
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """A request that is queued or being answered; created in the event loop of its client."""
+    """One of a request's prompts, queued or being answered.
+
+    It is created in the event loop of its client.
+    """
 
     params: GenerationParams
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    index: int = 0  # among the request's prompts
+    # events of all prompts of the request, with their indices
+    events: asyncio.Queue[tuple[int, Event]] = field(default_factory=asyncio.Queue)
+    # prompts of the request that are not queued yet: one of them takes this one's place
+    successors: deque[QueuedRequest] = field(default_factory=deque, repr=False)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     is_over: bool = False  # True: its client needs nothing more
+
+    @classmethod
+    def batch(cls, params: Sequence[GenerationParams]) -> list[QueuedRequest]:
+        """Return the prompts of one request."""
+        events, successors = asyncio.Queue[tuple[int, Event]](), deque[QueuedRequest]()
+        return [cls(each, index, events, successors) for index, each in enumerate(params)]
 
     def send(self, event: Event) -> None:
         """Send an event to the client; from any thread.
@@ -119,7 +152,7 @@ class QueuedRequest:
                 )
             return
         with suppress(RuntimeError):  # the loop is closed: the client is gone
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+            self.loop.call_soon_threadsafe(self.events.put_nowait, (self.index, event))
 
     def fail(self, failed: Failed) -> None:
         """End the request with an error; from any thread."""
@@ -142,19 +175,23 @@ class RequestQueue:
         self._changed = Condition()
         self._closed: Failed | None = None
 
-    def put(self, request: QueuedRequest) -> None:
-        """Append a request; it fails at once if the queue is closed. Raises QueueFull."""
+    def put(self, batch: Sequence[QueuedRequest]) -> None:
+        """Append the prompts of a request; they fail if the queue is closed. Raises QueueFull.
+
+        They take at most `concurrency` places, and no more than are free. The other prompts wait
+        outside: one of them is appended whenever one of the request is finished. So no client's
+        prompts crowd out those of others, and none waits for a place that its own take.
+        """
         with self._changed:
-            if self._closed is not None:
-                request.fail(self._closed)
-                return
-            if len(self._waiting) + self.running >= self.limit + self.concurrency:
+            free = self.limit + self.concurrency - len(self._waiting) - self.running
+            if self._closed is None and free < 1:
                 raise QueueFull(
                     f"the queue is full: {self.limit} requests are waiting. Try again later."
                 )
-            self._waiting.append(request)
-            self._send_positions()
-            self._changed.notify()
+            count = max(1, min(self.concurrency, free))
+            batch[0].successors.extend(batch[count:])
+            for request in batch[:count]:
+                self._append(request)
 
     def take(self, wait: bool = True) -> list[QueuedRequest] | None:
         """Return the next requests that there is room for, and run them; None once closed.
@@ -174,17 +211,21 @@ class RequestQueue:
             return taken
 
     def finish(self, request: QueuedRequest) -> None:
-        """Make room for another request."""
+        """Make room for another prompt: if its request has one, that gets the place."""
         with self._changed:
             self._running.remove(request)
+            if request.successors:
+                self._append(request.successors.popleft())
 
-    def cancel(self, request: QueuedRequest) -> None:
+    def cancel(self, batch: Sequence[QueuedRequest]) -> None:
         """Stop work on a request whose client is gone or has all of its answer."""
         with self._changed:
-            request.is_over = True
-            if request in self._waiting:
-                self._waiting.remove(request)
-                self._send_positions()
+            batch[0].successors.clear()
+            for request in batch:
+                request.is_over = True
+                if request in self._waiting:
+                    self._waiting.remove(request)
+                    self._send_positions()
 
     def close(self, failed: Failed) -> None:
         """End all requests with an error, and those that are put later, too."""
@@ -211,6 +252,14 @@ class RequestQueue:
     def running(self) -> int:
         """Return the number of requests being answered."""
         return len(self._running)
+
+    def _append(self, request: QueuedRequest) -> None:
+        if self._closed is not None:
+            request.fail(self._closed)
+            return
+        self._waiting.append(request)
+        self._send_positions()
+        self._changed.notify()
 
     def _send_positions(self) -> None:
         for position, request in enumerate(self._waiting):

@@ -44,7 +44,10 @@ EXTRA_VALUES = 100_000  # limit of its values, in addition to one per token of t
 MESSAGES = 10_000
 TOOLS = 128  # in a request, and calls in a message
 STOPS, STOP_CHARACTERS = 16, 500
+PROMPTS = 128
 
 # An answer
-ECHO_CHARACTERS = 64 * 1024  # longer instructions are not returned: requests keep them in memory
+REPEATED_CHARACTERS = 64 * 1024  # longer instructions are not returned: requests keep them
+ECHOED_LOGPROBS = 1_000_000  # tokens of all prompts, times one more than `logprobs`
+ECHOED_TOKENS = 1000  # tokens of a prompt in one part of the answer
 UNREAD_EVENTS = 10_000  # parts of it that its client has not read

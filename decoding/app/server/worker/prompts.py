@@ -8,6 +8,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any
 
+from decoding.app.server.worker.token_bytes import TokenBytes
 from decoding.grammars.grammar import CompiledGrammar, Grammar, GrammarCompiler
 from decoding.text.channels import has_channels
 from decoding.text.chat_template import ChatRendering
@@ -34,6 +35,7 @@ class Prompts:
         """Prepare for a model with `vocab` tokens, and a context of `context` tokens."""
         self._tokenizer, self._context = copy.deepcopy(tokenizer), context
         self._grammars = GrammarCompiler(self._tokenizer, vocab, stop_tokens)
+        self._token_bytes = TokenBytes(self._tokenizer)
         self._lock = Lock()
         if tokenizer.chat_template:  # rendered once now, while the engine is idle
             with suppress(TierForceError):  # reported to clients that send messages
@@ -77,6 +79,11 @@ class Prompts:
         """Return the tokenizer's names of tokens."""
         with self._lock:
             return list(map(str, self._tokenizer.convert_ids_to_tokens(list(tokens))))
+
+    def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the bytes that each token contributes within a text."""
+        with self._lock:
+            return list(map(self._token_bytes.bytes_of, tokens))
 
     def tokenize_messages(
         self, messages: Sequence[dict[str, Any]], rendering: ChatRendering | None = None

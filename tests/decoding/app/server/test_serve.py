@@ -230,7 +230,7 @@ def test_logprobs_match_the_reference_model(
     sampled = probs.gather(1, torch.tensor(new)[:, None]).log().flatten()
     assert torch.allclose(torch.tensor(logprobs.sampled_logprobs), sampled, atol=1e-4)
     for top, row in zip(logprobs.top_logprobs, expected, strict=True):
-        best = sorted(top.values(), reverse=True)
+        best = sorted(top.values(), reverse=True)[:3]  # and the token's own, if it is another
         assert torch.allclose(torch.tensor(best), row.topk(3).values, atol=1e-4)
     for offset, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
         assert text[offset:].startswith(token)
@@ -415,7 +415,6 @@ BAD = {
     "small seed": (CHAT, chat(seed=-(2**63) - 1), 400, "seed"),
     "fewer than all tokens": (CHAT, chat(max_completion_tokens=-2), 400, "max_completion_tokens"),
     "another model": (CHAT, chat(model="gpt-4"), 404, "use 'model'"),
-    "two prompts": (TEXT, {"model": "model", "prompt": ["a", "b"]}, 400, "send one"),
     "empty prompt": (TEXT, {"model": "model", "prompt": []}, 400, "empty"),
     "unknown token": (TEXT, {"model": "model", "prompt": [1, 99_999]}, 400, "vocabulary"),
     "long prompt": (TEXT, {"model": "model", "prompt": [5] * 131_072}, 400, "send a shorter one"),

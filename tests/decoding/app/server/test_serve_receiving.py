@@ -258,13 +258,13 @@ def test_an_unread_answer_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0)
         assert unread.is_over  # the engine stops
         events = [unread.events.get_nowait() for _ in range(unread.events.qsize())]
-        assert events[:10] == [TextDelta("a")] * 10
-        assert isinstance(events[10], Failed)
+        assert events[:10] == [(0, TextDelta("a"))] * 10
+        assert isinstance(events[10][1], Failed)
         assert len(events) == 11
         read = QueuedRequest(None)  # type: ignore[arg-type]
         for position in range(100):
             read.send(ProgressUpdate({"waiting": position}))
-            assert await read.events.get() == ProgressUpdate({"waiting": position})
+            assert await read.events.get() == (0, ProgressUpdate({"waiting": position}))
         assert not read.is_over
 
     asyncio.run(run())
