@@ -28,6 +28,7 @@ from decoding.app.server.formats.replies import (
     error_body,
 )
 from decoding.app.server.formats.tokens import DetokenizeBody, TokenizeBody
+from decoding.app.server.http.document_routes import DocumentRoutes
 from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.openapi import describe
 from decoding.app.server.http.page import PAGE, POLICY
@@ -48,6 +49,7 @@ from decoding.app.server.worker.jobs import (
 )
 from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.prompts import Prompts
+from decoding.app.server.worker.stored_documents import StoredDocuments
 from decoding.app.terminal.streams import say
 from offload.errors import one_line
 
@@ -73,11 +75,16 @@ class Server:
         metrics: Metrics,
         served: ServedModel,
         max_body: int,
+        stored: StoredDocuments | None = None,
     ):
-        """Serve one model through `queue`; a body has at most `max_body` bytes."""
+        """Serve one model through `queue`; a body has at most `max_body` bytes.
+
+        `stored`: the documents in the prompt cache.
+        """
         self.queue, self.metrics, self.served = queue, metrics, served
         self._parser = RequestParser(prompts, served)
         self._uploads = Uploads(max_body)
+        self._documents = DocumentRoutes(prompts, self._uploads, stored)
         self._parsing = asyncio.Semaphore(limits.CONCURRENT_PARSES)
         self._compiling = asyncio.Semaphore(1)  # grammars, one at a time
         self._created = int(time.time())
@@ -104,6 +111,7 @@ class Server:
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/completions")(self.complete)
         TokenRoutes(self._parser, self._uploads, self._parsing).add_to(app)
+        self._documents.add_to(app)
         describe(app, _BODIES)
         return app
 
