@@ -119,10 +119,10 @@ class StoredDocuments:
             return []
         with suppress(TierForceError):
             for prompt in reversed(cache.prompts()):
-                tokens = prompt.manifest.tokens
-                identity = self._sessions.kv_identity(tokens + 1, self._max_new_tokens)
-                if tokens < self._context and prompt.manifest.identity == identity:
-                    found.append(prompt)
+                if (tokens := prompt.manifest.tokens) < self._context:
+                    identity = self._sessions.kv_identity(tokens + 1, self._max_new_tokens)
+                    if prompt.manifest.identity == identity:
+                        found.append(prompt)
         return found[: limits.STORED_DOCUMENTS]
 
     def _framing(self) -> _Framing | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import sys
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from threading import Event
 from typing import Any
+from urllib import request
 from urllib.parse import quote
 
 import pytest
@@ -189,7 +192,7 @@ def test_documents_need_the_key(model: tuple[str, ...], tmp_path: Path) -> None:
         assert server.ask(DOCUMENTS, **key) == {"data": []}
 
 
-def request(*messages: Message) -> Request:
+def received(*messages: Message) -> Request:
     """Return a request that receives these messages."""
     remaining = iter(messages)
 
@@ -223,7 +226,7 @@ def test_documents_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         routes = DocumentRoutes(None, Uploads(1000), None)  # type: ignore[arg-type]
 
         def ask() -> asyncio.Task[int]:
-            return asyncio.create_task(status_of(routes.convert(request(body))))
+            return asyncio.create_task(status_of(routes.convert(received(body))))
 
         tasks = [ask(), ask()]
         while len(files) < 2:
@@ -240,10 +243,33 @@ def test_documents_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(files) == 3
         assert all(file.closed for file in files)
         with pytest.raises(ClientDisconnect):
-            await routes.convert(request({"type": "http.disconnect"}))
+            await routes.convert(received({"type": "http.disconnect"}))
         assert routes._pending == 0
 
     asyncio.run(run())
+
+
+def _read_forever() -> None:
+    """Replace the reading of a document, in the server's process."""
+
+    def read(label: str, file: Any, _: object) -> dict[str, Any]:
+        print("reading", file=sys.stderr, flush=True)
+        Event().wait()
+        return {}
+
+    document_routes.read_upload = read
+
+
+def test_a_document_that_is_read_does_not_keep_the_server(
+    model: tuple[str, ...], tmp_path: Path
+) -> None:
+    with serving(tmp_path / "run", *model, before=_read_forever) as server:
+        path, data = f"{server.url}{DOCUMENTS}", b"text"
+        with pytest.raises(OSError, match="timed out"):
+            request.urlopen(request.Request(path, data, BYTES), timeout=0.5)
+        assert "reading" in server.log
+        assert server.ask("/health")["status"] == "ok"
+        assert server.end().code == 128 + signal.SIGTERM
 
 
 def documents(server: Serving) -> list[dict[str, Any]]:
