@@ -117,18 +117,21 @@ class SequenceManager:
         """Return how many tokens of a prompt the prompt cache can load; for rank 0."""
         if self.prefix_cache is None:
             return 0
-        return self.prefix_cache.find(self._identity(prompt, max_new_tokens), prompt)
+        return self.prefix_cache.find(self.kv_identity(len(prompt), max_new_tokens), prompt)
 
     def is_cached(self, prompt: Sequence[int], max_new_tokens: int) -> bool:
         """Return whether the prompt cache has a prompt, or nearly all of it; for rank 0."""
         return self.prefix_cache is not None and self.prefix_cache.has(
-            self._identity(prompt, max_new_tokens), prompt
+            self.kv_identity(len(prompt), max_new_tokens), prompt
         )
 
-    def _identity(self, prompt: Sequence[int], max_new_tokens: int) -> str:
+    def kv_identity(self, tokens: int, max_new_tokens: int) -> str:
+        """Return the identity of the KV of a prompt of `tokens` tokens, in the prompt cache.
+
+        Requires a prompt cache; on any thread.
+        """
         assert self.prefix_cache is not None
-        config, tokens = self.runtime.target.config, len(prompt)
-        rope_key = config.rope_key(tokens, tokens + max_new_tokens)
+        rope_key = self.runtime.target.config.rope_key(tokens, tokens + max_new_tokens)
         return self.prefix_cache.fingerprint.kv_identity(rope_key)
 
     def close(self, session: SequenceState | SwappedSequence) -> None:

@@ -66,7 +66,7 @@ class PrefixCacheManager:
             if group.rank == 0:
                 self._cache = PromptCache(Path(folder).absolute(), limit)
                 self._cache.warn = lambda line: self.warn(line)  # `warn` may be replaced later
-                self._cache.usable = self._usable
+                self._cache.usable = self.usable
                 self._cache.create()
 
     def find(self, identity: str, prompt: Sequence[int]) -> int:
@@ -76,6 +76,21 @@ class PrefixCacheManager:
     def has(self, identity: str, prompt: Sequence[int]) -> bool:
         """Return whether a prompt, or nearly all of it, is cached; on rank 0."""
         return not is_worth_saving(len(prompt), self._find(identity, prompt)[1])
+
+    def prompts(self) -> list[CachedPrompt]:
+        """Return all prompts, the least recently used first; on rank 0, from any thread.
+
+        Raises TierForceError if the folder cannot be read.
+        """
+        assert self._cache is not None
+        return self._cache.prompts()
+
+    def usable(self, common: int, tokens: int) -> int:
+        """Return how many of the `common` tokens with a cached prompt of `tokens` can be used.
+
+        Where layers have a window or a state, a prompt goes on from where it is kept.
+        """
+        return common if self._layout is None else self._layout.resumable(common, tokens)
 
     def load(
         self, identity: str, prompt: Sequence[int], cache: TieredCache
@@ -171,19 +186,12 @@ class PrefixCacheManager:
             return self._cache.find(identity, prompt)
         return None, 0
 
-    def _usable(self, common: int, tokens: int) -> int:
-        """Return how many of the `common` tokens with a cached prompt of `tokens` can be used.
-
-        Where layers have a window or a state, a prompt goes on from where it is kept.
-        """
-        return common if self._layout is None else self._layout.resumable(common, tokens)
-
     def _find_usable(self, identity: str, prompt: Sequence[int]) -> tuple[CachedPrompt | None, int]:
         """Return the best match, and the number of tokens to load; none if these are too few."""
         cached, count = self._find(identity, prompt)
         count = min(count, len(prompt) - OBSERVED_ROWS)
         if cached is not None:
-            count = self._usable(count, cached.manifest.tokens)
+            count = self.usable(count, cached.manifest.tokens)
         return (cached, count) if count >= MIN_TOKENS else (None, 0)
 
     def _load(

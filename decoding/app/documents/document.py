@@ -83,15 +83,22 @@ class Document:
         large, or gone.
         """
         with self._opened() as file:
-            if self.offset is not None:
-                text, identity = self._line(file)
-                source: dict[str, Any] = {"format": "jsonl"}
-            else:
-                # before the text, which may change in between
-                identity = Identity(self._digest(file))
-                file.seek(0)
-                text, source = self._read(file)
-                check_whole_characters(text)
+            return self.read_from(file)
+
+    def read_from(self, file: BinaryIO) -> DocumentText:
+        """Return the text, from a regular file that is open; the path is only a name then.
+
+        Raises InvalidRequestError as `read` does.
+        """
+        if self.offset is not None:
+            text, identity = self._line(file)
+            source: dict[str, Any] = {"format": "jsonl"}
+        else:
+            # before the text, which may change in between
+            identity = Identity(self._digest(file))
+            file.seek(0)
+            text, source = self._read(file)
+            check_whole_characters(text)
         if not text.strip():
             note = f" ({source['note']})" if "note" in source else ""
             raise InvalidRequestError(f"the document is empty{note}.")

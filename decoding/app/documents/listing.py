@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain, count
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from decoding.app.documents import json_lines
 from decoding.app.documents.conversion import convert
@@ -73,6 +74,27 @@ def find_documents(
         raise TierForceError(f"--input {source} {_nothing_found(source, listing)}")
     _check_unique_ids(source, listing.documents)
     return listing
+
+
+def single_document(name: str, file: BinaryIO) -> Document:
+    """Return the document that an open file is, or the only one of a .zip; `name` is a label.
+
+    It can be read with `Document.read_from`. Raises InvalidRequestError for several, or none.
+    """
+    path = Path(name)
+    if path.suffix.lower() == ".jsonl":
+        raise InvalidRequestError("it is a list of documents: save one of them as text.")
+    if kinds.kind_by_name(name) != kinds.ARCHIVE:
+        return Document(name, path)
+    listing = Listing()
+    _list_members(file, path, "", (), listing)
+    if len(listing.documents) == 1:
+        return listing.documents[0]
+    found = f"{len(listing.documents):,} documents" if listing.documents else "no document"
+    raise InvalidRequestError(
+        f"it is an archive with {found}: unpack it, and choose one file. Documents end in "
+        f"{', '.join(kinds.SUFFIXES)}."
+    )
 
 
 def _nothing_found(source: Path, listing: Listing) -> str:
@@ -168,7 +190,14 @@ def _matches(name: str, pattern: str) -> bool:
 def _list_archive(path: Path, prefix: str, include: Sequence[str], listing: Listing) -> None:
     """List the documents of a .zip. Raises InvalidRequestError or OSError if it cannot be read."""
     with open_regular(path) as file:
-        members = json.loads(convert(file, kinds.ARCHIVE)[0])
+        _list_members(file, path, prefix, include, listing)
+
+
+def _list_members(
+    file: BinaryIO, path: Path, prefix: str, include: Sequence[str], listing: Listing
+) -> None:
+    """List the documents of a .zip that is open. Raises InvalidRequestError."""
+    members = json.loads(convert(file, kinds.ARCHIVE)[0])
     names = {f"{prefix}{name}" for _, name, *_ in members}
     seen = set[str]()
     for index, member, size, checksum, problem in sorted(members, key=lambda member: member[1]):

@@ -29,6 +29,7 @@ from decoding.app.server.worker.answering import EngineWorker
 from decoding.app.server.worker.jobs import Failed, RequestQueue
 from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.prompts import Prompts
+from decoding.app.server.worker.stored_documents import StoredDocuments
 from decoding.app.terminal.loading import load_engine
 from decoding.app.terminal.messages import fitting_concurrency, say_what_fits
 from decoding.app.terminal.signals import DOUBLE_INTERRUPT_S, Interrupts
@@ -92,7 +93,8 @@ def run(
     stop_tokens = engine.scheduler.stop_tokens
     prompts = Prompts(engine.tokenizer, engine.context, served.vocab, stop_tokens)
     swap_space = None if options.swap_space is None else options.swap_space * 10**9
-    server = Server(queue, prompts, metrics, served, options.max_body * 10**6)
+    stored = StoredDocuments(engine.sessions, prompts, served.context, served.max_new_tokens)
+    server = Server(queue, prompts, metrics, served, options.max_body * 10**6, stored)
     hosts = None if keys else [*_LOCAL_NAMES, _url_host(options.host)]
     app: ASGIApp = RequestGuard(server.app(), hosts, keys, metrics)
     if origins:  # around the guard, so that its errors can be read, too

@@ -37,8 +37,8 @@ class Delivery:
     def __init__(
         self,
         batch: Sequence[QueuedRequest],
-        queue: RequestQueue,
         builder: ReplyBuilder,
+        queue: RequestQueue,
         prompts: Prompts,
         echoing: asyncio.Semaphore,
     ):

@@ -18,6 +18,8 @@ from decoding.app.server.worker.jobs import Failed
 from decoding.app.server.worker.metrics import Metrics
 
 _OPEN = ("/", "/health")  # paths that need no key
+_JSON, _BYTES = "application/json", "application/octet-stream"
+_TYPES = {"/documents": _BYTES}  # content types of bodies by path, if they are not JSON
 _BAD_KEY = "invalid_api_key"
 _HEADERS = {  # additional headers per status
     401: {"WWW-Authenticate": "Bearer"},
@@ -82,7 +84,7 @@ class RequestGuard:
             self._check_host(headers)
             self._check_key(scope["path"], headers)
             if scope["method"] == "POST":
-                _check_type(headers)
+                _check_type(scope["path"], headers)
         except RequestRefused as refused:
             await refused.response()(scope, incoming.receive, send_response)
             return
@@ -141,10 +143,12 @@ class _Incoming:
                     return
 
 
-def _check_type(headers: Headers) -> None:
+def _check_type(path: str, headers: Headers) -> None:
     """Refuse content types that pages of other sites can send without a CORS preflight."""
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RequestRefused(415, "send JSON, with the header `Content-Type: application/json`.")
+    expected = _TYPES.get(path, _JSON)
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != expected:
+        content = "JSON" if expected == _JSON else "the file's bytes"
+        raise RequestRefused(415, f"send {content}, with the header `Content-Type: {expected}`.")
 
 
 def _digest(key: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from anyio.to_thread import run_sync
@@ -27,6 +28,7 @@ from decoding.app.server.formats.replies import (
 from decoding.app.server.formats.responses import ResponsesBody
 from decoding.app.server.formats.tokens import DetokenizeBody, TokenizeBody
 from decoding.app.server.http.delivery import SEPARATOR, Delivery
+from decoding.app.server.http.document_routes import DocumentRoutes
 from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.openapi import describe
 from decoding.app.server.http.page import PAGE, POLICY
@@ -44,6 +46,7 @@ from decoding.app.server.worker.jobs import (
 )
 from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.prompts import Prompts
+from decoding.app.server.worker.stored_documents import StoredDocuments
 from decoding.app.terminal.streams import say
 from offload.errors import one_line
 
@@ -68,14 +71,20 @@ class Server:
         metrics: Metrics,
         served: ServedModel,
         max_body: int,
+        stored: StoredDocuments | None = None,
     ):
-        """Serve one model through `queue`; a body has at most `max_body` bytes."""
+        """Serve one model through `queue`; a body has at most `max_body` bytes.
+
+        `stored`: the documents in the prompt cache.
+        """
         self.queue, self.metrics, self.served = queue, metrics, served
-        self._prompts, self._parser = prompts, RequestParser(prompts, served)
+        self._parser = RequestParser(prompts, served)
         self._uploads = Uploads(max_body)
+        self._documents = DocumentRoutes(prompts, self._uploads, stored)
         self._parsing = asyncio.Semaphore(limits.CONCURRENT_PARSES)
         self._compiling = asyncio.Semaphore(1)  # grammars, one at a time
-        self._echoing = asyncio.Semaphore(1)  # whole answers with prompts, likewise
+        echoing = asyncio.Semaphore(1)  # whole answers with prompts, likewise
+        self._deliver = partial(Delivery, queue=queue, prompts=prompts, echoing=echoing)
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
@@ -101,6 +110,7 @@ class Server:
         app.post("/v1/completions")(self.complete)
         ResponseRoutes(self._answer, self.served.model).add_to(app)
         TokenRoutes(self._parser, self._uploads, self._parsing).add_to(app)
+        self._documents.add_to(app)
         describe(app, _BODIES)
         return app
 
@@ -154,7 +164,7 @@ class Server:
         builder.begin(parsed.params, parsed.repeated, parsed.calls)
         clipped = [each.max_new_tokens for each in parsed.params if each.is_clipped]
         headers = {CLIPPED: str(min(clipped))} if clipped else {}
-        delivery = Delivery(batch, self.queue, builder, self._prompts, self._echoing)
+        delivery = self._deliver(batch, builder)
         if parsed.stream_options is not None:
             events = delivery.stream(bool(parsed.stream_options.include_usage))
             return EventSourceResponse(

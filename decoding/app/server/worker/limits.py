@@ -38,8 +38,16 @@ SLOW_RATE = 1e6  # bytes per second; slower bodies are refused while another wai
 SLOW_S = 0.5  # minimum time over which that rate is measured
 CONCURRENT_PARSES = 2  # bodies being parsed and tokenized at a time
 
+# Documents to be read
+DOCUMENTS = 8  # being read, or waiting for that in temporary files
+CONCURRENT_CONVERSIONS = 2  # being read at a time
+CONVERSION_WAIT_S = 60.0  # seconds that one waits for its turn
+DOCUMENT_NAME = 200  # characters
+
 # The JSON value of a body
 EXTRA_VALUES = 100_000  # limit of its values, in addition to one per token of the context
+
+STORED_DOCUMENTS = 100  # prompts on disk that are searched for documents, the latest used
 
 MESSAGES = 10_000
 TOOLS = 128  # in a request, and calls in a message

@@ -12,7 +12,8 @@ from decoding.app.server.worker.token_bytes import TokenBytes
 from decoding.grammars.grammar import CompiledGrammar, Grammar, GrammarCompiler
 from decoding.text.channels import has_channels
 from decoding.text.chat_template import ChatRendering
-from decoding.text.prompt import PlainTemplate, Template, chat_tokens
+from decoding.text.encoding import plain_tokens
+from decoding.text.prompt import MARK, PlainTemplate, Template, chat_tokens, tokens_around
 from decoding.text.tools.forms import (
     BEGIN_OF_THOUGHTS,
     Calling,
@@ -23,6 +24,7 @@ from decoding.text.tools.forms import (
 from offload.errors import InvalidRequestError, TierForceError
 
 _END_TOKENS = 16  # those that may begin a thought
+_COUNTED_CHARACTERS = 1 << 18  # counted at a time, while other requests wait
 
 
 class Prompts:
@@ -70,6 +72,20 @@ class Prompts:
             plain = Template.plain(self._tokenizer) if has_prefix else PlainTemplate([], [])
             return plain.fit(self._tokenizer, text, self._context)
 
+    def count(self, text: str) -> tuple[int, int]:
+        """Return the number of a text's tokens, and of the characters that were counted.
+
+        Counting ends beyond twice the context. It is done in parts, between which other requests
+        use the tokenizer; each cut may add a token.
+        """
+        tokens = counted = 0
+        while counted < len(text) and tokens <= 2 * self._context:
+            part = text[counted : counted + _COUNTED_CHARACTERS]
+            with self._lock:
+                tokens += len(plain_tokens(self._tokenizer, part))
+            counted += len(part)
+        return tokens, counted
+
     def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
         with self._lock:
@@ -96,6 +112,22 @@ class Prompts:
         with self._lock:
             self._check_template()
             return chat_tokens(self._tokenizer, messages, self._context, rendering=rendering)
+
+    def around_message(self) -> tuple[list[int], list[int]]:
+        """Return the tokens before and after the text of a conversation's first message.
+
+        Raises TierForceError if the model has no chat template that renders one.
+        """
+        with self._lock:
+            self._check_template()
+            messages = [{"role": "user", "content": MARK}]
+            return tokens_around(self._tokenizer, messages, "a message")
+
+    def special_tokens(self) -> list[int]:
+        """Return the ids of the tokenizer's special tokens."""
+        with self._lock:
+            added = self._tokenizer.added_tokens_decoder.items()
+            return [token for token, each in added if each.special]
 
     def _check_template(self) -> None:
         if not self._tokenizer.chat_template:

@@ -381,7 +381,7 @@ class _Client:
 
 def deliver(queue: RequestQueue, batch: list[QueuedRequest]) -> Delivery:
     builder, prompts = CompletionResponseBuilder("model"), cast(Prompts, None)
-    return Delivery(batch, queue, builder, prompts, asyncio.Semaphore(1))
+    return Delivery(batch, builder, queue, prompts, asyncio.Semaphore(1))
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

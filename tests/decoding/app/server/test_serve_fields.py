@@ -305,6 +305,8 @@ def test_the_api_is_described(server: Serving) -> None:
         "/v1/responses/{name}",
         "/tokenize",
         "/detokenize",
+        "/documents",
+        "/documents/{id}",
     }
     body = description["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]
     schema = {**body["schema"], "components": description["components"]}
