@@ -404,7 +404,7 @@ def test_only_short_instructions_are_kept() -> None:
     for length, is_kept in ((1 << 16, True), ((1 << 16) + 1, False)):
         instructions = "a" * length
         body = ResponsesBody.model_validate({"input": "Who?", "instructions": instructions})
-        assert body.echo["instructions"] == (instructions if is_kept else None)
+        assert body.repeated["instructions"] == (instructions if is_kept else None)
         assert body.messages[0].text == instructions
 
 
@@ -423,9 +423,9 @@ def test_a_stream_that_fails(has_begun: bool, status: int, code: str) -> None:
     builder = ResponsesBuilder("model")
     events = builder.opening()
     if has_begun:
-        events += builder.first()
+        events += builder.first(0)
         for part in ("It ", "w"):
-            events += builder.chunk(TextDelta(part))
+            events += builder.chunk(0, TextDelta(part))
     events.append(builder.failure(Failed(status, "No memory.")))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["type"] == "response.failed"
