@@ -3,7 +3,9 @@ PYTHON ?= python3
 # The CPU build where pip finds one; on a GPU machine name the build for its driver: make TORCH=torch==2.12.0
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
+INSTALL := $(BIN)/python -m $(PIP_INSTALL)
+CLIENTS := oldest previous newest
 
 .PHONY: demo test test-slow lint format clean
 
@@ -17,9 +19,10 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 
 test: .venv/ready
 	$(PYTEST) --dist loadfile -m "not slow"
 
-# slow tests: kills, soaks, long outputs, kernels compiled and interpreted at length
-test-slow: .venv/ready
-	$(PYTEST) --dist loadfile -m slow
+# slow tests: kills, soaks, long outputs, kernels compiled and interpreted at length, other
+# projects' clients
+test-slow: .venv/ready .clients/ready
+	CLIENTS_REQUIRED=1 $(PYTEST) --dist loadfile -m slow
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -31,7 +34,7 @@ format: .venv/ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build *.egg-info demo/out
+	rm -rf .venv .clients build *.egg-info demo/out
 
 .venv/ready: setup.py pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit('TierForce needs Python 3.10 or later, found ' + sys.version.split()[0] if sys.version_info < (3, 10) else 0)"
@@ -45,4 +48,15 @@ clean:
 # bytecode of the modules that a run imports; pip would compile every module there is
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import bench, decoding.app.server.run, mammoth, markdownify, pptx, pypdfium2"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/tierforce generate --model demo/target --draft demo/draft --prompt begin --max-new-tokens 2 > /dev/null
+	touch $@
+
+# Environments of other projects' clients, which tests/clients runs against the server. .venv has
+# none of their pins; `make test` and `make demo` do not need them.
+.clients/ready: $(CLIENTS:%=.clients/%/ready)
+	touch $@
+
+$(CLIENTS:%=.clients/%/ready): .clients/%/ready: requirements/clients-%.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m $(PIP_INSTALL) --requirement $<
 	touch $@
