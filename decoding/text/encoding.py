@@ -21,8 +21,8 @@ class ContextLengthError(InvalidRequestError):
 
     def __init__(self, tokens: int, context: int):
         super().__init__(
-            f"the prompt has at least {tokens:,} tokens, and the context is {context:,}: shorten "
-            "it, or use a longer `context`."
+            f"the prompt is too long: it has at least {tokens:,} tokens, and the context is "
+            f"{context:,}. Shorten it, or use a longer `context`."
         )
         self.tokens = tokens
 

@@ -29,7 +29,7 @@ def test_litellm_gets_what_plain_http_gets(provider: str, server: Serving, home:
     for name, kind, message in (
         ("field", "BadRequestError", "speed is not supported by this server"),
         ("model", "NotFoundError", "the model 'gpt-4' is not available here"),
-        ("context", "BadRequestError", "send a shorter one"),
+        ("context", "ContextWindowExceededError", "Send a shorter one"),
     ):
         assert errors[name]["class"] == f"litellm.exceptions.{kind}"
         assert message in errors[name]["message"]

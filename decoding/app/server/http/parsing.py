@@ -233,8 +233,8 @@ class RequestParser:
         limit = body.token_limit
         if (room := context - length) < (limit != 0):
             raise self._too_long(
-                f"the prompt has {length:,} tokens, but the context, including the answer, has "
-                f"{context:,}: send a shorter one.",
+                f"the prompt is too long: it has {length:,} tokens, but the context, including the "
+                f"answer, has {context:,}. Send a shorter one.",
                 param,
                 length,
             )

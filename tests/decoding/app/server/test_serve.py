@@ -417,7 +417,7 @@ BAD = {
     "another model": (CHAT, chat(model="gpt-4"), 404, "use 'model'"),
     "empty prompt": (TEXT, {"model": "model", "prompt": []}, 400, "empty"),
     "unknown token": (TEXT, {"model": "model", "prompt": [1, 99_999]}, 400, "vocabulary"),
-    "long prompt": (TEXT, {"model": "model", "prompt": [5] * 131_072}, 400, "send a shorter one"),
+    "long prompt": (TEXT, {"model": "model", "prompt": [5] * 131_072}, 400, "Send a shorter one"),
     "unknown field": (TEXT, {"model": "model", "prompt": "a", "min_q": 0.1}, 400, "min_q is not"),
     "invalid tokens": (
         TEXT,

@@ -272,8 +272,8 @@ def test_tokens_and_their_text(server: Serving, tokenizer: AutoTokenizer) -> Non
     [
         ("/tokenize", b"{}", "send one of prompt, content and messages"),
         ("/tokenize", {"prompt": "a", "content": "a"}, "send one of"),
-        ("/tokenize", {"prompt": "It was " * 100_000}, "shorten it"),
-        ("/tokenize", {"prompt": "\U0001f600" * 8_000}, "shorten it"),
+        ("/tokenize", {"prompt": "It was " * 100_000}, "Shorten it"),
+        ("/tokenize", {"prompt": "\U0001f600" * 8_000}, "Shorten it"),
         ("/tokenize", {"messages": WHO, "add_special_tokens": True}, "not supported with messages"),
         ("/tokenize", {"prompt": "a", "reasoning_effort": "low"}, "not supported without messages"),
         ("/tokenize", {"prompt": "a", "speed": 1}, "speed is not supported"),
