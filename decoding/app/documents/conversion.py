@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, BinaryIO
 
 from decoding.app.documents.converter import BYTES, PROCESSOR_S
@@ -23,7 +25,19 @@ _TIMEOUT_S = 600.0  # much longer than the processor time, since the machine may
 _VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR")
 _MAX_HEADER = 4096  # bytes of the line of JSON
 _PIECE = 1 << 20
+_POLL_S = 0.2  # interval of polling whether a conversion is cancelled
 _MODULE = "decoding.app.documents.converter"
+_is_cancelled: ContextVar[Callable[[], bool]] = ContextVar("_is_cancelled", default=lambda: False)
+
+
+@contextmanager
+def cancellable(is_cancelled: Callable[[], bool]) -> Iterator[None]:
+    """End conversions of this thread in a block soon after `is_cancelled` returns True."""
+    token = _is_cancelled.set(is_cancelled)
+    try:
+        yield
+    finally:
+        _is_cancelled.reset(token)
 
 
 def convert(
@@ -78,8 +92,11 @@ def _read_output(process: subprocess.Popen[bytes]) -> bytes:
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while True:
-            if not selector.select(deadline - time.monotonic()):
-                raise InvalidRequestError(f"reading it takes longer than {_TIMEOUT_S:.0f} s.")
+            while not selector.select(_POLL_S):
+                if _is_cancelled.get()():
+                    raise InvalidRequestError("reading it was cancelled.")
+                if time.monotonic() > deadline:
+                    raise InvalidRequestError(f"reading it takes longer than {_TIMEOUT_S:.0f} s.")
             piece = os.read(process.stdout.fileno(), _PIECE)
             if not piece:
                 with suppress(subprocess.TimeoutExpired):

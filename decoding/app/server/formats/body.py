@@ -63,9 +63,16 @@ class Strict(BaseModel):
                 if name in cls.model_fields or value is None:
                     continue
                 values = cls.neutral.get(name, ())
-                if values is not None and value not in values:
+                if values is not None and not _is_one_of(value, values):
                     raise unsupported(name, values, cls.hints.get(name))
         return data
+
+
+def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
+    """Return whether a value is among others; 1 is not true."""
+    return any(
+        each == value and isinstance(each, bool) == isinstance(value, bool) for each in values
+    )
 
 
 def invalid(field: str, message: str) -> PydanticCustomError:

@@ -99,8 +99,8 @@ class ResponsesBuilder(ReplyBuilder):
     def last(self, index: int, finished: Finished) -> list[dict[str, Any]]:
         answer = TextDelta.joined(self._parts)
         response = self.whole([Answer(answer, finished.reason, finished.counts)])
-        part = _part(answer)
         (item,) = response["output"]
+        (part,) = item["content"]
         done = {"text": answer.text, "logprobs": part["logprobs"]}
         return [
             self._part_event("output_text.done", **done),

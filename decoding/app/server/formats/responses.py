@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -215,16 +216,19 @@ class ResponsesBody(GenerationBody, ChatPrompt, RepeatedBody):
 
     @property
     def repeated(self) -> dict[str, Any]:
-        is_short = len(self.instructions or "") <= limits.REPEATED_CHARACTERS
+        maximum = limits.REPEATED_CHARACTERS
         own = self.text.format if self.text is not None else None
+        format = {"type": "text"} if own is None else own.source
+        if len(json.dumps(format)) > maximum:
+            format = {**format, "schema": {}}
         return {
             **self.model_dump(include=set(RepeatedBody.model_fields)),
-            "instructions": self.instructions if is_short else None,
+            "instructions": self.instructions if len(self.instructions or "") <= maximum else None,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": self.effort, "summary": None},
             "text": {
-                "format": {"type": "text"} if own is None else own.source,
+                "format": format,
                 "verbosity": "medium",
             },
             "tool_choice": self.tool_choice or "auto",

@@ -127,7 +127,7 @@ class Connection(H11Protocol):
         self.idle_since = 0.0  # time of its opening, last complete response, or refusal
         self._max_connections = max_connections
         self._unsent = 0  # bytes of responses
-        self._sent_at = 0.0  # time of the last change of `_unsent`
+        self._sent_at = 0.0  # time when `_unsent` was measured
         self._has_ended = False  # the client has closed its side; it may still read
         self._is_rejected = False
 
@@ -189,7 +189,8 @@ class Connection(H11Protocol):
         """Close the connection if its client has exceeded a time limit."""
         now = self.loop.time()
         unsent = self.transport.get_write_buffer_size()
-        if unsent != self._unsent or not unsent:
+        has_read = self._unsent - unsent >= limits.STALL_BYTES
+        if has_read or unsent > self._unsent or not unsent:
             self._unsent, self._sent_at = unsent, now
         waited = now - self.idle_since
         if now - self._sent_at > limits.STALL_S or (self._is_rejected and waited > limits.LINGER_S):

@@ -40,11 +40,11 @@ class Delivery:
         builder: ReplyBuilder,
         queue: RequestQueue,
         prompts: Prompts,
-        echoing: asyncio.Semaphore,
+        building: asyncio.Semaphore,
     ):
-        """`echoing` limits the whole answers with prompts that are built at a time."""
+        """`building` limits the whole answers that are built at a time, on other threads."""
         self._batch, self._queue, self._builder = batch, queue, builder
-        self._prompts, self._echoing = prompts, echoing
+        self._prompts, self._building = prompts, building
         params = batch[0].params
         self._has_logprobs, self._has_echo = params.top_logprobs is not None, params.has_echo
         self._offsets: dict[int, int] = {}  # characters before the answer to a prompt, once begun
@@ -62,9 +62,7 @@ class Delivery:
         self._queue.cancel(self._batch)
         if isinstance(event, Failed):
             return JSONResponse(error_body(event), event.status)
-        if not self._has_echo:
-            return self._response(events)
-        async with self._echoing:
+        async with self._building:
             return await run_sync(self._response, events)
 
     async def stream(self, with_usage: bool) -> AsyncIterator[ServerSentEvent]:
@@ -77,7 +75,7 @@ class Delivery:
                 if index not in self._offsets and not _precedes_tokens(event):
                     async for chunk in self._begin(index, event):
                         yield chunk
-                for chunk in self._chunks(index, event):
+                for chunk in await self._chunks(index, event):
                     yield chunk
             if isinstance(event, Failed):
                 return
@@ -88,19 +86,19 @@ class Delivery:
         finally:
             self._queue.cancel(self._batch)
 
-    def _chunks(self, index: int, event: Event) -> list[ServerSentEvent]:
+    async def _chunks(self, index: int, event: Event) -> list[ServerSentEvent]:
         """Return what the stream has for an event of a prompt."""
         if isinstance(event, ProgressUpdate):
             return [self._comment(index, event)]
-        contents = list[dict[str, Any]]()
         if isinstance(event, TextDelta):
-            contents = self._builder.chunk(index, event.after(self._offsets[index]))
-        elif isinstance(event, Finished):
-            self._counts[index] = event.counts
-            contents = self._builder.last(index, event)
-        elif isinstance(event, Failed):
-            contents = [self._builder.failure(event)]
-        return list(map(_data, contents))
+            return _all_data(self._builder.chunk(index, event.after(self._offsets[index])))
+        if isinstance(event, Failed):
+            return [_data(self._builder.failure(event))]
+        if not isinstance(event, Finished):
+            return []
+        self._counts[index] = event.counts
+        async with self._building:  # the end may have all of the answer
+            return await run_sync(lambda: _all_data(self._builder.last(index, event)))
 
     async def _events(self) -> AsyncIterator[tuple[int, Event]]:
         """Yield the events of all prompts, to the end of the last one or the first failure."""
@@ -134,7 +132,7 @@ class Delivery:
         if (part := next(parts, None)) is None:
             return []
         self._offsets[index] += len(part.text)
-        return [_data(content) for content in self._builder.chunk(index, part)]
+        return _all_data(self._builder.chunk(index, part))
 
     def _response(self, events: Sequence[Sequence[Event]]) -> Response:
         """Return the response, given the events of each prompt."""
@@ -166,6 +164,10 @@ def _precedes_tokens(event: Event) -> bool:
     """Return whether an answer has no tokens yet when an event comes, or never has."""
     is_early = isinstance(event, ProgressUpdate) and "counts" not in event.data
     return is_early or isinstance(event, Failed)
+
+
+def _all_data(contents: Sequence[dict[str, Any]]) -> list[ServerSentEvent]:
+    return list(map(_data, contents))
 
 
 def _data(content: dict[str, Any]) -> ServerSentEvent:

@@ -6,15 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from tempfile import TemporaryFile
-from threading import Thread
+from threading import Event, Thread
 from typing import BinaryIO, TypeVar, cast
 
 import anyio
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 
+from decoding.app.documents.conversion import cancellable
 from decoding.app.server.http.guards import RequestRefused
 from decoding.app.server.http.receiving import Uploads
 from decoding.app.server.worker import limits
@@ -23,6 +26,7 @@ from decoding.app.server.worker.stored_documents import StoredDocuments
 from decoding.app.server.worker.uploaded_documents import label_of, read_upload
 from offload.errors import InvalidRequestError
 
+_DISCONNECT_POLL_S = 0.1  # interval of checks whether a client is still connected
 _Result = TypeVar("_Result")
 _FILE = {  # in the description of the API
     "required": True,
@@ -39,6 +43,7 @@ class DocumentRoutes:
         self._converting = asyncio.Semaphore(limits.CONCURRENT_CONVERSIONS)
         self._searching = asyncio.Semaphore(1)  # the prompt cache
         self._pending = 0  # documents in temporary files
+        self._searches = 0  # running or waiting
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes to an application."""
@@ -51,24 +56,26 @@ class DocumentRoutes:
         label = label_of(name)
 
         def response() -> Response:
-            return JSONResponse(read_upload(label, file, self._prompts))  # writing takes a while
+            with cancellable(gone.is_set):
+                return JSONResponse(read_upload(label, file, self._prompts))
 
-        async with self._received(request) as file, self._turn():
+        async with self._received(request) as file, self._turn(request), _watched(request) as gone:
             try:
                 return await _run_daemon(response)
             except InvalidRequestError as error:
                 raise RequestRefused(400, str(error)) from error
 
-    async def list_stored(self) -> Response:
+    async def list_stored(self, request: Request) -> Response:
         """Return the documents in the prompt cache, latest used first."""
-        async with self._searching:
-            found = await run_sync(self._stored.find) if self._stored is not None else []
-        return JSONResponse({"data": found})
+        if self._stored is None:
+            return JSONResponse({"data": []})
+        return JSONResponse({"data": await self._search(request, self._stored.find)})
 
-    async def read_stored(self, id: str) -> Response:
+    async def read_stored(self, request: Request, id: str) -> Response:
         """Return a document in the prompt cache, with its text."""
-        async with self._searching:
-            found = await run_sync(self._stored.read, id) if self._stored is not None else None
+        found = None
+        if self._stored is not None:
+            found = await self._search(request, partial(self._stored.read, id))
         if found is None:
             raise RequestRefused(
                 404,
@@ -106,17 +113,59 @@ class DocumentRoutes:
         finally:
             self._pending -= 1
 
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Wait until fewer documents are being read. Raises RequestRefused if that takes long."""
-        with anyio.move_on_after(limits.CONVERSION_WAIT_S) as waiting:
-            await self._converting.acquire()
-        if waiting.cancelled_caught:
-            raise _too_many()
+    async def _search(self, request: Request, function: Callable[[], _Result]) -> _Result:
+        """Return a function's result, one search of the prompt cache at a time.
+
+        Raises RequestRefused if too many wait, and ClientDisconnect if the client is gone.
+        """
+        if self._searches >= limits.SEARCHES:
+            raise RequestRefused(503, "too many requests for documents: try again later.")
+        self._searches += 1
         try:
+            async with self._searching:
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+                return await run_sync(function)
+        finally:
+            self._searches -= 1
+
+    @asynccontextmanager
+    async def _turn(self, request: Request) -> AsyncIterator[None]:
+        """Wait until fewer documents are being read.
+
+        Raises RequestRefused if that takes long, and ClientDisconnect if the client is gone.
+        """
+        deadline = anyio.current_time() + limits.CONVERSION_WAIT_S
+        has_turn = False
+        try:
+            while not has_turn:
+                with anyio.move_on_after(_DISCONNECT_POLL_S):
+                    has_turn = await self._converting.acquire()
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+                if not has_turn and anyio.current_time() > deadline:
+                    raise _too_many()
             yield
         finally:
-            self._converting.release()
+            if has_turn:
+                self._converting.release()
+
+
+@asynccontextmanager
+async def _watched(request: Request) -> AsyncIterator[Event]:
+    """Yield an event that is set if the client disconnects in the block."""
+    gone = Event()
+
+    async def watch() -> None:
+        while not await request.is_disconnected():
+            await anyio.sleep(_DISCONNECT_POLL_S)
+        gone.set()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield gone
+    finally:
+        watching.cancel()
 
 
 def _too_many() -> RequestRefused:

@@ -78,6 +78,7 @@ class RequestParser:
             params = self._completions(body, sampling)
         else:
             params = [self._conversation(body, sampling)]
+        params = _within_logprobs(params)
         parsed = ParsedRequest(params, body.streaming, body.grammar, json.dumps(body.repeated))
         if isinstance(body, ChatBody) and body.usable_tools:
             return self._with_tools(parsed, body)
@@ -208,7 +209,7 @@ class RequestParser:
         top = body.logprobs
         if top is not None:
             tokens = sum(len(each.prompt) for each in params)
-            if tokens > (limit := limits.ECHOED_LOGPROBS // (top + 1)):
+            if tokens > (limit := limits.LOGPROBS // (top + 1)):
                 raise RequestRefused(
                     400,
                     f"logprobs: {tokens:,} tokens are too many to echo with the top {top} of each: "
@@ -252,6 +253,19 @@ class RequestParser:
     def _too_long(self, message: str, param: str, tokens: int) -> RequestRefused:
         details = {"prompt_tokens": tokens, "context": self._served.context}
         return RequestRefused(400, message, "context_length_exceeded", param, details)
+
+
+def _within_logprobs(params: Sequence[GenerationParams]) -> list[GenerationParams]:
+    """Return parameters with fewer new tokens, if their log-probabilities would be too many."""
+    top = params[0].top_logprobs
+    if top is None:
+        return list(params)
+    echoed = sum(len(each.prompt) for each in params if each.has_echo)
+    room = max(1, (limits.LOGPROBS // (top + 1) - echoed) // len(params))
+    return [
+        replace(each, max_new_tokens=room, is_clipped=True) if each.max_new_tokens > room else each
+        for each in params
+    ]
 
 
 def _sampling(body: AnyBody, served: ServedModel) -> Sampling:

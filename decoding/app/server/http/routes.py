@@ -83,8 +83,8 @@ class Server:
         self._documents = DocumentRoutes(prompts, self._uploads, stored)
         self._parsing = asyncio.Semaphore(limits.CONCURRENT_PARSES)
         self._compiling = asyncio.Semaphore(1)  # grammars, one at a time
-        echoing = asyncio.Semaphore(1)  # whole answers with prompts, likewise
-        self._deliver = partial(Delivery, queue=queue, prompts=prompts, echoing=echoing)
+        building = asyncio.Semaphore(1)  # whole answers, likewise
+        self._deliver = partial(Delivery, queue=queue, prompts=prompts, building=building)
         self._created = int(time.time())
 
     def app(self) -> FastAPI:

@@ -63,7 +63,8 @@ def _offsets(names: Sequence[bytes], length: int) -> list[int]:
     starts, end = list[int](), 0
     for name in names:
         is_inside = name[:1] != b"" and _continues(name[0])
-        starts.append(end - is_inside)
+        start = end - is_inside
+        starts.append(max(start, starts[-1]) if starts else start)
         end += sum(not _continues(byte) for byte in name)
     return [min(max(0, start + length - end), length) for start in (*starts, end)]
 

@@ -15,7 +15,8 @@ OTHER_FILES = 128  # open files of the process other than connections
 # A connection, in seconds
 IDLE_S = 10  # between two requests, until it is closed
 HEAD_S = 15.0  # until a request's header is complete, from the connection or the last response
-STALL_S = 60.0  # without its client reading any of the response
+STALL_S = 60.0  # until its client has read STALL_BYTES of the response, or all there is
+STALL_BYTES = 64 * 1024
 LINGER_S = 2.0  # after an error, so that its client can read that
 PING_S = 1  # between two comments in a stream, which detect that its client is gone
 
@@ -48,6 +49,7 @@ DOCUMENT_NAME = 200  # characters
 EXTRA_VALUES = 100_000  # limit of its values, in addition to one per token of the context
 
 STORED_DOCUMENTS = 100  # prompts on disk that are searched for documents, the latest used
+SEARCHES = 8  # searches that are running or waiting
 
 MESSAGES = 10_000
 TOOLS = 128  # in a request, and calls in a message
@@ -55,7 +57,7 @@ STOPS, STOP_CHARACTERS = 16, 500
 PROMPTS = 128
 
 # An answer
-REPEATED_CHARACTERS = 64 * 1024  # longer instructions are not returned: requests keep them
-ECHOED_LOGPROBS = 1_000_000  # tokens of all prompts, times one more than `logprobs`
+REPEATED_CHARACTERS = 64 * 1024  # longest part of a request in a response: requests keep it
+LOGPROBS = 300_000  # tokens with log-probabilities, times one more than the top ones of each
 ECHOED_TOKENS = 1000  # tokens of a prompt in one part of the answer
 UNREAD_EVENTS = 10_000  # parts of it that its client has not read

@@ -156,6 +156,12 @@ def test_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "takes longer than" in run_converter("signal.pause()", monkeypatch, tmp_path)
 
 
+def test_a_conversion_is_cancelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    polls = iter([False, True])
+    with conversion.cancellable(lambda: next(polls)):
+        assert "was cancelled" in run_converter("signal.pause()", monkeypatch, tmp_path)
+
+
 def test_processor_time_is_limited() -> None:
     code = "import resource, decoding.app.documents.converter as c; c.PROCESSOR_S = 1; "
     code += "c._limit_resources()\nwhile True: pass"

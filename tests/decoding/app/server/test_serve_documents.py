@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -20,7 +21,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 from transformers import AutoTokenizer
 
+from decoding.app.documents import conversion
 from decoding.app.documents.document import Document
+from decoding.app.documents.formats import kinds
 from decoding.app.server.http import document_routes
 from decoding.app.server.http.document_routes import DocumentRoutes
 from decoding.app.server.http.guards import RequestRefused
@@ -194,10 +197,12 @@ def test_documents_need_the_key(model: tuple[str, ...], tmp_path: Path) -> None:
 
 def received(*messages: Message) -> Request:
     """Return a request that receives these messages."""
-    remaining = iter(messages)
+    remaining = list(messages)
 
     async def receive() -> Message:
-        return next(remaining)
+        if not remaining:
+            await asyncio.Event().wait()
+        return remaining.pop(0)
 
     return Request({"type": "http", "method": "POST", "path": DOCUMENTS, "headers": []}, receive)
 
@@ -245,6 +250,75 @@ def test_documents_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ClientDisconnect):
             await routes.convert(received({"type": "http.disconnect"}))
         assert routes._pending == 0
+
+    asyncio.run(run())
+
+
+def test_clients_that_are_gone_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while their documents are read, nor while they wait."""
+    started = list[str]()
+
+    def read(label: str, file: Any, _: object) -> dict[str, Any]:
+        started.append(label)
+        with suppress(InvalidRequestError):
+            conversion.convert(file, kinds.HTML)  # until it is cancelled
+        return {}
+
+    monkeypatch.setattr(document_routes, "read_upload", read)
+    endless = ["-c", "import time; time.sleep(1000)"]
+    monkeypatch.setattr(conversion, "module_arguments", lambda _: endless)
+    body: Message = {"type": "http.request", "body": b"text"}
+
+    async def run() -> None:
+        routes = DocumentRoutes(None, Uploads(1000), None)  # type: ignore[arg-type]
+        gone = asyncio.Event()
+
+        def ask() -> asyncio.Task[int]:
+            return asyncio.create_task(status_of(routes.convert(leaving(body, gone))))
+
+        tasks = [ask() for _ in range(limits.DOCUMENTS)]
+        while len(started) < limits.CONCURRENT_CONVERSIONS:
+            await asyncio.sleep(0.01)
+        gone.set()
+        await asyncio.wait(tasks)
+        assert routes._pending == 0
+        assert len(started) == limits.CONCURRENT_CONVERSIONS
+        waiting = [task for task in tasks if task.exception() is not None]
+        assert len(waiting) == limits.DOCUMENTS - limits.CONCURRENT_CONVERSIONS
+        assert all(isinstance(task.exception(), ClientDisconnect) for task in waiting)
+
+    asyncio.run(run())
+
+
+def leaving(body: Message, gone: asyncio.Event) -> Request:
+    """Return a request whose client leaves, after its body, once `gone` is set."""
+    messages = [body]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return Request({"type": "http", "headers": []}, receive)
+
+
+def test_searches_of_clients_that_are_gone_are_left_out() -> None:
+    async def run() -> None:
+        routes = DocumentRoutes(None, Uploads(1000), None)  # type: ignore[arg-type]
+        gone = asyncio.Event()
+        await routes._searching.acquire()
+        own = leaving({"type": "http.request", "body": b""}, gone)
+        tasks = [asyncio.create_task(routes._search(own, list)) for _ in range(limits.SEARCHES)]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestRefused):
+            await routes._search(own, list)
+        gone.set()
+        await own.body()
+        routes._searching.release()
+        await asyncio.wait(tasks)
+        assert all(isinstance(task.exception(), ClientDisconnect) for task in tasks)
+        assert await routes._search(leaving({"type": "http.request"}, asyncio.Event()), list) == []
 
     asyncio.run(run())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoding.app.server.formats.replies import CompletionResponseBuilder
 from decoding.app.server.http.delivery import Delivery
+from decoding.app.server.http.parsing import _within_logprobs
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.echo import _offsets, echo
 from decoding.app.server.worker.jobs import (
@@ -233,7 +235,7 @@ def test_a_prompt_as_long_as_the_context(server: Serving) -> None:
         (
             {"echo": True, "logprobs": 20, "prompt": [[1] * 700] * 70},
             "logprobs",
-            "49,000 tokens are too many to echo with the top 20 of each: send at most 47,619",
+            "49,000 tokens are too many to echo with the top 20 of each: send at most 14,285",
         ),
         ({"suffix": "b"}, "suffix", "not supported"),
         ({"best_of": 2}, "best_of", "not supported"),
@@ -421,3 +423,17 @@ def test_a_disconnect_cancels_all_prompts() -> None:
         assert queue.waiting == 0
 
     asyncio.run(run())
+
+
+def test_log_probabilities_are_limited_in_all() -> None:
+    """Of answers as well as of prompts."""
+    params = replace(PARAMS, max_new_tokens=5000, top_logprobs=20)
+    few, many = (_within_logprobs([params] * count) for count in (1, 100))
+    assert few == [params]
+    room = limits.LOGPROBS // 21 // 100
+    assert many == [replace(params, max_new_tokens=room, is_clipped=True)] * 100
+    echoing = replace(params, has_echo=True, prompt=PARAMS.prompt[:1] * 12_000)
+    (own,) = _within_logprobs([echoing])
+    assert own.max_new_tokens == limits.LOGPROBS // 21 - 12_000
+    plain = replace(params, top_logprobs=None)
+    assert _within_logprobs([plain] * 100) == [plain] * 100
