@@ -20,7 +20,7 @@ setup(
         "decoding": ["py.typed"],
         "decoding.planning": ["profiles.json"],
         "decoding.app.hardware": ["models.json"],
-        "decoding.app.server.http": ["page.html"],
+        "decoding.app.server.http": ["page/*"],
         "parallel": ["py.typed"],
         "offload": ["py.typed"],
         "tierforce": ["py.typed"],
@@ -80,6 +80,7 @@ setup(
             # clients of the server and its page
             "openai>=1.60",
             "playwright>=1.49",
+            "axe-core-python>=0.1",
             "setuptools>=70.1",
             # its interpreter runs the fused kernels without a GPU
             "triton>=3.5; sys_platform == 'linux' and platform_machine == 'x86_64'",

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-KINDS = {".py", ".md", ".toml", ".html", ""}  # suffixes; Makefile and .ci/run have none
+# suffixes; Makefile and .ci/run have none
+KINDS = {".py", ".md", ".toml", ".html", ".css", ".js", ""}
 EXCLUDED = {
     "tests/test_terms.py": "it lists the old words",
     "demo/draft": "a vocabulary",

@@ -64,6 +64,8 @@ def test_the_wheel_contains_exactly_our_packages(wheel: Path) -> None:
     top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert top == set(PACKAGES)
     assert "decoding/planning/profiles.json" in names
+    page = Path("decoding/app/server/http/page")
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / page).iterdir()} <= set(names)
     for package in PACKAGES:
         assert f"{package}/py.typed" in names
     sources = {path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}

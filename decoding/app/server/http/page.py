@@ -1,26 +1,45 @@
-"""The chat page: one file without external resources."""
+"""The chat page: one document without external resources, joined from the files of `page/`."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from pathlib import Path
 
-PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+_FOLDER = Path(__file__).with_name("page")
+_SCRIPTS = (  # parts of one module, in this order
+    "elements.js",
+    "markdown.js",
+    "api.js",
+    "storage.js",
+    "documents.js",
+    "conversation.js",
+    "work.js",
+    "view.js",
+    "main.js",
+)
 
 
-def _csp_hash(tag: str) -> str:
+def _read(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _csp_hash(source: str) -> str:
     """Return the CSP hash of the page's script or style, so that browsers allow no other."""
-    match = re.search(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
-    assert match is not None
-    digest = hashlib.sha256(match[1].encode()).digest()
+    digest = hashlib.sha256(source.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
+_STYLE = _read("style.css")
+_SCRIPT = "\n".join(map(_read, _SCRIPTS))
+PAGE = (
+    _read("index.html")
+    .replace("<style></style>", f"<style>{_STYLE}</style>")
+    .replace('<script type="module"></script>', f'<script type="module">{_SCRIPT}</script>')
+)
 POLICY = {
     "Content-Security-Policy": (
-        f"default-src 'none'; script-src {_csp_hash('script')}; style-src {_csp_hash('style')}; "
+        f"default-src 'none'; script-src {_csp_hash(_SCRIPT)}; style-src {_csp_hash(_STYLE)}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
     ),

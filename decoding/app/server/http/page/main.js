@@ -1,0 +1,77 @@
+// Settings, event handlers, and the start.
+
+const SAMPLING = ["max-tokens", "temperature", "top-p", "seed"];
+const SETTINGS = [...SAMPLING, "system"];
+
+// Returns the fields of a request that the reader has set; a repeated one gets a new seed.
+function sampling(isRepeated) {
+  const fields = {};
+  for (const id of SAMPLING) if ($(id).value) fields[id.replace("-", "_")] = Number($(id).value);
+  if (isRepeated && "seed" in fields) fields.seed = -1;  // any
+  return fields;
+}
+
+function saveSettings() {
+  for (const id of SETTINGS) localStorage.setItem(id, $(id).value);
+}
+
+// Restores what a reload has left; files dropped meanwhile come after it.
+async function restore() {
+  await openStorage();
+  const [oldDocuments, oldTurns] = await Promise.all([load("documents"), load("turns")]);
+  documents = [...oldDocuments ?? [], ...documents];
+  turns = [...oldTurns ?? [], ...turns];
+  for (const turn of turns) if (turn.status === "running") turn.status = "interrupted";
+  saveTurns();
+  if (sessionStorage.getItem("running")) ownAborted = 1;
+  isFitted = false;
+}
+
+function onQuestion() {
+  const area = $("question");
+  area.style.height = "auto";
+  area.style.height = `${area.scrollHeight + 2}px`;  // with its border
+  $("send").disabled = !area.value.trim();
+}
+
+function onDrag(event) {
+  if (!event.dataTransfer?.types.includes("Files")) return;  // a text, for the question
+  event.preventDefault();
+  document.body.classList.toggle("over", event.type === "dragover");
+  if (event.type === "drop") addFiles(event.dataTransfer.files);
+}
+
+for (const name of ["dragover", "drop", "dragleave"]) document.addEventListener(name, onDrag);
+$("file").onchange = () => {
+  addFiles($("file").files);
+  $("file").value = "";
+};
+$("clear").onclick = newConversation;
+$("settings").oninput = saveSettings;
+$("system").onchange = documentsChanged;
+$("question").oninput = onQuestion;
+$("question").onkeydown = (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("ask").requestSubmit();
+  }
+};
+$("ask").onsubmit = (event) => {
+  event.preventDefault();
+  const question = $("question").value.trim();
+  if (!question) return;
+  $("question").value = "";
+  onQuestion();
+  addQuestion(question);
+};
+$("locked").onsubmit = async (event) => {
+  event.preventDefault();
+  key = $("key").value.trim();
+  await check();
+  if (server.state === "open") sessionStorage.setItem("api-key", key);
+};
+
+for (const id of SETTINGS) $(id).value = localStorage.getItem(id) ?? "";
+setInterval(() => { if (server.state === "lost") renderSoon(); }, 1000);  // the countdown
+await restore();
+await check();
