@@ -79,6 +79,7 @@ class Stub:
     def __init__(self) -> None:
         self.model, self.context, self.created = "stub", 4096, 1
         self.key: str | None = None
+        self.is_proxy = False  # it is gone, and a proxy answers
         self.kept: dict[str, dict[str, Any]] = {}  # documents on disk, by id
         self.chats: Queue[Chat] = Queue()
         self.refusals: Queue[tuple[int, str]] = Queue()  # status and message of the next requests
@@ -131,6 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
         stub, path = self.server_stub, urlsplit(self.path).path
         if path == "/":
             self._send(PAGE.encode(), "text/html; charset=utf-8", POLICY)
+        elif stub.is_proxy:
+            self._send(b"Bad Gateway", "text/plain", {}, 502)
         elif path == "/health":
             self._json({"status": "ok"})
         elif self._is_allowed():
@@ -146,6 +149,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         url = urlsplit(self.path)
+        if self.server_stub.is_proxy:
+            self._send(b"Bad Gateway", "text/plain", {}, 502)
+            return
         if not self._is_allowed():
             return
         if url.path == "/documents":

@@ -98,7 +98,7 @@ class DocumentRoutes:
                     file = stack.enter_context(await run_sync(_temporary_file, body))
                 except OSError as error:
                     reason = f"the server cannot store the document: {error.strerror}."
-                    raise RequestRefused(503, reason) from error
+                    raise RequestRefused(507, reason) from error
                 del body
             yield file
 

@@ -63,8 +63,9 @@ def test_no_state_violates_a_rule(
         chat.fail("the engine failed.")
         choose(page, ("c.broken", "x"))
         expect(page.locator("#documents .error")).to_be_visible()
+        third = stub.chat()
         stub.stop()
-        stub.chat().parts.put(None)
+        third.parts.put(None)
         expect(page.locator("#connection")).to_be_visible()
         page.click("#clear")
         check(page)  # errors

@@ -253,6 +253,33 @@ def test_a_server_that_is_gone_is_reported_until_it_is_back(page: Page, stub: St
     assert stub.chat().contents == ["alpha\n\nWho?", "Ishm", "Why?"]
 
 
+def test_questions_wait_while_a_proxy_has_no_server(page: Page, stub: Stub) -> None:
+    stub.is_proxy = True
+    for question in ("Who?", "Why?"):
+        ask(page, question)
+    expect(page.locator("#connection")).to_be_visible()
+    for question in ("Who?", "Why?"):
+        expect(note(turn(page, question))).to_have_text("waiting for the server")
+    stub.is_proxy = False
+    stub.chat().finish("Ishmael.")
+    assert stub.chat().contents == ["Who?", "Ishmael.", "Why?"]
+
+
+def test_a_reload_before_the_first_token_keeps_the_order(page: Page, stub: Stub) -> None:
+    """A new attempt that has no text yet is made again, and the old answer stays until then."""
+    ask(page, "Who?")
+    stub.chat().finish("Ishmael.")
+    turn(page, "Who?").get_by_role("button", name="Retry").click()
+    ask(page, "Why?")
+    stub.chat()
+    page.reload()
+    expect(answer(turn(page, "Who?"))).to_have_text("Ishmael.")
+    again = stub.chat()
+    assert again.contents == ["Who?"]
+    again.finish("Ahab.")
+    assert stub.chat().contents == ["Who?", "Ahab.", "Why?"]
+
+
 def test_a_restart_prefills_the_documents_again(page: Page, stub: Stub) -> None:
     choose(page, ("a.txt", "alpha"))
     stub.read_documents()

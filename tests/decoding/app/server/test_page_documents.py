@@ -112,6 +112,32 @@ def test_what_does_not_fit_is_decided_before_it_is_read(page: Page, stub: Stub) 
     expect(page.locator(STATES)).to_have_text(["2,000 tokens, read"])
 
 
+def test_a_decision_outlasts_the_removal_of_others_after_it(page: Page, stub: Stub) -> None:
+    """And so does the prefill."""
+    choose(page, ("long.txt", BOOK * 2))
+    page.get_by_role("button", name="Use the first").click()
+    reading = stub.chat()
+    choose(page, ("scan.broken", "x"))
+    expect(page.locator("#documents .error")).to_be_visible()
+    page.get_by_role("button", name="Remove scan.broken").click()
+    expect(page.locator("#documents li")).to_have_count(1)
+    expect(page.locator(STATES)).to_contain_text("being read")
+    assert not reading.is_closed.wait(0.2)
+    reading.finish("x")
+    expect(page.locator(STATES)).to_contain_text("read")
+
+
+def test_what_fits_another_context_is_decided_again(page: Page, stub: Stub) -> None:
+    """Also if the server was restarted while the page was closed."""
+    choose(page, ("book.txt", BOOK))
+    stub.read_documents()
+    stub.context, stub.created = 2048, 2
+    page.reload()
+    expect(page.locator("#restarted")).to_contain_text("context of 2,048 tokens now")
+    expect(page.locator("#documents .offer")).to_contain_text("there is room for 1,792")
+    assert is_idle(stub)
+
+
 def test_a_document_without_room_can_only_be_removed(page: Page, stub: Stub) -> None:
     choose(page, ("book.txt", "x " * 3584))
     stub.read_documents()

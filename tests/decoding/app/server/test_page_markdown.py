@@ -48,7 +48,7 @@ CASES = {
     "~~~\nopen\n```": "<div><p></><pre><code>open\n```</></></>",
     "|a|b|\n|-|:-:|\n|1|`x\\|y`|\n|2|": (
         "<div><table><thead><tr><th>a</><th>b</></></><tbody>"
-        "<tr><td>1</><td><code>x|y</></></><tr><td>2</><td></></></></></>"
+        "<tr><td>1</><td><code>x|y</></></><tr><td>2</></></></></>"
     ),
     "a | b\nc": "<p>a | b\nc</>",
     "<b>a</b> &amp; <script>x</script>": "<p><b>a</b> &amp; <script>x</script></>",
@@ -110,3 +110,7 @@ def test_no_answer_takes_long_to_render(page: Page, stub: Stub) -> None:
     for unit in ("*", "**a ", "[", "[a](", "`a``", "_a", "> ", "- ", "|-", "# ", "a  ", "\\"):
         source = unit * 3000
         assert shown(page, stub, f"{source}\n{source}x")
+    table = f"{'|' * 5000}\n|-|\n" + "|\n" * 5000
+    fence, code = f"```{'a' * 30_000}`", f"` {'a' * 30_000}`"
+    for source in (table, fence, code, f"a|\n{' ' * 30_000}x|", f"x {'*' * 10_000}"):
+        assert shown(page, stub, source)

@@ -3,7 +3,7 @@
 const SILENCE_S = 30;  // until a stream is given up, which has a comment every second
 const INTERRUPTED = "the connection was interrupted.";
 
-let key = sessionStorage.getItem("api-key") ?? "";
+let key = stored("sessionStorage")?.getItem("api-key") ?? "";
 
 class Unreachable extends Error {}
 
@@ -18,9 +18,9 @@ async function request(path, {headers = {}, ...options} = {}) {
   if (response.ok) return response;
   const {status} = response;
   let error = {message: `the server answered with status ${status}.`};
-  try { error = (await response.json()).error; } catch { /* no JSON: only the status is known */ }
-  const {message, code, tierforce: sizes} = error;
-  throw Object.assign(new Error(message), {status, code, sizes});
+  try { error = (await response.json()).error ?? error; } catch { /* no JSON: a proxy's */ }
+  const {message, code, type, tierforce: sizes} = error;
+  throw Object.assign(new Error(message), {status, code, type, sizes});
 }
 
 async function requestJson(path, options) {

@@ -8,6 +8,7 @@ const MIN_RESERVED = 256;  // tokens
 // the server sends only the beginning, and the number of `characters` of all. `part` {length,
 // tokens} is what is used of it, null for all; `offer` is the same, until the reader has decided.
 let documents = [];
+let opening = null;  // {own, controller}: the document that is being opened
 let isOpening = false;
 let isFitted = true;
 let lastId = Date.now();
@@ -22,30 +23,35 @@ const reserved = () => Math.max(MIN_RESERVED, Math.floor(server.context / RESERV
 const unopened = () => documents.find((each) => !each.error && !isOpen(each));
 const undecided = () => documents.find((each) => each.offer && !each.error);
 
-// Adds a document that has a file, or the id of one that is kept on the server's disk.
-function addDocument(fields) {
+// Adds documents that have a file, or the id of one that is kept on the server's disk.
+function addDocuments(added) {
   const empty = {text: null, tokens: null, notes: [], error: "", part: null, offer: null};
-  documents.push({id: nextId(), ...empty, ...fields});
+  documents.push(...added.map((fields) => ({id: nextId(), ...empty, ...fields})));
   documentsChanged();
 }
 
-function addFiles(files) {
-  for (const file of files) addDocument({name: file.name, file});
-}
+const addFiles = (files) => addDocuments([...files].map((file) => ({name: file.name, file})));
 
 function removeDocument(own) {
   const index = documents.indexOf(own);
   documents = documents.filter((each) => each !== own);
+  if (opening?.own === own) opening.controller.abort();
+  const refit = () => fitAgain(own.error ? documents.length : index);
   offerUndo(`${own.name} is removed.`, () => {
     documents.splice(index, 0, own);
-    fitAgain();
+    refit();
   });
-  fitAgain();
+  refit();
 }
 
-// Decides again what fits: there may be more room, or less.
-function fitAgain() {
-  for (const each of documents) each.part = each.offer = null;
+// Decides again what fits, from a document on: there may be more room, or less.
+function fitAgain(first = 0) {
+  for (const each of documents.slice(first)) each.part = each.offer = null;
+  documentsChanged();
+}
+
+function openAgain(own) {
+  own.error = "";
   documentsChanged();
 }
 
@@ -75,23 +81,32 @@ async function openNext() {
 
 // Runs a step for a document; an error of it is shown there, unless it is the server's.
 async function attempt(own, step) {
+  opening = {own, controller: new AbortController()};
   try {
-    await step(own);
+    await step(own, opening.controller.signal);
   } catch (error) {
+    if (error.name === "AbortError") return;  // it is removed
     if (await isPostponed(error)) throw error;
     own.error = error.message;
+    if (!(error instanceof Unreachable)) own.file = null;
+  } finally {
+    opening = null;
   }
   save("documents", documents);
   renderSoon();
 }
 
-async function openDocument(own) {
+async function openDocument(own, signal) {
   if (own.text === null) {
+    await own.file?.slice(0, 1).arrayBuffer().catch(() => {  // a folder, or changed since
+      throw new Error("The browser cannot read this file: choose it again.");
+    });
     const path = own.kept ? `/documents/${encodeURIComponent(own.kept)}`
       : `/documents?name=${encodeURIComponent(own.name)}`;
     const headers = {"Content-Type": "application/octet-stream"};
     const {text, tokens, notes = [], characters = text.length} =
-      await requestJson(path, own.kept ? {} : {method: "POST", headers, body: own.file});
+      await requestJson(path, own.kept ? {signal}
+        : {method: "POST", headers, body: own.file, signal});
     Object.assign(own, {text, characters, tokens, notes, file: null});
   }
   own.tokens ??= await countTokens(own.text);
@@ -108,7 +123,11 @@ async function fit() {
 }
 
 async function fitDocument(own, room) {
-  if (own.error || usedTokens(own) <= room || own.offer?.room === room) return;
+  if (own.error || own.offer?.room === room) return;
+  if (usedTokens(own) <= room) {
+    own.offer = null;
+    return;
+  }
   own.tokens = await countTokens(own.text);  // until now an upper bound
   own.part = null;
   own.offer = own.tokens > room ? await largestPart(own, room) : null;
@@ -144,6 +163,6 @@ async function refreshKept() {
   const {data: kept} = await requestJson("/documents").catch(() => ({data: []}));
   $("kept").hidden = !kept.length;
   reconcile($("kept").querySelector("ul"), kept, ({id}) => id, ({id, name, tokens}) =>
-    make("li", {}, action(name, () => addDocument({name, kept: id}), {className: "link"}),
+    make("li", {}, action(name, () => addDocuments([{name, kept: id}]), {className: "link"}),
       make("span", {className: "muted"}, plural(tokens, "token"))));
 }

@@ -52,16 +52,17 @@ function bytes(value) {
 async function copy(content) {
   if (navigator.clipboard) return navigator.clipboard.writeText(content);
   // without HTTPS, on another machine than the server's, browsers have only the old function
+  const focused = document.activeElement;
   const area = document.body.appendChild(make("textarea", {value: content}));
   area.select();
   document.execCommand("copy");
   area.remove();
+  focused.focus({preventScroll: true});
 }
 
 function copyButton(label, contentOf) {
   const button = action(label, async () => {
-    await copy(contentOf());
-    button.textContent = "Copied";
+    button.textContent = await copy(contentOf()).then(() => "Copied", () => "Not copied");
     setTimeout(() => { button.textContent = label; }, 2000);
   });
   return button;

@@ -12,18 +12,28 @@ function sampling(isRepeated) {
 }
 
 function saveSettings() {
-  for (const id of SETTINGS) localStorage.setItem(id, $(id).value);
+  for (const id of SETTINGS) stored("localStorage")?.setItem(id, $(id).value);
+}
+
+function onSystemMessage() {
+  systemMessage = $("system").value.trim();
+  documentsChanged();
 }
 
 // Restores what a reload has left; files dropped meanwhile come after it.
 async function restore() {
   await openStorage();
-  const [oldDocuments, oldTurns] = await Promise.all([load("documents"), load("turns")]);
+  const [oldDocuments, oldTurns, oldServer] =
+    await Promise.all(["documents", "turns", "server"].map(load));
   documents = [...oldDocuments ?? [], ...documents];
   turns = [...oldTurns ?? [], ...turns];
-  for (const turn of turns) if (turn.status === "running") turn.status = "interrupted";
+  Object.assign(server, oldServer);
+  for (const turn of turns.filter(({status}) => status === "running")) {
+    turn.status = turn.answer && !turn.before ? "interrupted" : "waiting";
+  }
   saveTurns();
-  if (sessionStorage.getItem("running")) ownAborted = 1;
+  save("documents", documents);
+  if (stored("sessionStorage")?.getItem("running")) ownAborted = 1;
   isFitted = false;
 }
 
@@ -46,12 +56,16 @@ $("file").onchange = () => {
   addFiles($("file").files);
   $("file").value = "";
 };
-$("clear").onclick = newConversation;
+$("clear").onclick = () => {
+  newConversation();
+  $("question").focus();
+};
 $("settings").oninput = saveSettings;
-$("system").onchange = documentsChanged;
+$("system").onchange = onSystemMessage;
 $("question").oninput = onQuestion;
 $("question").onkeydown = (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  const isComposing = event.isComposing || event.keyCode === 229;  // Safari's, at the end of it
+  if (event.key === "Enter" && !event.shiftKey && !isComposing) {
     event.preventDefault();
     $("ask").requestSubmit();
   }
@@ -66,12 +80,14 @@ $("ask").onsubmit = (event) => {
 };
 $("locked").onsubmit = async (event) => {
   event.preventDefault();
-  key = $("key").value.trim();
+  key = $("key").value.trim().replace(/[^\x20-\x7e]/g, "?");  // headers have no others
+  $("key-error").hidden = true;  // shown again, it is announced again
   await check();
-  if (server.state === "open") sessionStorage.setItem("api-key", key);
+  if (server.state === "open") $("question").focus();
 };
 
-for (const id of SETTINGS) $(id).value = localStorage.getItem(id) ?? "";
+for (const id of SETTINGS) $(id).value = stored("localStorage")?.getItem(id) ?? "";
+systemMessage = $("system").value.trim();
 setInterval(() => { if (server.state === "lost") renderSoon(); }, 1000);  // the countdown
-await restore();
+await restore().catch(() => showIf($("storage"), NOTHING_IS_STORED));
 await check();

@@ -1,21 +1,22 @@
 // Markdown to elements, created one by one: what is no Markdown, HTML included, stays text.
 
 const MAX_DEPTH = 20;  // of lists and quotes in each other
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)[^`]*$/;
+const FENCE = /^ {0,3}(`{3,}|~{3,})(?=[^`]*$)\s*([^`\s]*)/;
 const HEADING = /^ {0,3}(#{1,6})(?=\s|$)(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+|$)/;
-const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
+const TABLE_RULE = /^(?:\|\s*)?:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?$/;  // of a trimmed line
 const INLINE = new RegExp([
   /\\(?<escaped>[!-/:-@[-`{-~])/,
-  /(?<!`)(?<ticks>`+)(?!`)(?<code>.*?[^`])\k<ticks>(?!`)/,
+  /(?<!`)(?<ticks>`+)(?!`)(?<code>.{0,2000}?[^`])\k<ticks>(?!`)/,
   /!?\[(?<label>[^[\]]*)\]\(<?(?<href>[^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?: "[^"]*")?\)/,
   /<(?<auto>(?:https?:\/\/|mailto:)[^\s<>]+)>/,
   /(?<bare>https?:\/\/[^\s<>]*[^\s<>.,;:!?'")\]*_])/,
-  /\*\*(?=\S)(?<strong>.*?\S)\*\*(?!\*)|(?<!\w)__(?=\S)(?<strong2>.*?\S)__(?!\w)/,
-  /\*(?=[^\s*])(?<em>.*?[^\s*])\*(?!\*)|(?<!\w)_(?=[^\s_])(?<em2>.*?[^\s_])_(?!\w)/,
-  /~~(?=\S)(?<del>.*?\S)~~/,
+  /\*\*(?=\S)(?<strong>.{0,2000}?\S)\*\*(?!\*)|(?<!\w)__(?=\S)(?<strong2>.{0,2000}?\S)__(?!\w)/,
+  /\*(?=[^\s*])(?<em>.{0,2000}?[^\s*])\*(?!\*)/,
+  /(?<!\w)_(?=[^\s_])(?<em2>.{0,2000}?[^\s_])_(?!\w)/,
+  /~~(?=\S)(?<del>.{0,2000}?\S)~~/,
   /(?<! )(?<hard> {2,}|\\)\n/,
 ].map((part) => part.source).join("|"), "gs");
 
@@ -113,7 +114,7 @@ function listItem(lines, isLoose, depth) {
 }
 
 const isTable = (lines, index) => lines[index].includes("|")
-  && lines[index + 1]?.includes("|") && TABLE_RULE.test(lines[index + 1]);
+  && lines[index + 1]?.includes("|") && TABLE_RULE.test(lines[index + 1].trim());
 
 function tableBlock(lines, start) {
   let end = start + 2;
@@ -123,40 +124,46 @@ function tableBlock(lines, start) {
   const head = cellsOf(lines[start]);
   const alignments = cellsOf(lines[start + 1]).map((cell) => (
     cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : ""));
-  const row = (tag, cells) => make("tr", {}, ...head.map((_, index) =>
-    make(tag, {className: alignments[index] ?? ""}, ...inline(cells[index] ?? ""))));
+  const row = (tag, cells) => make("tr", {}, ...cells.slice(0, head.length).map((cell, index) =>
+    make(tag, {className: alignments[index] ?? ""}, ...inline(cell))));
   return [end, () => make("div", {className: "table", tabIndex: 0}, make("table", {},
     make("thead", {}, row("th", head)),
     make("tbody", {}, ...lines.slice(start + 2, end).map((line) => row("td", cellsOf(line))))))];
 }
 
 // Returns the nodes of a text with emphasis, code and links.
-function inline(source) {
+function inline(source, depth = 0) {
+  if (depth > MAX_DEPTH) return [source];
   const nodes = [];
   let end = 0;
   for (const match of source.matchAll(INLINE)) {
     if (match.index > end) nodes.push(source.slice(end, match.index));
-    nodes.push(inlineNode(match[0], match.groups));
+    nodes.push(inlineNode(match[0], match.groups, depth + 1));
     end = match.index + match[0].length;
   }
   if (end < source.length) nodes.push(source.slice(end));
   return nodes;
 }
 
-function inlineNode(source, groups) {
+function inlineNode(source, groups, depth) {
   const {escaped, code, label, href, del} = groups, bare = groups.auto ?? groups.bare;
   const strong = groups.strong ?? groups.strong2, em = groups.em ?? groups.em2;
   if (escaped) return escaped;
-  if (code !== undefined) return make("code", {}, code.replace(/^ (.*\S.*) $/s, "$1"));
-  if (href !== undefined) return link(href, inline(label || href).map(withoutLink), source);
+  if (code !== undefined) return make("code", {}, codeText(code));
+  if (href !== undefined) return link(href, inline(label || href, depth).map(withoutLink), source);
   if (bare) return link(bare, [bare], source);
-  if (strong) return make("strong", {}, ...inline(strong));
-  if (em) return make("em", {}, ...inline(em));
-  if (del) return make("del", {}, ...inline(del));
+  if (strong) return make("strong", {}, ...inline(strong, depth));
+  if (em) return make("em", {}, ...inline(em, depth));
+  if (del) return make("del", {}, ...inline(del, depth));
   return make("br");
 }
 
-const withoutLink = (node) => (node.tagName === "A" ? node.textContent : node);
+// Returns code without the one blank that separates it from backticks in it.
+const codeText = (code) =>
+  (code.startsWith(" ") && code.endsWith(" ") && code.trim() ? code.slice(1, -1) : code);
+
+const withoutLink = (node) =>
+  (node.tagName === "A" || node.querySelector?.("a") ? node.textContent : node);
 
 // Returns a link; `source` where its address is none that may be opened.
 function link(href, children, source) {

@@ -5,7 +5,13 @@ const RELOAD_MS = 500;  // until the page before a reload has released its slot
 const NOTHING_IS_STORED = "This browser stores nothing for this page: a reload would lose all.";
 
 let database = null;
+const unsaved = new Map();  // why the latest value of a name is not saved
 let slot = 1;
+
+// Returns a storage of the browser's; null if the reader has blocked it.
+function stored(name) {
+  try { return window[name]; } catch { return null; }
+}
 
 async function openStorage() {
   try {
@@ -20,14 +26,14 @@ async function openStorage() {
 
 // Returns a tab's own slot after a reload, and otherwise the first one that no other tab has.
 async function claimSlot() {
-  const own = Number(sessionStorage.getItem("slot"));
+  const own = Number(stored("sessionStorage")?.getItem("slot"));
   let claimed = own || 1;
   if (navigator.locks) {  // browsers have them for HTTPS and this machine only
     const isOwn = own && await claim(own, {signal: AbortSignal.timeout(RELOAD_MS)});
     if (!isOwn) claimed = 1;
     while (!isOwn && claimed < SLOTS && !await claim(claimed, {ifAvailable: true})) claimed += 1;
   }
-  sessionStorage.setItem("slot", claimed);
+  stored("sessionStorage")?.setItem("slot", claimed);
   return claimed;
 }
 
@@ -51,8 +57,9 @@ async function save(name, value) {
   if (!database) return;
   try {
     await finished(saved("readwrite").put(value, `${slot} ${name}`));
-    showIf($("storage"), "");
+    unsaved.delete(name);
   } catch (error) {  // the browser's quota
-    showIf($("storage"), `A reload would lose the latest changes: ${error.message}`);
+    unsaved.set(name, `A reload would lose the latest changes: ${error.message}`);
   }
+  showIf($("storage"), [...unsaved.values()][0]);
 }

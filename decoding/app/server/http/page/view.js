@@ -20,6 +20,9 @@ function render() {
   const isAtEnd = height - page.scrollTop - page.clientHeight < NEAR_END;
   renderServer();
   reconcile($("documents"), documents, documentKey, documentItem);
+  documents.forEach((each, index) => {
+    showText($("documents").children[index].querySelector(".state"), documentState(each));
+  });
   renderReading();
   reconcile($("conversation"), turns, (turn) => turn.id, turnArticle);
   turns.forEach((turn, index) => renderTurn($("conversation").children[index], turn));
@@ -34,7 +37,9 @@ function renderServer() {
   const {state, model, context, retryAt} = server;
   const unknown = state === "locked" ? "API key needed" : "connecting …";
   $("model").textContent = model ? `${model}, context of ${number(context)} tokens` : unknown;
+  const wasHidden = $("locked").hidden;
   $("locked").hidden = state !== "locked";
+  if (wasHidden && state === "locked" && document.activeElement === document.body) $("key").focus();
   $("key-error").hidden = state !== "locked" || !key;
   $("connection").hidden = state !== "lost";
   const left = Math.max(1, Math.ceil((retryAt - Date.now()) / 1000));
@@ -46,7 +51,7 @@ function scrollToEnd() { scrollTo(0, document.documentElement.scrollHeight); }
 // -- documents ------------------------------------------------------------------------------
 
 const documentKey = (each) =>
-  JSON.stringify([each.id, each.error, each.notes, each.offer, documentState(each)]);
+  JSON.stringify([each.id, each.error, each.notes, each.offer]);
 
 function documentState(each) {
   if (each.error) return "";
@@ -57,7 +62,8 @@ function documentState(each) {
   return `${part}${plural(usedTokens(each), "token")}, ${state}`;
 }
 
-const percentOf = ({characters}, {length}) => `${Math.floor(100 * length / characters) || "<1"}%`;
+const percentOf = ({characters}, {length}) =>
+  `${Math.min(99, Math.floor(100 * length / characters)) || "<1"}%`;
 
 function documentItem(each) {
   const remove = action("Remove", () => {
@@ -65,9 +71,10 @@ function documentItem(each) {
     $("file").focus();
   }, {ariaLabel: `Remove ${each.name}`});
   const item = make("li", {}, make("b", {}, each.name), remove,
-    make("span", {className: "muted state"}, documentState(each)));
+    make("span", {className: "muted state"}));
   if (each.notes.length) item.append(make("p", {className: "muted"}, each.notes.join(" ")));
-  if (each.error) item.append(errorLine(each.error));
+  const retries = each.file || each.kept ? [action("Try again", () => openAgain(each))] : [];
+  if (each.error) item.append(errorLine(each.error, ...retries));
   else if (each.offer) item.append(offerLine(each));
   return item;
 }
@@ -81,7 +88,10 @@ function offerLine(each) {
   if (!length) return errorLine(`${size} Remove it, or one before it.`);
   const label = `Use the first ${percentOf(each, each.offer)} (${number(tokens)} tokens)`;
   return make("div", {className: "offer", role: "alert"}, make("p", {}, size),
-    action(label, () => acceptPart(each)));
+    action(label, () => {
+      acceptPart(each);
+      $("question").focus();
+    }));
 }
 
 function renderReading() {
@@ -108,9 +118,14 @@ function renderTurn(article, turn) {
   if (body.source !== turn.answer) renderMarkdown(body, body.source = turn.answer);
   article.className = turn.status;
   const names = actionsOf(turn);
+  const hasFocus = state.contains(document.activeElement);
   reconcile(state, [turn], () => [turn.error, ...names].join(), () => stateLine(article, turn));
-  const note = state.querySelector(".note"), content = noteOf(turn);
-  if (note.textContent !== content) note.textContent = content;
+  if (hasFocus && !state.contains(document.activeElement)) article.focus({preventScroll: true});
+  showText(state.querySelector(".note"), noteOf(turn));
+}
+
+function showText(element, content) {
+  if (element.textContent !== content) element.textContent = content;
 }
 
 function noteOf(turn) {
@@ -148,6 +163,7 @@ function stateLine(article, turn) {
 
 // Offers to undo what was done last; "" to withdraw the offer.
 function offerUndo(message, restore) {
+  if (message) announce(message);
   $("undo").hidden = !message;
   $("undo").replaceChildren(message, " ", action("Undo", () => {
     offerUndo("");
@@ -183,8 +199,15 @@ function showNumbers(counts) {
 function showLayers(layers) {
   const kinds = Object.entries(layers).flatMap(([kind, count]) => Array(count).fill(kind));
   $("layers").replaceChildren(...squares(kinds));
+  showCounts($("layers"), [layers.device, layers.split, layers.host]);
   $("layers").ariaLabel =
     `${layers.device} layers on the device, ${layers.split} split, ${layers.host} on the host`;
+}
+
+// Writes the numbers of a chart into the legend after it.
+function showCounts(chart, counts) {
+  const places = chart.nextElementSibling.querySelectorAll("b");
+  counts.forEach((count, index) => { places[index].textContent = number(count); });
 }
 
 function showOrigins({prompt_tokens: total, reused_tokens: reused, loaded_tokens: loaded}) {
@@ -193,6 +216,7 @@ function showOrigins({prompt_tokens: total, reused_tokens: reused, loaded_tokens
   counts.forEach((count, index) => {
     $("prompt").children[index].style.width = `${100 * count / Math.max(1, total)}%`;
   });
+  showCounts($("prompt"), counts);
   $("prompt").ariaLabel = `${plural(counts[0], "token")} reused, ${number(counts[1])} loaded `
     + `from disk, ${number(counts[2])} prefilled`;
 }

@@ -13,13 +13,16 @@ let active = null;      // the request: {turn, null for the documents; controlle
 let readKey = "";       // the documents that the server has prefilled
 let readingError = "";
 let ownAborted = 0;     // aborted requests that may still be ending there: no one else's
+let systemMessage = "";
 
 async function check() {
   const before = server.state;
+  const signal = AbortSignal.timeout(1000 * CHECK_S);
   try {
-    await request("/health", {signal: AbortSignal.timeout(1000 * CHECK_S)});
-    onModel((await requestJson("/v1/models")).data[0]);
+    await request("/health", {signal});
+    onModel((await requestJson("/v1/models", {signal})).data[0]);
     Object.assign(server, {state: "open", failures: 0});
+    if (key) stored("sessionStorage")?.setItem("api-key", key);
   } catch (error) {
     server.state = error.status === 401 ? "locked" : "lost";
     server.failures += 1;
@@ -40,6 +43,7 @@ function checkLater(wait) {
 function onModel({id, max_model_len: context, created}) {
   const {model, created: createdBefore, context: contextBefore} = server;
   Object.assign(server, {model: id, context, created});
+  save("server", {model: id, context, created});
   if (!model || created === createdBefore) return;
   readKey = "";
   if (id === model && context === contextBefore) return;
@@ -58,21 +62,21 @@ async function isPostponed(error) {
     busyTimer = setTimeout(() => { busyTimer = null; openNext(); }, 1000 * BUSY_S);
   }
   const isServers = error instanceof Unreachable || error.type === "server_error";
-  if (isServers || error.status === 401 || error.status === 503) await check();
+  if (isServers || error.status === 401 || error.status >= 500) await check();
   return isBusy || server.state !== "open";
 }
 
 // -- what comes next ------------------------------------------------------------------------
 
 const prefixKey = () => JSON.stringify(used().length
-  ? [$("system").value.trim(), ...used().map(({id, part}) => [id, part?.length])] : "");
+  ? [systemMessage, ...used().map(({id, part}) => [id, part?.length])] : "");
 const isReading = () => active !== null && active.turn === null;
 const isRead = () => !used().length || readKey === prefixKey();
 
 // Begins what comes next, if there is no request, and nothing that it would have to wait for.
 function advance() {
   renderSoon();
-  if (isReading() && active.key !== prefixKey()) active.controller.abort();
+  if (isReading() && !isOpening && active.key !== prefixKey()) active.controller.abort();
   if (active || waitReason()) return;
   const turn = turns.find((each) => each.status === "waiting");
   if (!isRead()) readDocuments();
@@ -85,7 +89,7 @@ function waitReason() {
   if (server.state !== "open") return "waiting for the server";
   if (busyTimer) return "the server has too many requests; trying again in a few seconds";
   if (undecided()) return `waiting: decide about ${undecided().name}`;
-  if (isOpening || unopened()) return "waiting for the documents to be opened";
+  if (isOpening || unopened() || !isFitted) return "waiting for the documents to be opened";
   return readingError ? "waiting: the documents could not be read" : "";
 }
 
@@ -115,9 +119,15 @@ async function answer(turn) {
   Object.assign(turn, endOf(job, await run(job, body)));
   if (job.counts) turn.total = job.counts.prompt_tokens + job.counts.new_tokens;
   if (turn.status !== "waiting") turn.before = "";
-  announce(turn.status === "done" ? "The answer is complete." : `The answer: ${turn.status}.`);
+  announce(ENDINGS[turn.status]);
   turnsChanged();
 }
+
+const ENDINGS = {
+  done: "The answer is complete.", cut: "The answer was cut.", stopped: "The answer was stopped.",
+  interrupted: "The answer was interrupted.", waiting: "The question waits again.",
+  failed: "The question could not be answered.",
+};
 
 // Returns the status of a turn after its request, and its error.
 function endOf({turn, hasText, finish}, {error, isAgain}) {
@@ -136,10 +146,9 @@ function newJob(turn, tokens) {
 
 // Sends a request; returns the error that ended it, if any, and whether to send it again.
 async function run(job, {messages, ...body}) {
-  const system = $("system").value.trim();
-  const all = system ? [{role: "system", content: system}, ...messages] : messages;
+  const all = systemMessage ? [{role: "system", content: systemMessage}, ...messages] : messages;
   active = job;
-  sessionStorage.setItem("running", "1");
+  stored("sessionStorage")?.setItem("running", "1");
   renderSoon();
   const end = {error: null, isAgain: false};
   try {
@@ -147,18 +156,22 @@ async function run(job, {messages, ...body}) {
   } catch (error) {
     if (error.name === "AbortError") ownAborted += 1;
     Object.assign(end, {error, isAgain: error.name !== "AbortError" && await isPostponed(error)});
+    if (job.controller.signal.aborted) {  // meanwhile
+      Object.assign(end, {error: new DOMException("", "AbortError"), isAgain: false});
+    }
+    job.controller.abort();  // a stream that cannot be read is not left open
   }
   active = null;
-  sessionStorage.removeItem("running");
+  stored("sessionStorage")?.removeItem("running");
   return end;
 }
 
 function onEvent(job, event) {
   if (job.controller.signal.aborted) return;
-  if (event.waiting) {
+  if ("waiting" in event) {
     const others = event.waiting - ownAborted;
     job.note = others > 0 ? `waiting: ${plural(others, "request")} ahead` : "starting …";
-  } else if (!("waiting" in event)) {
+  } else {
     ownAborted = 0;
   }
   if (event.prefill) onPrefill(job, ...event.prefill);
@@ -169,7 +182,7 @@ function onEvent(job, event) {
 }
 
 function onText(job, part) {
-  if (!job.hasText) job.turn.answer = job.start;
+  if (!job.hasText) Object.assign(job.turn, {answer: job.start, before: ""});
   Object.assign(job, {hasText: true, progress: null, note: ""});
   job.turn.answer += part;
   saveTurnsSoon();
