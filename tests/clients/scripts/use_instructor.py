@@ -5,32 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any, Literal
+from typing import Any
 
 import instructor
+from cities import City, Ruled
 from instructor.core import InstructorRetryException
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel, ConfigDict
 
 URL, MODEL = sys.argv[1:]
 where = {"base_url": URL, "api_key": "none", "max_retries": 0}
-
-
-# Instructor's schemas leave other properties open, unless the class forbids them.
-class City(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    name: Literal["Paris", "Rome", "Berlin"]
-    has_river: bool
-
-
-class Ruled(BaseModel):
-    """Its rule is none of its schema, and no answer follows it."""
-
-    model_config = ConfigDict(extra="forbid")
-    digit: Literal[1, 3, 5]
-
-    def model_post_init(self, _: object) -> None:
-        raise ValueError(f"{self.digit} is odd")
 
 
 request: dict[str, Any] = {

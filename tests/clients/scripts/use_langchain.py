@@ -5,22 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any, Literal
+from typing import Any
 
+from cities import City
 from langchain_core.exceptions import ModelInvalidRequestError, ModelNotFoundError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, ConfigDict
 
 URL, MODEL = sys.argv[1:]
 QUESTION = "What is the capital of France?"
 where: dict[str, Any] = {"base_url": URL, "api_key": "none", "max_retries": 0}
-
-
-class City(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    name: Literal["Paris", "Rome", "Berlin"]
-    has_river: bool
 
 
 def refused(error: type[Exception], **options: Any) -> str:

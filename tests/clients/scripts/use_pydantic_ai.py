@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from cities import City
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.exceptions import ModelHTTPError
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -15,12 +15,6 @@ from pydantic_ai.providers.openai import OpenAIProvider
 
 URL, MODEL = sys.argv[1:]
 QUESTION = "What is the capital of France?"
-
-
-class City(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    name: Literal["Paris", "Rome", "Berlin"]
-    has_river: bool
 
 
 def model(name: str = MODEL) -> OpenAIChatModel:

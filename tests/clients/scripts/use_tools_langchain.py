@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Literal
 
+from cities import City
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, ConfigDict
 
 URL, MODEL = sys.argv[1:]
 QUESTION = "How is the weather?"
-
-
-class City(BaseModel):
-    """A city."""
-
-    model_config = ConfigDict(extra="forbid")
-    name: Literal["Paris", "Rome", "Berlin"]
-    has_river: bool
 
 
 @tool(args_schema=City)

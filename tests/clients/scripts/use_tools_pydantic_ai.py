@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from cities import City
 from pydantic_ai import Agent
 from pydantic_ai.messages import ToolCallPart, ToolReturnPart
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -19,12 +19,6 @@ from pydantic_ai.settings import ModelSettings
 
 URL, MODEL = sys.argv[1:]
 QUESTION = "What is the capital of France?"
-
-
-class City(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    name: Literal["Paris", "Rome", "Berlin"]
-    has_river: bool
 
 
 provider = OpenAIProvider(base_url=URL, api_key="none")
