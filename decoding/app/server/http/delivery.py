@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import anyio
 from anyio.to_thread import run_sync
@@ -14,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import ServerSentEvent
 
 from decoding.app.server.formats.replies import Answer, ReplyBuilder, error_body
+from decoding.app.server.http.receiving import disconnected
 from decoding.app.server.worker.echo import echo
 from decoding.app.server.worker.jobs import (
     Event,
@@ -27,7 +29,7 @@ from decoding.app.server.worker.jobs import (
 )
 from decoding.app.server.worker.prompts import Prompts
 
-_DISCONNECT_POLL_S = 0.1  # interval of checks whether a client is still connected
+_Result = TypeVar("_Result")
 SEPARATOR = "\n"
 
 
@@ -42,7 +44,7 @@ class Delivery:
         prompts: Prompts,
         building: asyncio.Semaphore,
     ):
-        """`building` limits the whole answers that are built at a time, on other threads."""
+        """`building` limits the large answers that are built at a time, on other threads."""
         self._batch, self._queue, self._builder = batch, queue, builder
         self._prompts, self._building = prompts, building
         params = batch[0].params
@@ -62,8 +64,7 @@ class Delivery:
         self._queue.cancel(self._batch)
         if isinstance(event, Failed):
             return JSONResponse(error_body(event), event.status)
-        async with self._building:
-            return await run_sync(self._response, events)
+        return await self._build(partial(self._response, events))
 
     async def stream(self, with_usage: bool) -> AsyncIterator[ServerSentEvent]:
         """Yield the answers as they are generated, with progress as comments."""
@@ -97,8 +98,17 @@ class Delivery:
         if not isinstance(event, Finished):
             return []
         self._counts[index] = event.counts
-        async with self._building:  # the end may have all of the answer
-            return await run_sync(lambda: _all_data(self._builder.last(index, event)))
+        return await self._build(lambda: _all_data(self._builder.last(index, event)))
+
+    async def _build(self, function: Callable[[], _Result]) -> _Result:
+        """Return a function's result, which may have all of the answer.
+
+        A large one takes a while; small ones wait neither for a thread nor for a large one.
+        """
+        if not (self._has_logprobs or self._has_echo):
+            return function()
+        async with self._building:
+            return await run_sync(function)
 
     async def _events(self) -> AsyncIterator[tuple[int, Event]]:
         """Yield the events of all prompts, to the end of the last one or the first failure."""
@@ -112,8 +122,7 @@ class Delivery:
 
     async def _watch_client(self, request: Request) -> None:
         """Cancel the request when its client disconnects."""
-        while not await request.is_disconnected():
-            await anyio.sleep(_DISCONNECT_POLL_S)
+        await disconnected(request)
         self._queue.cancel(self._batch)
         self._batch[0].fail(Failed(499, "the client disconnected."))
 

@@ -19,14 +19,13 @@ from starlette.requests import ClientDisconnect
 
 from decoding.app.documents.conversion import cancellable
 from decoding.app.server.http.guards import RequestRefused
-from decoding.app.server.http.receiving import Uploads
+from decoding.app.server.http.receiving import DISCONNECT_POLL_S, Uploads, disconnected
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.prompts import Prompts
 from decoding.app.server.worker.stored_documents import StoredDocuments
 from decoding.app.server.worker.uploaded_documents import label_of, read_upload
 from offload.errors import InvalidRequestError
 
-_DISCONNECT_POLL_S = 0.1  # interval of checks whether a client is still connected
 _Result = TypeVar("_Result")
 _FILE = {  # in the description of the API
     "required": True,
@@ -139,7 +138,7 @@ class DocumentRoutes:
         has_turn = False
         try:
             while not has_turn:
-                with anyio.move_on_after(_DISCONNECT_POLL_S):
+                with anyio.move_on_after(DISCONNECT_POLL_S):
                     has_turn = await self._converting.acquire()
                 if await request.is_disconnected():
                     raise ClientDisconnect
@@ -157,8 +156,7 @@ async def _watched(request: Request) -> AsyncIterator[Event]:
     gone = Event()
 
     async def watch() -> None:
-        while not await request.is_disconnected():
-            await anyio.sleep(_DISCONNECT_POLL_S)
+        await disconnected(request)
         gone.set()
 
     watching = asyncio.create_task(watch())

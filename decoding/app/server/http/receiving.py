@@ -17,6 +17,7 @@ from decoding.app.server.worker import limits
 from offload.memory.host import trim_heap
 
 _POLL_S = 0.05  # interval of polling for memory
+DISCONNECT_POLL_S = 0.1  # interval of checks whether a client is still connected
 
 
 @dataclass(eq=False)
@@ -122,6 +123,12 @@ class Uploads:
             f"the body is larger than {self._max_body / 1e6:g} MB: send less, or start the server "
             "with a larger --max-body.",
         )
+
+
+async def disconnected(request: Request) -> None:
+    """Wait until the client of a request disconnects; its body has been received."""
+    while not await request.is_disconnected():
+        await anyio.sleep(DISCONNECT_POLL_S)
 
 
 def parse_json(body: bytes, max_values: int) -> Any:
