@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offload.attention.folding import Partial
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
-from offload.kernels.split_float import UPCAST
+from offload.kernels.tiles import UPCAST
 from offload.layout import ceil_div
 
 _TILE = 64  # keys per tile

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from offload.codec.int8 import LARGEST, scale_limits
-from offload.kernels.split_float import UPCAST
+from offload.kernels.tiles import UPCAST
 from offload.layout import ceil_div
 
 _KEYS = 64  # keys per tile, and the largest chunk

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from offload.attention.folding import Partial
-from offload.kernels.split_float import UPCAST, launch_options, tile_sizes
+from offload.kernels.tiles import UPCAST, launch_options, tile_sizes
 from offload.layout import ceil_div
 
 # keys per program: with 32 KV heads a budget of 4,096 makes four for each of a 4090's processors

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offload.kernels.split_float import UPCAST
+from offload.kernels.tiles import UPCAST
 from offload.layout import ceil_div
 from parallel.formats.plane_format import PlaneFormat
 from parallel.weights.planes import Planes, float_bytes

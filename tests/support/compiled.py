@@ -18,6 +18,7 @@ from offload.codec.int8 import LARGEST, scale_limits
 from offload.kernels import batch_invariant as batch_invariant_kernels
 from offload.kernels import retrieval as retrieval_kernels
 from offload.kernels import slot_attention as slot_kernels
+from offload.kernels import split_attention, tiles
 from offload.kernels import split_float as split_kernels
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
@@ -106,9 +107,9 @@ def compile_split_kernels(capability: int, shapes: int | None) -> None:
     """Compile attention over high bytes; two programs fit an SM up to head dimension 128."""
     for element, rows, columns in SPLIT_SHAPES[capability][:shapes]:
         sizes = SIZES | SPLIT[element] | {"ROWS": rows, "DIM": columns}
-        sizes["KEYS"] = split_kernels.tile_sizes(columns)[1]
-        options = split_kernels.launch_options(rows, columns)
-        binary = compile_kernel(split_kernels._attend, element, capability, sizes, **options)
+        sizes["KEYS"] = tiles.tile_sizes(columns)[1]
+        options = tiles.launch_options(rows, columns)
+        binary = compile_kernel(split_attention._attend, element, capability, sizes, **options)
         if capability == 89 and columns <= 128:
             block_bytes = binary.metadata.shared + RESERVED_BYTES
             assert 2 * block_bytes <= SM_SHARED_BYTES, (rows, columns)
@@ -152,10 +153,10 @@ def compile_retrieval_kernels(capability: int, element: str) -> None:
 def compile_slot_kernels(capability: int, shapes: int | None) -> None:
     """Compile attention to slots; two programs fit an SM up to head dimension 128."""
     for element, rows, columns in SPLIT_SHAPES[capability][:shapes]:
-        options = slot_kernels.launch_options(rows, columns)
+        options = tiles.launch_options(rows, columns)
         for codes in (True, False):
             sizes = SIZES | {"ROWS": rows, "DIM": columns, "CODES": codes}
-            sizes["KEYS"] = split_kernels.tile_sizes(columns)[1]
+            sizes["KEYS"] = tiles.tile_sizes(columns)[1]
             binary = compile_kernel(slot_kernels._attend, element, capability, sizes, **options)
             assert "ld.global.v4" in binary.asm["ptx"]  # addresses from a table are aligned, too
             if capability == 89 and columns <= 128:
@@ -203,8 +204,9 @@ if __name__ == "__main__":
     shapes = 1 if sys.argv[2:] == ["first"] else None
     element = "fp16" if capability == 80 else "bf16"
     sizes = SIZES | SPLIT[element] | {"MIN_HIGH": 8, "MAX_HIGH": 0x7E}
-    for kernel in ("_split", "_write_outliers", "_reconstruct", "_merge"):
-        compile_kernel(getattr(split_kernels, kernel), element, capability, sizes)
+    elements = split_kernels._split, split_kernels._write_outliers, split_kernels._reconstruct
+    for kernel in (*elements, split_attention._merge):
+        compile_kernel(kernel, element, capability, sizes)
     compile_split_kernels(capability, shapes)
     compile_batch_invariant_kernels(capability, shapes)
     compile_slot_kernels(capability, shapes)

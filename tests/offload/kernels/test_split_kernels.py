@@ -198,8 +198,9 @@ def test_self_test_compiles_every_kernel_that_a_model_launches(
 
             return launch
 
-    kernel = kernels._attend
-    monkeypatch.setattr(kernels, "_attend", Spy())
+    attention = import_interpreted("offload.kernels.split_attention")
+    kernel = attention._attend
+    monkeypatch.setattr(attention, "_attend", Spy())
     selection._test_split(kernels, torch.device("cpu"), torch.bfloat16, 32, groups)
     assert {(groups, rows) for rows in (16, 32, 64)} == {launch[:2] for launch in launches}
     assert max(blocks for *_, blocks in launches) == 2
