@@ -110,7 +110,7 @@ def compare(setting: Setting, session: SequenceState, machine: HardwareProfile) 
     started = time.perf_counter()
     first = int(session.prefill().argmax())
     first_s = time.perf_counter() - started
-    lengths = draft_lengths(needs.settings)
+    lengths = draft_lengths(needs.settings, needs.mode)
     decoder, seconds = decode_loop(session, first, SAMPLING, lengths)
     token_s = seconds / decoder.stats.produced
     outer, inner = acceptance_rates(setting, decoder)

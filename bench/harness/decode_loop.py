@@ -15,6 +15,7 @@ from decoding import Engine, Sampling, Settings
 from decoding.engine.hierarchy import build_decoder
 from decoding.engine.request import Request, RequestState
 from decoding.engine.session import SequenceState
+from decoding.planning.requirements import noise_positions
 from decoding.speculation.coroutines import run
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import Lengths, RoundStats
@@ -92,8 +93,8 @@ def decode_loop(
     `on_logits` is called as `Request.on_logits` is. Returns the decoder, with its counts, and the
     seconds it took.
     """
-    is_coupled = session.plan.requirements.settings.deterministic
-    randomness = make_randomness(sampling, session.prompt.device, is_coupled)
+    positions = noise_positions(session.plan.requirements)
+    randomness = make_randomness(sampling, session.prompt.device, positions)
     sequence = TokenSequence([*session.prompt.tolist(), first])
     decoder = build_decoder(session, sequence, sampling, randomness, lengths)
     decoder.on_logits = on_logits

@@ -37,7 +37,6 @@ from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import select_prompts, text_tokens
 from decoding import Engine, Sampling, Settings
-from decoding.config.defaults import MAX_DRAFT
 from decoding.config.option import options_of
 from decoding.config.settings import LEVELS
 from decoding.engine.session_manager import SequenceManager
@@ -86,7 +85,7 @@ class PrefillGroup:
     def learns(self) -> bool:
         """Return whether the budget or draft lengths adapt to past requests."""
         runtime = self.sessions.runtime
-        lengths = chain(*(draft_lengths(point.settings) for point in self.points))
+        lengths = chain(*(draft_lengths(point.settings, runtime.mode) for point in self.points))
         adaptive = any(isinstance(length, Adaptive) for length in lengths)
         return runtime.requirements.has_choice or (adaptive and runtime.mode != "plain")
 
@@ -241,9 +240,10 @@ def group_by_prefill(
         # an automatic budget depends on the draft lengths
         if not point_runtime.requirements.has_choice:
             # room for the longest draft; runs override the lengths
+            longest = replace(settings, num_draft_tokens=None).draft_length_range(mode)[-1]
             shared = replace(
                 settings,
-                num_draft_tokens=max(MAX_DRAFT, *draft_tokens),
+                num_draft_tokens=max(longest, *draft_tokens),
                 num_inner_draft_tokens=None,
             )
         if shared not in groups:
@@ -263,7 +263,8 @@ def time_prompt(
         prefilled = PrefilledPrompt(session)
         for point in rotated(group.points, sampling.seed):
             requirements, plan = session.plan.requirements, session.plan
-            lengths = point.lengths.setdefault(requirements.mode, draft_lengths(point.settings))
+            mode = requirements.mode
+            lengths = point.lengths.setdefault(mode, draft_lengths(point.settings, mode))
             run = prefilled.run(sampling, lengths, limit)
             settings = replace(
                 requirements.settings,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 # Longest adaptive draft that the target verifies.
 MAX_DRAFT = 64
+# The same in split modes, where few draft tokens are rejected.
+MAX_SPLIT_DRAFT = 128
 # Longest draft that the retrieval level verifies. Short, since this verification costs compute.
 MAX_INNER_DRAFT = 16
 # First draft of an engine if verification is bound by the host link: its time does not depend on
@@ -84,9 +86,16 @@ ALLOCATOR_FACTOR = 2
 # Float32 values per query row, head and slot of a masked forward, together with another forward
 # that is captured concurrently. Fused kernels take less.
 MASKED_VALUES_PER_SCORE = 6
-# Bytes per logit: the logit itself, its index in sorted order (int64), and the intermediate tensors
-# of computing and comparing probabilities.
-PROBS_BYTES_PER_LOGIT = 48
+# Rows of logits of which a verification computes the distributions at once.
+PROBS_ROWS = 16
+# Bytes per logit of these rows, beside the logits themselves: changed logits, those divided by the
+# temperature, their probabilities, these in order, and their indices (int64); and what sorting
+# takes on a GPU, where torch sorts all rows as one: pairs of row and index (int32) twice, and keys
+# and pairs of a radix sort.
+PROBS_BYTES_PER_LOGIT = 56
+# Float32 tensors of all rows during a verification: logits, distributions, and those of the draft.
+# Log-probabilities for a client follow, once no distributions are computed any more.
+LOGIT_TENSORS = 3
 
 # -- acceptance ------------------------------------------------------------------------------------
 

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET, MAX_DRAFT, MAX_INNER_DRAFT
+from decoding.config.defaults import (
+    DEFAULT_RETRIEVAL_BUDGET,
+    MAX_DRAFT,
+    MAX_INNER_DRAFT,
+    MAX_SPLIT_DRAFT,
+)
 from decoding.config.option import (
     MEMORY,
     PYTHON,
@@ -283,10 +288,10 @@ class Settings:
                 f"or another split mode, in place of {self.mode}."
             )
 
-    @property
-    def draft_length_range(self) -> range:
-        """Return the allowed draft lengths for the target."""
-        return _lengths(self.num_draft_tokens, MAX_DRAFT)
+    def draft_length_range(self, mode: str) -> range:
+        """Return the allowed draft lengths for the target in a mode, one of LEVELS."""
+        longest = MAX_SPLIT_DRAFT if "split" in LEVELS[mode] else MAX_DRAFT
+        return _lengths(self.num_draft_tokens, longest)
 
     @property
     def inner_draft_length_range(self) -> range:

@@ -277,7 +277,9 @@ def _fits(request: Request, kept: CachedSequence) -> bool:
 
 def _begin_to_score(sequence: CachedSequence, top: int, executor: TensorParallelExecutor) -> None:
     """Let the prefill of a sequence that was just opened score its prompt."""
-    scorer = executor.run(Score(executor.sequences.index(sequence.caches), top))
+    caches = sequence.caches
+    max_rows = caches.plan.requirements.max_forward_tokens
+    scorer = executor.run(Score(executor.sequences.index(caches), top, max_rows))
     assert isinstance(scorer, PromptScorer)
     sequence.scorer = scorer
 

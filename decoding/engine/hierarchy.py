@@ -42,8 +42,8 @@ def build_decoder(
     For rank 0, after prefill: `sequence` is the prompt and the first token. `lengths` defaults
     to those of the settings. `clock` returns seconds.
     """
-    runtime = caches.runtime
-    lengths = lengths or draft_lengths(runtime.settings)
+    runtime, needs = caches.runtime, caches.plan.requirements
+    lengths = lengths or draft_lengths(needs.settings, needs.mode)
     first = FIRST_DRAFT_OVER_LINK if caches.plan.uses_link else FIRST_DRAFT_ON_DEVICE
     for length in lengths:
         length.reset(first if length is lengths[0] else FIRST_INNER_DRAFT)
@@ -51,7 +51,7 @@ def build_decoder(
     inner: Proposer | None = None
     for level in caches.levels[len(verifying) :]:
         inner = _draft_decoder(level, runtime.target.config.vocab, sequence, sampling, randomness)
-    if ngram := _lookup_ngram(caches.plan.requirements):
+    if ngram := _lookup_ngram(needs):
         inner = PromptLookup(
             sequence, ngram, runtime.target.config.vocab, caches.prompt.device, inner
         )

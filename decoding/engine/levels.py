@@ -57,7 +57,7 @@ class SequenceSlot:
         ):
             self.graphs.release(self.retrieval)
             self.retrieval = None
-        if self.draft is not None and not needs.has_draft:
+        if self.draft is not None and not (needs.has_draft and self.draft.shape == plan.spec.draft):
             self.graphs.release(self.draft)
             self.draft = None
 
@@ -180,8 +180,10 @@ class DecodingLevels:
             slot.draft = draft
         pending = MAX_PENDING
         if model.config.is_predictor:  # it reads accepted tokens again
-            settings, is_inner = self._plan.requirements.settings, len(self.levels) > 1
-            lengths = settings.inner_draft_length_range if is_inner else settings.draft_length_range
+            needs = self._plan.requirements
+            lengths = needs.settings.draft_length_range(needs.mode)
+            if len(self.levels) > 1:
+                lengths = needs.settings.inner_draft_length_range
             pending += lengths[-1]
         sizes = _graph_sizes(1, min(pending, MAX_GRAPH_TOKENS))
         return Level("draft", model, draft, model.group.size > 1, sizes)

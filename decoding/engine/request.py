@@ -16,6 +16,7 @@ from decoding.engine.cached_sequence import CachedSequence
 from decoding.engine.hierarchy import build_decoder
 from decoding.engine.stats import Stats
 from decoding.grammars.grammar import CompiledGrammar
+from decoding.planning.requirements import noise_positions
 from decoding.speculation.coroutines import Steps
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import Lengths, draft_lengths
@@ -184,12 +185,12 @@ class RequestState:
             stats.first_token_s = time.perf_counter() - self._started
             self._report_prompt()
             return []
-        randomness = make_randomness(sampling, caches.prompt.device, needs.settings.deterministic)
+        randomness = make_randomness(sampling, caches.prompt.device, noise_positions(needs))
         processors = self._processors(caches.prompt, logits.shape[1])
         probs = randomness.probs(sampling, processors.process(logits, [], 0))
         tokens = to_host(randomness.draw(probs[0], len(request.prompt)), probs)
         sequence = TokenSequence([*caches.prompt.tolist(), *tokens])
-        own_lengths = lengths.setdefault(needs.mode, draft_lengths(needs.settings))
+        own_lengths = lengths.setdefault(needs.mode, draft_lengths(needs.settings, needs.mode))
         decoder = build_decoder(caches, sequence, sampling, randomness, own_lengths, clock)
         for level in decoder.levels():
             level.processors = processors

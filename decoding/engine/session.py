@@ -226,7 +226,7 @@ class SequenceState:
         """Append tokens (T,) to the target's cache in steps."""
         model, target = self.runtime.target, self.target
         target.truncate(target.length)  # observers select by the last part alone
-        if len(part) > self.runtime.requirements.max_forward_tokens or not target.is_block_aligned:
+        if len(part) > self.plan.requirements.max_forward_tokens or not target.is_block_aligned:
             return (yield from self._prefill(part))
         logits = model(part, target, 1)
         target.advance(len(part))

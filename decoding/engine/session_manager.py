@@ -12,6 +12,7 @@ from decoding.models.runtime import Runtime
 from decoding.planning.memory_plan import MemoryPlan
 from decoding.planning.plan import Memory, Plan
 from decoding.planning.planner import Planner, max_concurrent
+from decoding.planning.requirements import largest_forward
 from decoding.prefix_cache.stored_prompt import StoredPrompt
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import InsufficientMemoryError, TierForceError
@@ -41,7 +42,7 @@ class SequenceManager:
         with self.group.sync_errors():
             self.planner = Planner(runtime.requirements, runtime.costs(rate))
         graphs = GraphRunner(bool(runtime.settings.graphs), self.group.graph_capturer)
-        max_tokens = runtime.requirements.max_forward_tokens
+        max_tokens = largest_forward(runtime.requirements)
         self.executor = TensorParallelExecutor(self.group, graphs, max_tokens)
         self.slots = Slots(runtime, self.executor)
         self.memory = AvailableMemory(runtime, self.executor, self.slots)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from decoding.config.defaults import (
+    LOGIT_TENSORS,
     MAX_PREFILL_CHUNK,
     PREFILL_ACTIVATION_BYTES,
     PREFILL_CHUNK_STEP,
+    PROBS_BYTES_PER_LOGIT,
+    PROBS_ROWS,
 )
-from decoding.planning.requirements import Requirements
+from decoding.planning.requirements import Requirements, noise_positions
 from offload.layout import STATE_CHUNK, STATE_TOKENS, RecurrentShape, ceil_div
 from parallel.config.parameter_count import MAX_STATIC_TOKENS, head_shape
 from parallel.config.weight_sizes import weight_sizes
@@ -30,6 +33,23 @@ def activation_elements(requirements: Requirements) -> int:
     if target.experts is not None:  # the sum, and one expert's inputs and outputs
         widest = max(widest, 3 * target.hidden + 4 * target.experts.intermediate // ranks)
     return 8 * target.hidden + widest
+
+
+def sampling_bytes(requirements: Requirements, rows: int) -> int:
+    """Return the bytes of logits and distributions while drafts are made and verified.
+
+    `rows`: logits of the target's largest forward.
+    """
+    settings = requirements.settings
+    outer = settings.draft_length_range(requirements.mode)[-1]
+    inner = settings.inner_draft_length_range[-1] + 2
+    # While an inner level verifies, the levels above hold what it has drafted for them so far.
+    levels = requirements.has_split + requirements.has_retrieval
+    held = max(LOGIT_TENSORS * rows, outer + (levels - 1 + LOGIT_TENSORS) * inner)
+    block = PROBS_BYTES_PER_LOGIT * min(rows, PROBS_ROWS)
+    logprobs = 4 * rows
+    noise = 8 * noise_positions(requirements)  # float64
+    return requirements.target.vocab * (4 * held + max(block, logprobs) + noise)
 
 
 def recurrence_bytes(requirements: Requirements, tokens: int) -> int:

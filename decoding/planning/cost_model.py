@@ -135,7 +135,7 @@ class CostModel:
         needs = plan.requirements
         if needs.mode == "plain":
             return 0, cost.verification_s(0)
-        return cost.best_length(needs.settings.draft_length_range)
+        return cost.best_length(needs.settings.draft_length_range(needs.mode))
 
     def _target(self, requirements: Requirements) -> ForwardCost:
         """Return the cost of the target's forwards."""

@@ -10,8 +10,6 @@ from decoding.config.defaults import (
     BOUNDARY_BLOCK,
     DRAFT_SLACK,
     MASKED_VALUES_PER_SCORE,
-    MAX_DRAFT,
-    PROBS_BYTES_PER_LOGIT,
     SELECTION_INTERVAL_ON_DEVICE,
     SPLIT_BLOCK,
     SPLIT_RECENT,
@@ -22,11 +20,11 @@ from decoding.planning.activations import (
     moe_scratch_bytes,
     prefill_chunk,
     recurrence_bytes,
+    sampling_bytes,
     unpacked_expert_bytes,
 )
 from decoding.planning.memory_plan import MemoryRequirements
 from decoding.planning.requirements import Requirements
-from decoding.speculation.draft_length import NOISE_POSITIONS
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.codec.format import compression_saves
 from offload.errors import InvalidRequestError
@@ -116,7 +114,7 @@ class RequestSpec:
         and its gated attention needs none (Qiu et al. 2025, arXiv 2505.06708, section 4).
         """
         needs, settings = self.requirements, self.requirements.settings
-        window = max(settings.window, settings.num_draft_tokens or MAX_DRAFT)
+        window = max(settings.window, settings.draft_length_range(needs.mode)[-1])
         sizes = window, DRAFT_SLACK, needs.max_forward_tokens
         if needs.draft is not None and needs.draft.is_predictor:
             return StreamingCacheSpec(0, *sizes, hidden=needs.draft.hidden)
@@ -193,16 +191,15 @@ class RequestSpec:
     def _forward_bytes(self) -> int:
         """Return the scratch bytes of a decoding forward, beside the caches."""
         needs, target = self.requirements, self.requirements.target
-        row = self._row_elements * needs.dtype.itemsize + PROBS_BYTES_PER_LOGIT * target.vocab
         rows = needs.max_forward_tokens
         batch_invariant = 0
         if needs.settings.deterministic:
             rows += 2 * ROW_BLOCK
             groups = target.heads // target.kv_heads
             batch_invariant = working_bytes(needs.layout, self.tokens, rows, groups)
-            batch_invariant += 8 * NOISE_POSITIONS * target.vocab  # float64
         scratch = self._masked_bytes + _windowed_bytes(needs) + recurrence_bytes(needs, rows)
-        return rows * row + scratch + moe_scratch_bytes(needs) + batch_invariant
+        scratch += moe_scratch_bytes(needs) + sampling_bytes(needs, rows) + batch_invariant
+        return rows * self._row_elements * needs.dtype.itemsize + scratch
 
     @property
     def _retrieval_bytes(self) -> tuple[int, int]:

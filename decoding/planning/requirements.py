@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 from decoding.config.defaults import (
     DEFAULT_RETRIEVAL_BUDGET,
-    MAX_DRAFT,
-    MAX_INNER_DRAFT,
     RETRIEVAL_BUDGETS,
     SPLIT_DRAFT_BYTES,
 )
@@ -73,9 +71,9 @@ class Requirements:
 
     @property
     def max_forward_tokens(self) -> int:
-        """Return the query tokens of the largest forward, the same on all ranks with any plans."""
-        outer = self.settings.num_draft_tokens or MAX_DRAFT
-        inner = self.settings.num_inner_draft_tokens or MAX_INNER_DRAFT
+        """Return the query tokens of the largest forward in this mode, the same on all ranks."""
+        outer = self.settings.draft_length_range(self.mode)[-1]
+        inner = self.settings.inner_draft_length_range[-1]
         return max(outer, inner, MAX_CATCH_UP) + 2
 
     # -- levels ------------------------------------------------------------------------------------
@@ -150,6 +148,17 @@ class Requirements:
         """Return these requirements with a fixed mode and budget."""
         settings = replace(self.settings, mode=strategy.mode, retrieval_budget=strategy.budget)
         return replace(self, mode=strategy.mode, settings=settings)
+
+
+def largest_forward(requirements: Requirements) -> int:
+    """Return the query tokens of the largest forward in any mode that a request may get."""
+    modes = requirements.candidate_modes
+    return max(replace(requirements, mode=mode).max_forward_tokens for mode in modes)
+
+
+def noise_positions(requirements: Requirements) -> int:
+    """Return the positions with cached noise: those of a longest draft; 0 without coupling."""
+    return requirements.max_forward_tokens if requirements.settings.deterministic else 0
 
 
 def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:

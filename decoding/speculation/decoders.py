@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decoding.config.defaults import PROBS_ROWS
 from decoding.speculation.coroutines import Steps
 from decoding.speculation.draft_length import MAX_CATCH_UP, DraftLength, RoundStats
 from decoding.speculation.logits_processors import LogitsProcessors
@@ -24,6 +25,7 @@ from decoding.speculation.rejection_sampler import Draft, to_host
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.sequence import TokenSequence, common_prefix
 from offload.cache.base import Cache
+from offload.layout import ceil_div, shares
 from parallel.execution.batched_forward import ForwardFn, ForwardRequest
 from parallel.ranks.process_group import ints_to_device_async
 
@@ -132,11 +134,25 @@ class Decoder(Proposer):
         The last row follows the level's tokens and those of `draft`, and each row before it one
         token less.
         """
+        new, tokens = list[int](), list[int]()
         if self.processors:
             new = self.sequence.tokens_from(self.processors.start)
             tokens = [*new, *self.unverified, *draft]
-            logits = self.processors.process(logits, tokens, len(new))
-        return self.randomness.probs(self.sampling, logits)
+
+        def block_probs(block: Tensor, after: int) -> Tensor:
+            if self.processors:
+                block = self.processors.process(block, tokens, len(new), after)
+            return self.randomness.probs(self.sampling, block)
+
+        if len(logits) <= PROBS_ROWS:
+            return block_probs(logits, 0)
+        # the intermediate tensors of all rows at once would take much more memory than these
+        probs, after = torch.empty_like(logits), len(logits)
+        sizes = shares(len(logits), ceil_div(len(logits), PROBS_ROWS))
+        for own_logits, own_probs in zip(logits.split(sizes), probs.split(sizes), strict=True):
+            after -= len(own_logits)
+            own_probs.copy_(block_probs(own_logits, after))
+        return probs
 
     def _commit(self, tokens: list[int]) -> list[int]:
         self.sequence.append(tokens)
@@ -231,13 +247,19 @@ class Speculative(Decoder):
         self.clock: Callable[[], float] = time.perf_counter  # seconds, the basis of draft lengths
 
     def propose(self, n: int) -> Steps[Draft]:
-        start, accepted_probs = len(self.unverified), []
-        while (missing := n - (len(self.unverified) - start)) > 0:
-            tokens, probs = yield from self._verify(missing)
+        start, done = len(self.unverified), 0
+        draft_probs: Tensor | None = None  # (n, V)
+        while done < n:
+            tokens, probs = yield from self._verify(n - done)
             self.unverified += tokens
-            accepted_probs.append(probs)
+            if draft_probs is None:
+                draft_probs = probs.new_empty(n, probs.shape[1])
+            draft_probs[done : done + len(tokens)] = probs
+            del probs  # a view, which would keep the memory of all of the round's rows
+            done += len(tokens)
+        assert draft_probs is not None
         draft_tokens = ints_to_device_async(self.unverified[start:], self.randomness.device)
-        return Draft(draft_tokens, torch.cat(accepted_probs))
+        return Draft(draft_tokens, draft_probs)
 
     def round(self, limit: int) -> Steps[list[int]]:
         tokens, _ = yield from self._verify(limit)

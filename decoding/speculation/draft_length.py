@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from decoding.config.settings import Settings
 
-NOISE_POSITIONS = 128  # positions with cached noise, with Gumbel coupling
 MAX_CATCH_UP = 32  # pending tokens per forward
 
 # adaptive lengths
@@ -195,10 +194,13 @@ class Adaptive(DraftLength):
 Lengths = tuple[DraftLength, ...]
 
 
-def draft_lengths(settings: Settings) -> Lengths:
-    """Return fixed lengths for options that are set, else adaptive ones; reused across requests."""
+def draft_lengths(settings: Settings, mode: str) -> Lengths:
+    """Return the lengths in a mode: fixed ones for options that are set, else adaptive ones.
+
+    They are reused across requests.
+    """
     inner = settings.inner_draft_length_range
-    ranges = settings.draft_length_range, inner, inner
+    ranges = settings.draft_length_range(mode), inner, inner
     return tuple(
         Fixed(lengths[0]) if len(lengths) == 1 else Adaptive(lengths[-1]) for lengths in ranges
     )

@@ -55,13 +55,16 @@ class GrammarMask(LogitsProcessor):
         # the number of tokens from which on nothing is restricted, and why, if that is an error
         self._end: tuple[int, str] | None = None
 
-    def process(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
+    def process(
+        self, logits: Tensor, tokens: Sequence[int], committed: int, after: int = 0
+    ) -> Tensor:
         """Return the changed logits (T, V), as `LogitsProcessor.process`.
 
         Raises InvalidRequestError if the sequence cannot be continued. A draft that cannot be
         continued is no error: the target may reject it.
         """
-        masks = self._masks_of(tokens, len(logits), committed)
+        end = len(tokens) - after + 1
+        masks = self._masks_of(tokens, range(end - len(logits), end), committed)
         words = copy_to_device_async(torch.stack(masks), logits.device)  # (T, W)
         bits = torch.arange(_WORD, dtype=torch.int32, device=logits.device)
         is_allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]]
@@ -73,12 +76,12 @@ class GrammarMask(LogitsProcessor):
         self._prune()
         return len(draft) if self._end is None else max(0, self._end[0] - 1 - len(tokens))
 
-    def _masks_of(self, tokens: Sequence[int], count: int, committed: int) -> list[Tensor]:
-        """Return the masks (W,) of the last positions, the last of which follows all tokens."""
+    def _masks_of(self, tokens: Sequence[int], positions: range, committed: int) -> list[Tensor]:
+        """Return the masks (W,) of positions, each the number of tokens before it."""
         self._committed = committed
         self._move_to(tokens)
         masks = list[Tensor]()
-        for position in range(len(tokens) - count + 1, len(tokens) + 1):
+        for position in positions:
             self._consume(position)
             if self._end is None or self._end[0] > position:
                 mask = self._mask(position)  # may be the end

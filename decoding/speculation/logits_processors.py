@@ -22,14 +22,18 @@ class LogitsProcessor(ABC):
     reads_tokens = True  # whether it depends on the tokens before
 
     @abstractmethod
-    def process(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
+    def process(
+        self, logits: Tensor, tokens: Sequence[int], committed: int, after: int = 0
+    ) -> Tensor:
         """Return the changed logits (T, V) float32; the given ones stay as they are.
 
         Args:
-            logits: (T, V). The last row follows all tokens, and each row before it one less.
+            logits: (T, V). The last row follows all tokens but the last `after` ones, and each row
+                before it one less.
             tokens: new ones, which follow the prompt.
             committed: how many of them are part of the sequence, at most those before the first
                 row; the others are drafts. It never decreases.
+            after: number of tokens after the last row: rows of one forward may come in blocks.
         """
 
     def count_possible(self, tokens: Sequence[int], draft: Sequence[int]) -> int:
@@ -50,10 +54,12 @@ class LogitsProcessors:
     def __bool__(self) -> bool:
         return bool(self._processors)
 
-    def process(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
+    def process(
+        self, logits: Tensor, tokens: Sequence[int], committed: int, after: int = 0
+    ) -> Tensor:
         """Return the changed logits (T, V), as `LogitsProcessor.process`."""
         for each in self._processors:
-            logits = each.process(logits, tokens, committed)
+            logits = each.process(logits, tokens, committed, after)
         return logits
 
     def count_possible(self, tokens: Sequence[int], draft: Sequence[int]) -> int:
@@ -73,7 +79,9 @@ class LogitBias(LogitsProcessor):
         self._ids = torch.tensor(list(bias), device=device)
         self._values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
 
-    def process(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
+    def process(
+        self, logits: Tensor, tokens: Sequence[int], committed: int, after: int = 0
+    ) -> Tensor:
         return logits.index_add(1, self._ids, self._values.expand(len(logits), -1))
 
 
@@ -91,8 +99,11 @@ class Penalties(LogitsProcessor):
         self._counts: Tensor | None = None  # (V,) float32: how often new tokens occur
         self._counted = 0  # new tokens that are counted
 
-    def process(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
-        counts, sampling = self._row_counts(logits, tokens, committed), self._sampling
+    def process(
+        self, logits: Tensor, tokens: Sequence[int], committed: int, after: int = 0
+    ) -> Tensor:
+        first = len(tokens) - after - len(logits) + 1  # tokens before the first row
+        counts, sampling = self._row_counts(logits, tokens, committed, first), self._sampling
         if (penalty := sampling.repetition_penalty) != 1:
             if self._in_prompt is None:
                 unknown = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
@@ -105,9 +116,13 @@ class Penalties(LogitsProcessor):
             logits = logits - sampling.presence_penalty * (counts > 0)
         return logits
 
-    def _row_counts(self, logits: Tensor, tokens: Sequence[int], committed: int) -> Tensor:
-        """Return how often each new token occurs before each row, (T, V) float32."""
-        first = len(tokens) - len(logits) + 1  # tokens before the first row
+    def _row_counts(
+        self, logits: Tensor, tokens: Sequence[int], committed: int, first: int
+    ) -> Tensor:
+        """Return how often each new token occurs before each row, (T, V) float32.
+
+        `first`: number of tokens before the first row.
+        """
         if self._counts is None:
             self._counts = logits.new_zeros(logits.shape[1])
         # those of the sequence stay, and are counted once
@@ -117,9 +132,9 @@ class Penalties(LogitsProcessor):
         self._counted = committed
         rows, columns = list[int](), list[int]()
         for index, token in enumerate(tokens[committed:], committed):
-            after = range(max(0, index + 1 - first), len(logits))  # rows that follow it
-            rows += after
-            columns += [token] * len(after)
+            later = range(max(0, index + 1 - first), len(logits))  # rows that follow it
+            rows += later
+            columns += [token] * len(later)
         cells = [ints_to_device_async(each, logits.device) for each in (rows, columns)]
         counts = self._counts.repeat(len(logits), 1)
         return counts.index_put_(tuple(cells), logits.new_ones(len(rows)), accumulate=True)

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoding.speculation.draft_length import NOISE_POSITIONS
 from decoding.speculation.rejection_sampler import Draft, rejection_sample, to_host
 from decoding.speculation.sampling import Sampling, draw, exponential_race
 from parallel.ranks.process_group import copy_to_device_async
@@ -39,10 +38,13 @@ class Randomness(ABC):
         """
 
 
-def make_randomness(sampling: Sampling, device: torch.device, is_coupled: bool) -> Randomness:
-    """Return the randomness of a request, seeded by its sampling options."""
-    if is_coupled:
-        return GumbelCoupled(sampling.seed, device)
+def make_randomness(sampling: Sampling, device: torch.device, noise_positions: int) -> Randomness:
+    """Return the randomness of a request, seeded by its sampling options.
+
+    `noise_positions`: those of `GumbelCoupled`; 0: independent noise.
+    """
+    if noise_positions:
+        return GumbelCoupled(sampling.seed, device, noise_positions)
     return IndependentNoise(torch.Generator(device).manual_seed(sampling.seed))
 
 
@@ -72,9 +74,15 @@ class GumbelCoupled(Randomness):
     1, in its exponential form.
     """
 
-    def __init__(self, seed: int, device: torch.device):
+    def __init__(self, seed: int, device: torch.device, positions: int):
+        """Keep the noise of the last `positions` positions, at least 1.
+
+        Noise is drawn once if these are a longest draft and the token that follows it: levels reach
+        positions in order.
+        """
         self._seed = seed
         self.device = device
+        self._positions = positions
         self._noise: dict[int, Tensor] = {}  # (V,) by position, the latest last
 
     def probs(self, sampling: Sampling, logits: Tensor) -> Tensor:
@@ -110,7 +118,7 @@ class GumbelCoupled(Randomness):
             stream = np.random.Generator(np.random.Philox(key=[self._seed, position]))
             samples = torch.from_numpy(stream.standard_exponential(len(probs)))
             noise = copy_to_device_async(samples, self.device)
-            if len(self._noise) >= NOISE_POSITIONS:
+            if len(self._noise) >= self._positions:
                 self._noise.pop(next(iter(self._noise)))
             self._noise[position] = noise
         return noise

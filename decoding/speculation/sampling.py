@@ -158,7 +158,9 @@ class Sampling:
             return greedy.masked_fill_(logits.isnan().any(1, keepdim=True), math.nan)
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[1]:
-            threshold = logits.topk(self.top_k, dim=1).values[:, -1:]
+            # not in order: to sort many takes more memory than all the rest
+            largest = logits.topk(self.top_k, dim=1, sorted=False).values
+            threshold = largest.amin(1, keepdim=True)
             logits = logits.masked_fill(logits < threshold, -math.inf)
         probs = logits.softmax(1)
         if self.top_p < 1:

@@ -113,6 +113,7 @@ class RetrievalCacheSpec:
                 each.quantised,
                 each.quantised and each.selected_slots,
                 window and each.windowed_slots(window),
+                each.rows,  # recurrent states have room for them
             )
             for each in (self, other)
         )

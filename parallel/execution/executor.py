@@ -132,12 +132,14 @@ class Score:
 
     index: int  # among the open ones
     top: int  # largest log-probabilities that are kept of each position
+    # tokens of which logits are computed at once: no more than in a decoding forward of this
+    # sequence, whose memory is planned for
+    max_rows: int
 
     def run(self, executor: TensorParallelExecutor) -> PromptScorer:
         sequence = executor.sequences[self.index]
         assert isinstance(sequence, DecodableSequence)
-        # no more logits at once than in a decoding forward, whose memory is planned for
-        scorer = PromptScorer(self.top, executor.max_tokens)
+        scorer = PromptScorer(self.top, self.max_rows)
         executor.prefills[sequence] = sequence.prefill_steps(scorer)
         return scorer
 

@@ -88,7 +88,7 @@ def count_tokens(
     trace: PolicyTrace, variant: Variant, draft: int, sampling: Sampling
 ) -> tuple[int, int]:
     """Decode 200 tokens with drafts from the variant's cache; return tokens and verifications."""
-    randomness = make_randomness(sampling, trace.first.device, is_coupled=False)
+    randomness = make_randomness(sampling, trace.first.device, noise_positions=0)
     first = int(randomness.draw(sampling.probs(trace.first)[0], len(trace.session.prompt)))
     sequence = TokenSequence([*trace.session.prompt.tolist(), first])
     inner = Autoregressive(

@@ -17,7 +17,7 @@ from bench.speed.grid import (
     settings_of,
 )
 from decoding import Settings
-from decoding.config.defaults import MAX_DRAFT
+from decoding.config.defaults import MAX_DRAFT, MAX_SPLIT_DRAFT
 from decoding.models.runtime import Runtime
 from offload.errors import TierForceError
 from parallel.model.loading import load_model
@@ -94,6 +94,19 @@ def test_points_that_differ_only_by_draft_lengths_share_a_prefill(
             assert lengths == [str(settings.num_draft_tokens or AUTO)]
         else:
             assert settings.num_draft_tokens == MAX_DRAFT
+
+
+def test_a_shared_prefill_has_room_for_the_longest_draft_of_its_mode() -> None:
+    model = load_model(DEMO / "target", Ranks(), "bfloat16")
+    base = Settings(link="emulated:50", retrieval_budget=512)
+    points = grid(parse(["mode=retrieval,split-retrieval", "num_draft_tokens=auto,100"]))
+    groups = group_by_prefill(Runtime.create(model, None, "retrieval", base), base, points)
+    lengths = [group.sessions.runtime.settings.num_draft_tokens for group in groups]
+    assert lengths == [100, MAX_SPLIT_DRAFT]
+    for group in groups:
+        assert len(group.points) == 2
+        needs = group.sessions.plan(1000, 100).requirements
+        assert needs.max_forward_tokens == group.sessions.executor.max_tokens
 
 
 def test_words_are_converted_to_settings() -> None:

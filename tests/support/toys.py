@@ -87,6 +87,18 @@ class Toy:
         return probs
 
 
+class WideToy:
+    """The same logits of a large vocabulary after every sequence, so that any draft is accepted."""
+
+    def __init__(self, vocab: int, scale: float = 1.0):
+        self.row = torch.randn(vocab, generator=Generator().manual_seed(0)) * scale
+
+    def __call__(self, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
+        assert isinstance(cache, HistoryCache)
+        cache.write(tokens.tolist())
+        return self.row.repeat(rows, 1)
+
+
 def continuation_index(tokens: list[int]) -> int:
     """Return the number whose digits in base V are the tokens."""
     value = 0
@@ -116,7 +128,7 @@ class ErraticLength(DraftLength):
 
 
 def nest(
-    models: Sequence[Toy],
+    models: Sequence[ForwardFn],
     lengths: Sequence[int | DraftLength],
     sampling: Sampling,
     source: Generator | Randomness,

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+import decoding.config.settings
 from decoding import GREEDY
 from decoding.app.terminal.messages import startup_line
-from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET
+from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET, MAX_DRAFT, MAX_SPLIT_DRAFT
 from decoding.config.settings import Settings
 from decoding.engine.engine import Engine
 from decoding.planning.cost_model import CostModel
@@ -21,7 +22,7 @@ from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.plan import Memory, Plan
 from decoding.planning.planner import Planner
 from decoding.planning.request_spec import RequestSpec
-from decoding.planning.requirements import Requirements, Strategy
+from decoding.planning.requirements import Requirements, Strategy, largest_forward
 from decoding.speculation.draft_length import RoundStats
 from offload.dtypes import dtype_spec
 from offload.errors import InsufficientMemoryError
@@ -88,6 +89,29 @@ def test_auto_considers_split_modes_if_layers_are_offloaded() -> None:
     # All KV fits the device.
     assert modes(requirements, memory_of(requirements, 4)) == {WHOLE}
     assert modes(requirements, memory_of(requirements, 0.6), prompt=1000) == {WHOLE}
+
+
+@pytest.mark.parametrize("longest", [MAX_SPLIT_DRAFT, 256])
+def test_plans_of_split_modes_alone_have_room_for_longer_drafts(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding.config.settings, "MAX_SPLIT_DRAFT", longest)
+    requirements = requirements_of()
+    plans = plans_of(requirements, memory_of(requirements, 0.6))
+    specs = {strategy.mode: plan.spec for strategy, plan in plans.items()}
+    rows = {mode: spec.requirements.max_forward_tokens for mode, spec in specs.items()}
+    assert rows == {WHOLE: MAX_DRAFT + 2, SPLIT: longest + 2}
+    assert {mode: spec.target.forward_rows for mode, spec in specs.items()} == rows
+    assert {mode: spec.target.rows for mode, spec in specs.items()} == {
+        WHOLE: rows[WHOLE],
+        SPLIT: 2 * rows[SPLIT],
+    }
+    # messages have room for those of any request
+    assert largest_forward(requirements) == longest + 2
+    for other in (requirements_of(WHOLE), requirements_of(dtype="float32")):
+        assert largest_forward(other) == MAX_DRAFT + 2
+    fixed = requirements_of(num_draft_tokens=9, num_inner_draft_tokens=40)
+    assert largest_forward(fixed) == fixed.max_forward_tokens == 42
 
 
 def test_auto_has_no_retrieval_cache_if_all_layers_have_a_window(tmp_path: Path) -> None:

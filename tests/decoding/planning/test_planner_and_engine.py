@@ -174,8 +174,9 @@ def test_adaptive_length_is_close_to_the_planned_one(seed: int) -> None:
     machine = replace(case.hardware, device_memory=1e12, host_memory=1e13)
     spec = RequestSpec(requirements, case.prompt, case.max_new_tokens)
     cost = costs.round_cost(Plan.place(spec, Memory.of(machine, requirements)))
-    best, seconds = cost.best_length(settings.draft_length_range)
-    adaptive, rate = Adaptive(settings.draft_length_range[-1]), cost.acceptance
+    lengths = settings.draft_length_range(settings.mode)
+    best, seconds = cost.best_length(lengths)
+    adaptive, rate = Adaptive(lengths[-1]), cost.acceptance
     adaptive.reset(6)
     for number in range(400):
         drafted = max(1, min(64, adaptive.next() + (-2, 0, 2)[number % 3]))

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from decoding import GREEDY, Sampling
+from decoding.config.defaults import PROBS_ROWS
+from decoding.speculation import decoders
 from decoding.speculation.coroutines import Steps, run
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import Fixed
+from decoding.speculation.logits_processors import make_processors
 from decoding.speculation.randomness import IndependentNoise
 from decoding.speculation.rejection_sampler import Draft
 from decoding.speculation.sequence import TokenSequence
@@ -22,6 +25,8 @@ from support.toys import (
     VOCAB,
     HistoryCache,
     Toy,
+    WideToy,
+    apply_processors,
     forward,
     generate,
     nest,
@@ -177,3 +182,38 @@ def test_a_level_with_many_pending_tokens_catches_up_in_several_forwards() -> No
     assert sizes == [32, 32, 32, 27, 1, 1]
     logits = [model.logits([*sequence, *draft.tokens[:end].tolist()]) for end in range(3)]
     assert torch.equal(draft.probs, FULL.probs(torch.stack(logits)))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        GREEDY,
+        Sampling(0.7, top_p=1),
+        Sampling(0.7, top_k=50, top_p=1),
+        Sampling(0.7, top_k=1990, top_p=0.99),
+        Sampling(0.7, top_p=0.9),
+        Sampling(3.0, top_p=0.97),  # flat: a whole row is sorted
+        Sampling(0.7, top_p=1, min_p=0.1),
+        Sampling(0.7, top_p=0.8, repetition_penalty=1.2, frequency_penalty=0.3),
+        Sampling(0.7, top_p=0.8, presence_penalty=-0.2, logit_bias={5: 3.0}),
+    ],
+)
+@pytest.mark.parametrize("length", [PROBS_ROWS, 4 * PROBS_ROWS, 99])
+def test_distributions_of_blocks_of_rows_are_those_of_all_rows_at_once(
+    sampling: Sampling, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit; the last draft length leaves a block with fewer rows."""
+    outputs = []
+    for rows in (PROBS_ROWS, 1000):
+        monkeypatch.setattr(decoders, "PROBS_ROWS", rows)
+        model = WideToy(2000, scale=3.0)
+        decoder = nest([model, model], [length], sampling, generator())
+        apply_processors(decoder, make_processors(sampling, torch.tensor(PROMPT)))
+        found = list[torch.Tensor]()
+        decoder.on_logits = lambda _, probs, found=found: found.append(probs)  # type: ignore[misc]
+        tokens = run(decoder.round(1000), forward)
+        assert len(tokens) == len(found[0]) == length + 1
+        outputs.append((tokens, found[0]))
+    (tokens, probs), (expected_tokens, expected_probs) = outputs
+    assert tokens == expected_tokens
+    assert torch.equal(probs, expected_probs)

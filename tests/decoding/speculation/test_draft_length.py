@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from decoding.speculation.draft_length import Adaptive, Fixed, RoundStats
+from decoding import Settings
+from decoding.config.defaults import MAX_DRAFT, MAX_SPLIT_DRAFT
+from decoding.speculation.draft_length import Adaptive, Fixed, RoundStats, draft_lengths
 
 MAX_LENGTH = 64
 
@@ -143,3 +145,26 @@ def test_forwards_that_take_a_hundred_times_as_long_are_adapted_to_at_once() -> 
     for _ in range(3):
         length.record(new.round(length.next(), rng))
     assert new.tokens_per_second(length.next()) > 0.9 * new.best
+
+
+@pytest.mark.parametrize(
+    ("mode", "longest"),
+    [
+        ("split", MAX_SPLIT_DRAFT),
+        ("split-hierarchical", MAX_SPLIT_DRAFT),
+        ("hierarchical", MAX_DRAFT),
+        ("plain", MAX_DRAFT),
+    ],
+)
+def test_the_longest_draft_follows_from_the_mode(mode: str, longest: int) -> None:
+    """Nearly all draft tokens are accepted, and they are cheap."""
+    world = World(rate=0.999, draft=0.0001, verify=0.4)
+    outer, *inner = draft_lengths(Settings(), mode)
+    rng = random.Random(0)
+    outer.reset(32)
+    for _ in range(100):
+        outer.record(world.round(outer.next(), rng))
+    assert outer.next() == longest
+    assert [length.max_length for length in inner if isinstance(length, Adaptive)] == [16, 16]
+    fixed = draft_lengths(Settings(num_draft_tokens=200), mode)[0]
+    assert fixed.next() == 200

@@ -42,6 +42,10 @@ def test_masks_are_those_of_the_language_wherever_a_level_moves(pattern: str) ->
         before = logits.clone()
         processed = mask.process(logits, path, committed)
         assert torch.equal(logits, before)
+        first = source.randint(0, rows - 1)
+        parts = [(logits[:first], rows - first), (logits[first:], 0)][first == 0 :]
+        blocks = [mask.process(part, path, committed, after) for part, after in parts]
+        assert torch.equal(torch.cat(blocks), processed)
         for row in range(rows):
             tokens = path[: len(path) - rows + 1 + row]
             assert visible(processed[row]) == allowed(pattern, tokens), tokens

@@ -276,8 +276,9 @@ def test_rules_that_overlook_the_tokens_of_a_draft_are_detected(
     process = LogitsProcessors.process
 
     def overlooking(
-        own: LogitsProcessors, logits: Tensor, tokens: list[int], committed: int
+        own: LogitsProcessors, logits: Tensor, tokens: list[int], committed: int, after: int
     ) -> Tensor:
+        assert after == 0
         before = tokens[: len(tokens) - len(logits) + 1]
         return torch.cat([process(own, row[None], before, committed) for row in logits])
 
@@ -300,7 +301,7 @@ def test_coupled_output_under_rules_is_that_of_plain_decoding(rules: str, ngram:
     models = hierarchy("skewed")
 
     def output(lengths: list[int | DraftLength], ngram: int, seed: int) -> list[int]:
-        randomness = make_randomness(replace(sampling, seed=seed), torch.device("cpu"), True)
+        randomness = make_randomness(replace(sampling, seed=seed), torch.device("cpu"), 8)
         own = models[: len(lengths) + 1]
         decoder = nest(own, lengths, sampling, randomness, ngram)
         apply_processors(decoder, processors_of(sampling, pattern))

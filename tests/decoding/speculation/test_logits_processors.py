@@ -74,6 +74,10 @@ def test_rows_do_not_depend_on_how_many_are_processed_together() -> None:
     tokens = [1, 5, 5, 3, 20, 1]
     logits = torch.randn(7, VOCAB)
     together = processors.process(logits, tokens, 0)
+    blocks = [
+        processors.process(logits[at : at + 3], tokens, 0, max(0, 4 - at)) for at in (0, 3, 6)
+    ]
+    assert torch.equal(together, torch.cat(blocks))
     alone = [single.process(logits[end : end + 1], tokens[:end], end) for end in range(7)]
     assert torch.equal(together, torch.cat(alone))
 

@@ -88,7 +88,7 @@ def test_without_a_match_the_draft_is_empty() -> None:
 
 def test_without_a_match_the_level_below_drafts() -> None:
     model, sampling, sequence = Toy(0, 1.5), Sampling(1.0, top_p=1), TokenSequence(PROMPT)
-    randomness = make_randomness(sampling, CPU, is_coupled=False)
+    randomness = make_randomness(sampling, CPU, noise_positions=0)
     leaf = Autoregressive("leaf", model, HistoryCache(), sequence, sampling, randomness)
     lookup = PromptLookup(sequence, 3, VOCAB, CPU, leaf)
     rng, misses = random.Random(1), 0
