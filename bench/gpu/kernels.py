@@ -17,7 +17,8 @@ from decoding.probe.rates import median_seconds, random_tensor
 from decoding.probe.survey import Machine
 from offload.attention import partial_attention
 from offload.attention.folding import Partial, empty_partial
-from offload.codec.format import split_format
+from offload.codec.format import SplitFormat, split_format
+from offload.codec.selected_keys import SelectedKeys
 from offload.kernels.batch_invariant_attention import batch_invariant_attention
 from offload.kernels.selection import (
     batch_invariant_kernels,
@@ -35,6 +36,7 @@ from parallel.weights.selection import plane_kernels
 _DIM = 128  # head dimension
 _DTYPE = torch.bfloat16
 _RECENT = 300  # tokens of a window
+_CHUNK = 8  # tokens that are selected together
 _WEIGHT_FORMATS = [
     *(PLANE_FORMATS[name] for name in ("Q4_K", "Q6_K", "Q8_0", "Q4_1", "IQ4_XS", "MXFP4")),
     group_format("int4", 128, "float16", has_zero=True),  # AWQ and GPTQ
@@ -143,15 +145,33 @@ def _split_float(context: Context, heads: int, groups: int, tokens: int) -> None
         kernels.reconstruct(split, high_bytes, low_bytes, offsets, out)
         return out
 
-    def attend(q: torch.Tensor) -> torch.Tensor:
-        return kernels.attend(split, q, high_bytes, offsets, empty_partial(q))[0]
+    def attend(q: torch.Tensor, selected: SelectedKeys | None) -> torch.Tensor:
+        return kernels.attend(split, q, high_bytes, offsets, empty_partial(q), selected)[0]
 
     moved = high_bytes.nbytes + low_bytes.nbytes + out.nbytes
     context.add("reconstruction, bytes moved", moved / median_seconds(reconstruct) / 1e9, "GB/s")
+    selected = _every_second_chunk(split, device, heads, tokens)
+    read = high_bytes.nbytes + selected.nbytes
     for rows in (1, 3, 9, 17):
         q = random_tensor(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
-        rate = high_bytes.nbytes / median_seconds(partial(attend, q)) / 1e9
+        rate = high_bytes.nbytes / median_seconds(partial(attend, q, None)) / 1e9
         context.add(f"attention to high bytes, {rows} rows x {groups}", rate, "GB/s")
+        rate = read / median_seconds(partial(attend, q, selected)) / 1e9
+        what = f"attention to high bytes and half of the keys' low bits, {rows} rows x {groups}"
+        context.add(what, rate, "GB/s")
+
+
+def _every_second_chunk(
+    split: SplitFormat, device: torch.device, heads: int, tokens: int
+) -> SelectedKeys:
+    """Return low bits of half of the keys."""
+    chunks = torch.arange(0, tokens // _CHUNK, 2, device=device).expand(heads, -1)
+    count = chunks.shape[1]
+    shape = (heads, count * _CHUNK, split.low_key_bytes(_DIM))
+    lows = torch.zeros(shape, dtype=torch.uint8, device=device)
+    places = torch.full((heads, tokens // _CHUNK), -1, dtype=torch.int32, device=device)
+    places[:, ::2] = torch.arange(count, device=device)
+    return SelectedKeys(split, lows, chunks, places, _CHUNK)
 
 
 def _output(attend: Callable[[], Partial]) -> torch.Tensor:
@@ -175,7 +195,7 @@ def _batch_invariant(context: Context, heads: int, groups: int, tokens: int) -> 
 
 def _retrieval(context: Context, groups: int, tokens: int) -> None:
     """Selection from a single head's keys, as heads are streamed, and storing chunks in 8 bits."""
-    device, chunk = context.device, 8
+    device = context.device
     kernels, why = retrieval_kernels(device.type, _DTYPE, _DIM, groups)
     context.add("retrieval kernels", why)
     if kernels is None:
@@ -184,14 +204,14 @@ def _retrieval(context: Context, groups: int, tokens: int) -> None:
     recent = random_tensor(1, _RECENT, _DIM, device=device, dtype=_DTYPE)
     q = random_tensor(33, groups, _DIM, device=device, dtype=_DTYPE)
     chunks = torch.arange(512, device=device)[None]
-    codes = torch.zeros(2, 1, 512 * chunk, _DIM, dtype=torch.int8, device=device)
-    scales = torch.zeros(2, 1, 512 * chunk, 1, dtype=_DTYPE, device=device)
+    codes = torch.zeros(2, 1, 512 * _CHUNK, _DIM, dtype=torch.int8, device=device)
+    scales = torch.zeros(2, 1, 512 * _CHUNK, 1, dtype=_DTYPE, device=device)
 
     def store() -> torch.Tensor:
-        kernels.store_int8(kv, chunks, chunk, codes, scales)
+        kernels.store_int8(kv, chunks, _CHUNK, codes, scales)
         return codes
 
-    score = partial(kernels.chunk_scores, q, kv[0], recent, 8, chunk)
+    score = partial(kernels.chunk_scores, q, kv[0], recent, 8, _CHUNK)
     context.add("scores of one head's chunks", 1e6 * median_seconds(score), "us")
     context.add("storing 512 chunks in 8 bits", 1e6 * median_seconds(store), "us")
 

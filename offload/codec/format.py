@@ -33,6 +33,10 @@ class SplitFormat:
         """Return the number of planes of low bits; keys and values share a single one."""
         return self.low_bits // 4
 
+    def low_key_bytes(self, dim: int) -> int:
+        """Return the bytes of the low bits of a key with `dim` elements, an even number."""
+        return dim * self.low_bits // 8
+
     @property
     def planes(self) -> int:
         """Return the number of planes of whole elements."""

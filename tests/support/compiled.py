@@ -57,6 +57,8 @@ POINTERS |= {"table": "*i64", "places": "*i64", "totals": "*fp32"}
 POINTERS |= {"scale": "fp32", "chunks": "*i64", "codes": "*i8", "results": "*fp32"}
 ELEMENT_POINTERS = ("q", "prefix", "recent", "attended", "recent_out", "merged", "keys", "scales")
 ELEMENT_POINTERS += ("k", "v", "cos", "sin", "turned")
+# arguments of attention over high bytes that are None without selected keys
+SELECTED = ("lows", "places", "low_tokens", "places_head", "place_count", "chunk")
 # batch-invariant attention: dtype, head dimension, and query heads per KV head
 BATCH_INVARIANT_SHAPES = {
     80: [("fp16", 128, 1)],
@@ -92,8 +94,8 @@ def compile_kernel(
     aligned = {
         (each.num,): [["tt.divisibility", 16]]
         for each in kernel.params
-        if signature[each.name].startswith("*")
-        or (each.name in MULTIPLES and not each.do_not_specialize)
+        if not each.do_not_specialize
+        and (signature[each.name].startswith("*") or each.name in MULTIPLES)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
     target = GPUTarget("cuda", capability, 32)
@@ -105,14 +107,20 @@ def compile_kernel(
 
 def compile_split_kernels(capability: int, shapes: int | None) -> None:
     """Compile attention over high bytes; two programs fit an SM up to head dimension 128."""
+    kernel = split_attention._attend
+    pointers = {"lows": "*u8", "places": "*i32"}
     for element, rows, columns in SPLIT_SHAPES[capability][:shapes]:
         sizes = SIZES | SPLIT[element] | {"ROWS": rows, "DIM": columns}
         sizes["KEYS"] = tiles.tile_sizes(columns)[1]
-        options = tiles.launch_options(rows, columns)
-        binary = compile_kernel(split_attention._attend, element, capability, sizes, **options)
-        if capability == 89 and columns <= 128:
-            block_bytes = binary.metadata.shared + RESERVED_BYTES
-            assert 2 * block_bytes <= SM_SHARED_BYTES, (rows, columns)
+        sizes["LOW_BYTES"] = columns * sizes["LOW_BITS"] // 8
+        for absent in ((), SELECTED):
+            options = tiles.launch_options(rows, columns, has_low_bits=not absent)
+            variant = sizes | dict.fromkeys(absent)
+            binary = compile_kernel(kernel, element, capability, variant, pointers, **options)
+            assert "ld.global.b8" not in binary.asm["ptx"]  # several bytes are loaded at a time
+            if capability == 89 and columns <= 128:
+                block_bytes = binary.metadata.shared + RESERVED_BYTES
+                assert 2 * block_bytes <= SM_SHARED_BYTES, (rows, columns)
 
 
 def compile_batch_invariant_kernels(capability: int, shapes: int | None) -> None:

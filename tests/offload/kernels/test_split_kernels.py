@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
+from offload.attention.folding import Partial
 from offload.codec.format import SplitFormat, split_format
 from offload.codec.outliers import Outliers
+from offload.codec.selected_keys import SelectedKeys, pack
 from offload.codec.split_float import Offsets, SplitFloatCodec
 from offload.kernels import selection
 from offload.kernels.selection import split_kernels
@@ -125,16 +128,83 @@ def test_attention_over_high_bytes_matches_plain_operations(
     decoded = torch.empty(high.shape, dtype=dtype)
     codec.reconstruct(high, None, offsets, decoded)
     q = torch.randn(rows, 2 * groups, dim).to(dtype)
-    recent_kv = torch.randn(2, 2, 30, dim).to(dtype)
+    check_attention(lambda recent: kernels.attend(codec.format, q, high, table, recent), q, decoded)
+
+
+def check_attention(attend: Callable[[Partial], Partial], q: Tensor, prefix: Tensor) -> None:
+    """Check attention of q over the prefix (2, H, N, D) and recent keys, also without any."""
+    heads, _, dim = prefix.shape[1:]
+    recent_kv = torch.randn(2, heads, 30, dim).to(q.dtype)
     for count in (30, 0):  # keys that are not split
         keys, values = recent_kv[:, :, :count].transpose(1, 2)
         recent = partial_attention(q, keys, values, causal=False)
-        out, lse = kernels.attend(codec.format, q, high, table, recent)
-        keys, values = torch.cat((decoded, recent_kv[:, :, :count]), dim=2).float().transpose(1, 2)
+        out, lse = attend(recent)
+        keys, values = torch.cat((prefix, recent_kv[:, :, :count]), dim=2).float().transpose(1, 2)
         expected, expected_lse = partial_attention(q.float(), keys, values, causal=False)
-        assert out.dtype == dtype
+        assert out.dtype == q.dtype
         torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("rows", "tokens", "dim", "chunk", "chunks"),
+    [
+        (1, 1003, 64, 8, [[*range(70)], [*range(1, 125, 2), *range(0, 16, 2)]]),
+        (7, 300, 80, 5, [[3, 0, 59], [7, 9, 12]]),
+        (17, 513, 16, 8, [[63], [2]]),
+        (3, 600, 32, 12, [[*range(50)], [*range(49, -1, -1)]]),
+        (1, 45, 64, 8, [[4, 1], []]),
+        (1, 45, 48, 8, [[], []]),
+    ],
+    ids=["16 rows", "32 rows", "64 rows", "everything", "nothing of a head", "nothing"],
+)
+def test_attention_with_selected_keys_matches_plain_operations(
+    dtype: torch.dtype,
+    rows: int,
+    tokens: int,
+    dim: int,
+    chunk: int,
+    chunks: list[list[int]],
+    kernels: ModuleType,
+) -> None:
+    codec, high, low, offsets, table = split_random_kv(dtype, 2, tokens, dim)
+    high, low = high[:, :, :tokens], low[:, :, :tokens]
+    prefix, exact = (torch.empty(high.shape, dtype=dtype) for _ in range(2))
+    codec.reconstruct(high, None, offsets, prefix)
+    codec.reconstruct(high, low, offsets, exact)
+    selected = selected_keys(codec.format, exact[0], chunks, chunk)
+    for head in range(2):
+        if chunks[head]:
+            selected.complete(prefix[0, head : head + 1, : tokens // chunk * chunk], head)
+    # keys differ in scale; peaks, or low bits would not show
+    q = (torch.randn(rows, 2, 4, dim) * torch.tensor([400.0, 4.0])[:, None, None]).to(dtype)
+    q = q.flatten(1, 2)
+    check_attention(
+        lambda recent: kernels.attend(codec.format, q, high, table, recent, selected), q, prefix
+    )
+
+
+def selected_keys(
+    fmt: SplitFormat, keys: Tensor, chunks: list[list[int]], chunk: int
+) -> SelectedKeys:
+    """Return these chunks of each head of keys (H, N, D), in views of larger buffers.
+
+    There is room for equally many of each head, also if it has none.
+    """
+    heads, tokens, dim = keys.shape
+    count = max(map(len, chunks))
+    indices = torch.tensor([each or [0] * count for each in chunks], dtype=torch.int64)
+    whole = tokens // chunk
+    lows = torch.full((heads, count * chunk + 5, fmt.low_key_bytes(dim)), 255, dtype=torch.uint8)
+    lows = lows[:, 2 : 2 + count * chunk]
+    places = torch.zeros(heads, whole + 2, dtype=torch.int32)[:, :whole].fill_(-1)
+    packed = pack(fmt, keys[:, : whole * chunk].unflatten(1, (-1, chunk)))
+    for head, own in enumerate(chunks):
+        if own:
+            lows[head] = packed[head, own].flatten(0, 1)
+            places[head, own] = torch.arange(count, dtype=torch.int32)
+    return SelectedKeys(fmt, lows, indices, places, chunk)
 
 
 @every_dtype
@@ -193,16 +263,19 @@ def test_self_test_compiles_every_kernel_that_a_model_launches(
     class Spy:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             def launch(*arguments: Any, **constants: Any) -> None:
-                launches.add((constants["GROUPS"], constants["ROWS"], grid[1]))
+                has_selected = arguments[lows] is not None
+                launches.add((constants["GROUPS"], constants["ROWS"], has_selected, grid[1]))
                 kernel[grid](*arguments, **constants)
 
             return launch
 
     attention = import_interpreted("offload.kernels.split_attention")
     kernel = attention._attend
+    lows = kernel.arg_names.index("lows")
     monkeypatch.setattr(attention, "_attend", Spy())
     selection._test_split(kernels, torch.device("cpu"), torch.bfloat16, 32, groups)
-    assert {(groups, rows) for rows in (16, 32, 64)} == {launch[:2] for launch in launches}
+    variants = {launch[:3] for launch in launches}
+    assert variants == {(groups, *each) for each in product((16, 32, 64), (False, True))}
     assert max(blocks for *_, blocks in launches) == 2
 
 
@@ -224,6 +297,46 @@ def test_self_test_detects_wrong_kernels(
     monkeypatch.setattr(kernels, "attend", lambda *arguments: (attend(*arguments)[0] + 0.1, None))
     with pytest.raises(RuntimeError, match=r"high bytes of torch\.float16 is off by 0\.1"):
         selection._test_split(kernels, device, torch.float16, dim, 2)
+
+
+def _misread(kernels: ModuleType, change: Callable[[SelectedKeys], SelectedKeys | None]) -> Any:
+    """Return `attend` that gets other selected keys than its caller's."""
+
+    def attend(*arguments: Any) -> Partial:
+        *others, selected = arguments
+        attended: Partial = attend_right(*others, selected and change(selected))
+        return attended
+
+    attend_right = kernels.attend
+    return attend
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    slow_except(
+        [
+            lambda selected: None,
+            lambda selected: replace(selected, places=selected.places.flip(0)),
+            lambda selected: replace(selected, places=selected.places.roll(1, 1)),
+            lambda selected: replace(selected, lows=selected.lows.flip(0)),
+            lambda selected: replace(selected, lows=selected.lows.roll(1, 1)),
+            lambda selected: replace(selected, lows=selected.lows.roll(1, 2)),
+            lambda selected: replace(selected, lows=selected.lows ^ 4),
+        ],
+        2,
+    ),
+    ids=["none", "another head", "another chunk", "lows", "token", "dimension", "bits"],
+)
+def test_self_test_detects_wrong_selected_keys(
+    dtype: torch.dtype,
+    change: Callable[[SelectedKeys], SelectedKeys | None],
+    kernels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "attend", _misread(kernels, change))
+    with pytest.raises(RuntimeError, match="selected low bits of"):
+        selection._test_split(kernels, torch.device("cpu"), dtype, 64, 2)
 
 
 @pytest.mark.parametrize(
