@@ -59,6 +59,10 @@ BOUNDARY_BLOCK = 256
 SPLIT_RECENT = 64
 SPLIT_BLOCK = 64
 
+# Candidate budgets of split layers are none, and powers of two from the first share of the context
+# to the second, 512 or more (docs/results/more.md has what they gain).
+SPLIT_BUDGET_SHARES = (1 / 5, 1 / 1.7)
+
 # -- requests --------------------------------------------------------------------------------------
 
 # Maximum number of new tokens of a request that does not set one.
@@ -116,6 +120,11 @@ REJECTION_EXPONENT = 0.7
 # split, the rejection ratio was 0.077, 0.056, 0.053, 0.041 and 0.013 (a prototype, docs/log.md).
 SPLIT_REJECTION = 0.2
 UNCOVERED_EXPONENT = 0.6
+# Rejection ratio of drafts that attend to high bytes and the low bits of all keys, relative to high
+# bytes alone, and the power of the share of keys with which it falls if others lack these: 0.22,
+# and 0.29, 0.40 and 0.51 with 4,096, 2,048 and 1,024 of 7,424 (docs/log.md).
+EXACT_KEYS_REJECTION = 0.22
+SPLIT_BUDGET_EXPONENT = 0.42
 # Share of the high byte in the bytes of an element, and in the seconds of attending to it.
 HIGH_BYTE_SHARE = 0.5
 # Bytes of device memory traffic per byte of reconstructed elements: 12 of 16 bits in, 16 out.

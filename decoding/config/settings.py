@@ -179,6 +179,16 @@ class Settings:
         default="as many as fit, before any layer stays on the device whole",
         minimum=0,
     )
+    split_budget: int | None = option(
+        "Tokens per head of split layers whose keys are exact where drafts attend to them: those "
+        "that matter most. A key takes an eighth of its token's bfloat16 KV, beside high bytes.",
+        value=None,
+        group=MEMORY,
+        unit="tokens",
+        default="chosen with `retrieval_budget`",
+        minimum=0,
+        zero="none",
+    )
     compress_offload: bool | None = option(
         "Stream the bfloat16 KV of offloaded layers in 12 of 16 bits, losslessly. The few elements "
         "that need more are kept on the device.",
@@ -282,7 +292,18 @@ class Settings:
                 f"`retrieval_budget` {self.retrieval_budget} is less than one chunk of "
                 f"{self.chunk_size} tokens: increase it."
             )
-        if self.split_kv_layers and "split" not in LEVELS.get(self.mode, ()):
+        levels = LEVELS.get(self.mode, ())
+        if self.split_budget and "split" not in levels:
+            raise TierForceError(
+                f"`split_budget` {self.split_budget} needs a split mode: use `mode` split, or "
+                f"another split mode, in place of {self.mode}."
+            )
+        if self.split_budget and self.chunk_size > self.split_budget:
+            raise TierForceError(
+                f"`split_budget` {self.split_budget} is less than one chunk of {self.chunk_size} "
+                "tokens: increase it."
+            )
+        if self.split_kv_layers and "split" not in levels:
             raise TierForceError(
                 f"`split_kv_layers` {self.split_kv_layers} needs a split mode: use `mode` split, "
                 f"or another split mode, in place of {self.mode}."

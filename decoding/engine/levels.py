@@ -14,6 +14,7 @@ from offload.memory.host_arena import HostArena
 from offload.recurrent.states import RecurrentStates
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
+from offload.retrieval.split_selection import SplitSelection
 from offload.tiered.cache import TieredCache
 from offload.tiered.device_view import OnDeviceCache
 from offload.traffic import ByteCounters
@@ -139,9 +140,22 @@ class DecodingLevels:
 
     def _split_level(self) -> Level:
         """Return the target's weights on the on-device view of its cache."""
-        cache = OnDeviceCache(self.target, self.retrieval)
+        cache = OnDeviceCache(self.target, self.retrieval, self._split_selection())
         cache.recurrent = self._draft_states()
         return Level("split", self._runtime.target, cache)
+
+    def _split_selection(self) -> SplitSelection | None:
+        """Return an observer that selects keys of split layers, if they have a budget."""
+        plan = self._plan
+        layers, spec = plan.split_selection_layers, plan.spec.split_selection
+        if spec is None or not layers:
+            return None
+        policy = POLICIES[plan.requirements.settings.policy]()
+        device = self._runtime.target.group.device
+        layout, interval = self.target.layout, plan.selection_interval
+        selection = SplitSelection(layout, spec, policy, layers, device, interval)
+        self.target.observers.append(selection)
+        return selection
 
     def _retrieval_level(self) -> Level:
         """Return the target's weights on the retrieval cache."""

@@ -211,8 +211,8 @@ class SequenceManager:
         common = set.intersection(*self.group.gather(set(candidates)))
         if not common:
             raise InsufficientMemoryError(
-                "no mode and retrieval budget fit all ranks: set `mode` and `retrieval_budget`, or "
-                "free memory on the fullest GPU."
+                "no mode and budget fit all ranks: set `mode`, `retrieval_budget` and "
+                "`split_budget`, or free memory on the fullest GPU."
             )
         fitting = {key: plan for key, plan in candidates.items() if key in common}
         with self.group.sync_errors():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decoding.engine.session import SequenceState
-from decoding.planning.plan import Plan
+from decoding.planning.plan import Plan, split_tokens
 from decoding.speculation.decoders import LevelStats, Proposer, Speculative
 from decoding.speculation.draft_length import RoundStats
 from offload.retrieval.selection import Selector
@@ -118,8 +118,10 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of a record."""
         memory = self.plan.memory if self.plan else None
-        # a retrieval budget was chosen only if there is a retrieval cache
+        # a retrieval budget was chosen if there is a retrieval cache, exact keys in split layers
         chosen = self.plan if self.selections is not None else None
+        selected = split_tokens(self.plan) if self.plan else None
+        has_choice = chosen is not None or bool(memory and memory.split_layers)
         return {
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
@@ -147,7 +149,8 @@ class Stats:
             "peak_memory_bytes": dict(self.peak_bytes) if self.concurrency == 1 else None,
             "cuda_graphs": self.cuda_graphs and dict(self.cuda_graphs),
             "retrieval_budget": chosen.requirements.strategy.budget if chosen else None,
-            "strategy_reason": chosen.reason if chosen else None,
+            "split_budget": selected,
+            "strategy_reason": self.plan.reason if self.plan and has_choice else None,
         }
 
     def _verifying(self) -> list[Proposer | LevelSnapshot]:

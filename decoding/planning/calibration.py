@@ -107,7 +107,7 @@ class Calibration:
         )
 
     def drafting(self, plan: Plan) -> float:
-        """Return the ratio of the seconds of drafting: that of the closest measured budget.
+        """Return the ratio of the seconds of drafting: that of the closest measured budgets.
 
         It is of the same mode if that has been measured.
         """
@@ -119,6 +119,7 @@ class Calibration:
             key=lambda past: (
                 max(past.budget, strategy.budget) / min(past.budget, strategy.budget),
                 past.budget,
+                abs(past.split_budget - strategy.split_budget),
             ),
             default=None,
         )

@@ -14,7 +14,7 @@ from decoding.planning.calibration import Calibration
 from decoding.planning.forecast import Forecast
 from decoding.planning.forward_cost import ForwardCost, selection_s
 from decoding.planning.hardware_profile import HardwareProfile, Trust
-from decoding.planning.plan import Plan
+from decoding.planning.plan import Plan, effective_device_tokens
 from decoding.planning.requirements import Requirements
 from decoding.planning.round_cost import Acceptance, RoundCost
 from decoding.speculation.draft_length import RoundStats, best_length, expected_tokens
@@ -112,7 +112,7 @@ class CostModel:
         hardware = self.hardware
         kv_rate = hardware.kv_rate or hardware.memory_rate
         split_share = kv_rate / (hardware.high_bits_rate or kv_rate / HIGH_BYTE_SHARE)
-        attended = round(plan.effective_device_tokens(split_share))
+        attended = round(effective_device_tokens(plan, split_share))
         return self._target(plan.requirements).seconds(query_tokens, attended, plan.concurrency)
 
     def _predicted(self, plan: Plan) -> RoundCost:

@@ -22,9 +22,11 @@ class MemoryRequirements:
     forwards: int = 0  # scratch of a decoding forward
     captured: int = 0  # the part of it that CUDA graphs keep during prefill
     splitting: bool = False  # whether offloaded layers keep high bytes on the device if they fit
-    # if only streamed layers have retrieval: bytes per streamed layer, and the shared scratch
-    streamed_retrieval: int = 0
-    selection: int = 0
+    # if only streamed layers have retrieval: bytes per layer, of their buffer, and of a selection's
+    # scratch memory
+    streamed_retrieval: tuple[int, int, int] = (0, 0, 0)
+    # selected keys: bytes per split layer, and scratch memory of a selection beside `retrieval`
+    split_selection: tuple[int, int] = (0, 0)
     states: int = 0  # recurrent states of drafting levels
 
 
@@ -60,11 +62,15 @@ def device_breakdown(
     in decoding.
     """
     shape = requirements.target.with_placement(resident, deferred, split)
-    retrieval = requirements.retrieval
+    retrieval, scratch = requirements.retrieval, 0
     if shape.streamed_layers:
-        retrieval += (
-            requirements.selection + shape.streamed_layers * requirements.streamed_retrieval
-        )
+        layer, shared, scratch = requirements.streamed_retrieval
+        retrieval += shape.streamed_layers * layer + shared
+    if shape.split_layers:
+        layer, selection = requirements.split_selection
+        retrieval += shape.split_layers * layer
+        scratch = max(scratch, selection)  # one layer selects at a time
+    retrieval += scratch
     fixed = {
         "retrieval cache": retrieval,
         "draft cache": requirements.draft,
@@ -227,6 +233,8 @@ def _insufficient_memory(
 ) -> InsufficientMemoryError:
     """Return the error that states the memory of the smallest placement."""
     hint = "a shorter `context`, a smaller `retrieval_budget` or more GPUs"
+    if smallest.split_layers and any(requirements.split_selection):
+        hint = "a smaller `split_budget`, " + hint
     if split_kv_layers:
         hint = "fewer `split_kv_layers`, " + hint
     if resident_layers:

@@ -14,9 +14,10 @@ from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.memory_plan import MemoryPlan, Phases, device_breakdown, plan_memory
 from decoding.planning.request_spec import RequestSpec
 from decoding.planning.requirements import Requirements
+from offload.codec.format import split_format
 from offload.errors import InsufficientMemoryError
 from offload.layout import ceil_div
-from offload.tiered.shape import OFFLOADED, RECURRENT, TieredCacheSpec
+from offload.tiered.shape import OFFLOADED, RECURRENT, SPLIT, TieredCacheSpec
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,20 @@ class Plan:
             return [index for index, each in layers if each.kind != RECURRENT]
         return [index for index, each in layers if needs.has_split and each.kind == OFFLOADED]
 
+    @cached_property
+    def split_selection_layers(self) -> list[int]:
+        """Return the split layers of which keys are selected."""
+        if self.spec.split_selection is None:
+            return []
+        layers = enumerate(self.prompt_spec.layers())
+        return [index for index, each in layers if each.kind == SPLIT]
+
     @property
     def selecting_layers(self) -> int:
         """Return the number of layers of which chunks are selected: none with a window are."""
         window_of = self.requirements.layout.window_of
-        return sum(window_of(layer) is None for layer in self.retrieval_layers)
+        layers = [*self.retrieval_layers, *self.split_selection_layers]
+        return sum(window_of(layer) is None for layer in layers)
 
     @property
     def layers_on_host(self) -> int:
@@ -173,22 +183,33 @@ class Plan:
                 high = middle - 1
         return low
 
-    def effective_device_tokens(self, split_share: float) -> float:
-        """Return the 16-bit equivalent number of tokens that attention reads on the device.
-
-        It is the mean over the layers with full attention.
-        `split_share` is the time to read a high byte, relative to a 16-bit element.
-        """
-        needs, plan, tokens = self.requirements, self.memory, self.spec.prompt
-        layers, split = needs.target.full_layers, plan.split_layers
-        if not layers:
-            return tokens
-        streamed = layers - plan.resident_layers - split
-        whole = plan.resident_layers + split * split_share
-        return (whole * tokens + streamed * min(needs.strategy.budget, tokens)) / layers
-
     def _placed(self, spec: RequestSpec) -> TieredCacheSpec:
         plan = self.memory
         return spec.target.with_placement(
             plan.resident_layers, plan.deferred_layers, plan.split_layers
         )
+
+
+def split_tokens(plan: Plan) -> int:
+    """Return the tokens per head of split layers with exact keys to draft from; 0 without any."""
+    needs = plan.requirements
+    budget = needs.strategy.split_budget if plan.memory.split_layers else 0
+    return min(budget, plan.spec.prompt) // needs.settings.chunk_size * needs.settings.chunk_size
+
+
+def effective_device_tokens(plan: Plan, split_share: float) -> float:
+    """Return the 16-bit equivalent number of tokens that attention reads on the device.
+
+    It is the mean over the layers with full attention. `split_share` is the time to read a high
+    byte, relative to a 16-bit element; the low bits of selected keys are read at the same rate.
+    """
+    needs, memory, tokens = plan.requirements, plan.memory, plan.spec.prompt
+    layers, split = needs.target.full_layers, memory.split_layers
+    if not layers:
+        return tokens
+    read = float(split * tokens)  # high bytes
+    if (fmt := split_format(needs.dtype)) is not None:
+        read += split * split_tokens(plan) * fmt.low_bits / 16  # keys alone
+    streamed = layers - memory.resident_layers - split
+    whole = memory.resident_layers * tokens + split_share * read
+    return (whole + streamed * min(needs.strategy.budget, tokens)) / layers

@@ -1,9 +1,10 @@
 """The planner of an engine and of `tierforce plan`: mode, budget and placement of each request.
 
-Device memory can hold whole layers, retrieval budget or high bytes. Each whole layer saves its
-share of a verification's transfer. A larger budget raises acceptance and makes drafting more
-expensive. High bytes raise acceptance further and leave room for fewer whole layers. Mode and
-budget are those that the cost model predicts to be fastest; layers get the rest of the memory.
+Device memory can hold whole layers, retrieval budget or high bytes, and selected keys beside these.
+Each whole layer saves its share of a verification's transfer. A larger budget raises acceptance and
+makes drafting more expensive. High bytes raise acceptance further and leave room for fewer whole
+layers, as do selected keys. Mode and budgets are those that the cost model predicts to be fastest;
+layers get the rest of the memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import log2
 
 from decoding.config.defaults import (
     DEFAULT_RETRIEVAL_BUDGET,
@@ -21,9 +23,15 @@ from decoding.config.defaults import (
 from decoding.config.settings import LEVELS
 from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import Trust
-from decoding.planning.plan import Memory, Plan
+from decoding.planning.plan import Memory, Plan, split_tokens
 from decoding.planning.request_spec import RequestSpec
-from decoding.planning.requirements import Requirements, Strategy
+from decoding.planning.requirements import (
+    Requirements,
+    Strategy,
+    candidate_budgets,
+    candidate_split_budgets,
+)
+from decoding.planning.round_cost import rejection_ratio
 from decoding.speculation.draft_length import RoundStats
 from offload.codec.format import split_format
 from offload.errors import InsufficientMemoryError
@@ -115,7 +123,7 @@ class Planner:
         """Return how many of `prompt` tokens would fit with the best strategy; 0 if none do."""
         needs, fixed = self.requirements, [self.requirements]
         if needs.has_choice:
-            budget = needs.candidate_budgets(0)[0]
+            budget = candidate_budgets(needs, 0)[0]
             fixed = [needs.with_strategy(Strategy(mode, budget)) for mode in needs.candidate_modes]
         low, high = 0, prompt
         while low < high:
@@ -166,7 +174,8 @@ class Planner:
     def _default(self, candidates: Candidates) -> Plan:
         """Return a plan without any numbers: of an unsplit mode if it fits.
 
-        The budget is the default, or the largest smaller one that fits.
+        The retrieval budget is the default, or the largest smaller one that fits. That of split
+        layers leaves the fewest rejections: it may take the place of layers.
         """
         needs, why = self.requirements, "no measurements of these models yet"
         strategy = _closest(candidates, Strategy(needs.mode, DEFAULT_RETRIEVAL_BUDGET))
@@ -175,8 +184,10 @@ class Planner:
             strategy = _closest(candidates, Strategy(mode, DEFAULT_RETRIEVAL_BUDGET))
             why += f"; {needs.mode} does not fit"
         assert strategy is not None
+        same = [key for key in candidates if replace(key, split_budget=0) == strategy]
+        strategy = min(same, key=lambda key: rejection_ratio(candidates[key]), default=strategy)
         plan = candidates[strategy]
-        budgets = needs.candidate_budgets(plan.spec.prompt) if needs.selects_budget else []
+        budgets = candidate_budgets(needs, plan.spec.prompt) if needs.selects_budget else []
         larger = [size for size in budgets if strategy.budget < size <= DEFAULT_RETRIEVAL_BUDGET]
         if larger:
             why += f"; budget {larger[0]} does not fit"
@@ -273,22 +284,28 @@ def _fits_any(needs: Requirements, prompt: int, max_new_tokens: int, memory: Mem
 def _by_budget(
     needs: Requirements, mode: str, prompt: int, max_new_tokens: int, memory: Memory
 ) -> Iterator[Plan | InsufficientMemoryError]:
-    """Yield a mode's plan or error with each budget."""
-    shared: Plan | None = None  # the plan of all budgets if every offloaded layer is split
-    for budget in needs.candidate_budgets(prompt + max_new_tokens):
-        fixed = needs.with_strategy(Strategy(mode, budget)) if needs.has_choice else needs
-        spec = RequestSpec(fixed, prompt, max_new_tokens)
-        if shared is not None:
-            yield replace(shared, spec=spec)
-            continue
-        try:
-            plan = Plan.place(spec, memory)
-        except InsufficientMemoryError as error:
-            yield error
-            continue
-        yield plan
-        if not plan.retrieval_layers:
-            shared = plan
+    """Yield a mode's plan or error with each budget of split layers, and each retrieval budget."""
+    context = prompt + max_new_tokens
+    split_budgets = candidate_split_budgets(replace(needs, mode=mode), context)
+    for split_budget in split_budgets:
+        shared: Plan | None = None  # the plan of all retrieval budgets if no layer has one
+        for budget in candidate_budgets(needs, context):
+            strategy = Strategy(mode, budget, split_budget)
+            fixed = needs.with_strategy(strategy) if needs.has_choice else needs
+            spec = RequestSpec(fixed, prompt, max_new_tokens)
+            if shared is not None:
+                yield replace(shared, spec=spec)
+                continue
+            try:
+                plan = Plan.place(spec, memory)
+            except InsufficientMemoryError as error:
+                yield error
+                continue
+            if split_budget and not plan.memory.split_layers and len(split_budgets) > 1:
+                continue  # the same without a budget
+            yield plan
+            if not plan.retrieval_layers:
+                shared = plan
 
 
 def _fits(spec: RequestSpec, memory: Memory) -> bool:
@@ -302,19 +319,27 @@ def _fits(spec: RequestSpec, memory: Memory) -> bool:
 def _closest(strategies: Mapping[Strategy, object], reference: Strategy) -> Strategy | None:
     """Return the strategy of the same mode with the largest budget up to that of `reference`.
 
-    If all budgets are larger, the smallest one; None if no strategy has this mode.
+    If all are larger, it has the smallest one. Before that counts the budget of split layers: the
+    nearest one, none for none. None if no strategy has this mode.
     """
-    same_mode = {
-        strategy.budget: strategy for strategy in strategies if strategy.mode == reference.mode
-    }
+    same_mode = [strategy for strategy in strategies if strategy.mode == reference.mode]
+    wanted = reference.split_budget
     if not same_mode:
         return None
-    smaller = [budget for budget in same_mode if budget <= reference.budget]
-    return same_mode[max(smaller, default=min(same_mode))]
+    split_budgets = {each.split_budget for each in same_mode}
+    # candidates are powers of two, with the context: another request's may be others
+    nearest = min(split_budgets, key=lambda size: abs(log2(size or 1) - log2(wanted or 1)))
+    same_mode = [each for each in same_mode if each.split_budget == nearest]
+    smaller = [each.budget for each in same_mode if each.budget <= reference.budget]
+    budget = max(smaller, default=min(each.budget for each in same_mode))
+    return next(each for each in same_mode if each.budget == budget)
 
 
 def _placement(plan: Plan) -> str:
     """Return a description of the layers on the device."""
     words = f"{plan.memory.resident_layers} layers on the device"
-    split = plan.memory.split_layers
-    return f"{words}, high bytes of {split}" if split else words
+    if split := plan.memory.split_layers:
+        words += f", high bytes of {split}"
+    if budget := split_tokens(plan):
+        words += f" and exact keys of {budget} tokens"
+    return words

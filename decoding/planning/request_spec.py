@@ -31,7 +31,7 @@ from offload.errors import InvalidRequestError
 from offload.kernels.batch_invariant_shape import ROW_BLOCK, working_bytes
 from offload.layout import MASKED_SCORES, ceil_div
 from offload.retrieval.policy_specs import POLICY_SPECS
-from offload.retrieval.shape import RetrievalCacheSpec
+from offload.retrieval.shape import RetrievalCacheSpec, SplitSelectionSpec
 from offload.tiered.shape import TieredCacheSpec
 from parallel.config.parameter_count import MAX_GRAPH_TOKENS, MAX_STATIC_TOKENS
 
@@ -82,6 +82,16 @@ class RequestSpec:
         return replace(shape, window=SPLIT_RECENT, block=block)
 
     @cached_property
+    def split_selection(self) -> SplitSelectionSpec | None:
+        """Return the numbers of selected keys of split layers; None if there are none."""
+        needs = self.requirements
+        if not needs.strategy.split_budget:
+            return None
+        return SplitSelectionSpec(
+            needs.strategy.split_budget, needs.settings.chunk_size, self.tokens
+        )
+
+    @cached_property
     def target(self) -> TieredCacheSpec:
         """Return the layout of the target cache without a placement of layers."""
         needs, rows = self.requirements, self.requirements.max_forward_tokens
@@ -124,8 +134,8 @@ class RequestSpec:
     def memory(self) -> MemoryRequirements:
         """Return the memory requirements beside the weights, by purpose."""
         needs, target = self.requirements, self.requirements.target
-        layer, shared = self._retrieval_bytes
-        whole_retrieval = target.full_layers * layer + shared
+        layer, shared, scratch = _retrieval_bytes(self)
+        whole_retrieval = target.full_layers * layer + shared + scratch
         whole_retrieval += self.retrieval.windowed_bytes(needs.layout)
         has_own_rope = target.windowed_rope is not None and target.sliding_window is not None
         rotated = target.rotary_dim  # dimensions of a position's cosines, and of its sines
@@ -142,8 +152,8 @@ class RequestSpec:
             forwards=self._forward_bytes,
             captured=self._captured_bytes(1),
             splitting=needs.has_split,
-            streamed_retrieval=0 if needs.has_retrieval else layer,
-            selection=0 if needs.has_retrieval else shared,
+            streamed_retrieval=(0, 0, 0) if needs.has_retrieval else (layer, shared, scratch),
+            split_selection=_split_selection_bytes(self),
         )
 
     def shared_memory(self, concurrency: int) -> MemoryRequirements:
@@ -202,19 +212,6 @@ class RequestSpec:
         return rows * self._row_elements * needs.dtype.itemsize + scratch
 
     @property
-    def _retrieval_bytes(self) -> tuple[int, int]:
-        """Return the bytes of a layer's retrieval cache, and those shared or used by selection."""
-        needs, target = self.requirements, self.requirements.target
-        if not needs.may_retrieve:
-            return 0, 0
-        layout, shape = needs.layout.with_full_attention(1), self.retrieval
-        policy = POLICY_SPECS[needs.settings.policy]
-        rows = policy.query_rows * target.heads // target.kv_heads
-        policy_state = policy.state_bytes(layout, shape.context, shape.chunk)
-        shared = shape.shared_bytes(layout) + shape.scratch_bytes(layout, rows)
-        return shape.layer_bytes(layout) + policy_state, shared
-
-    @property
     def _masked_bytes(self) -> int:
         """Return the bytes of masked attention over the retrieval cache in a captured forward."""
         needs = self.requirements
@@ -234,6 +231,42 @@ class RequestSpec:
             return 0
         rank = needs.rank if needs.draft_ranks > 1 else None
         return self.draft.device_bytes(needs.draft.kv_layout(needs.draft_ranks, needs.dtype, rank))
+
+
+def _retrieval_bytes(spec: RequestSpec) -> tuple[int, int, int]:
+    """Return the bytes of a layer's retrieval cache, shared ones, and those of a selection."""
+    needs, shape = spec.requirements, spec.retrieval
+    if not needs.may_retrieve:
+        return 0, 0, 0
+    layout = needs.layout.with_full_attention(1)
+    rows, policy = _policy_sizes(needs, shape)
+    scratch = shape.scratch_bytes(layout, rows)
+    return shape.layer_bytes(layout) + policy, shape.shared_bytes(layout), scratch
+
+
+def _split_selection_bytes(spec: RequestSpec) -> tuple[int, int]:
+    """Return the bytes of a split layer's selected keys, and of a selection.
+
+    The scratch memory of a retrieval level's selection serves both.
+    """
+    needs, selection = spec.requirements, spec.split_selection
+    if selection is None:
+        return 0, 0
+    layout = needs.layout.with_full_attention(1)
+    rows, policy = _policy_sizes(needs, spec.retrieval)
+    scratch = replace(spec.retrieval, quantised=False).scratch_bytes(layout, rows)
+    scratch += selection.packing_bytes(layout)
+    if needs.has_retrieval:
+        scratch = max(0, scratch - spec.retrieval.scratch_bytes(layout, rows))
+    return selection.layer_bytes(layout) + policy, scratch
+
+
+def _policy_sizes(requirements: Requirements, shape: RetrievalCacheSpec) -> tuple[int, int]:
+    """Return the query rows of a KV head that a policy samples, and its own bytes in a layer."""
+    policy, target = POLICY_SPECS[requirements.settings.policy], requirements.target
+    layout = requirements.layout.with_full_attention(1)
+    rows = policy.query_rows * target.heads // target.kv_heads
+    return rows, policy.state_bytes(layout, shape.context, shape.chunk)
 
 
 def _state_bytes(requirements: Requirements) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from decoding.config.defaults import (
     DEFAULT_RETRIEVAL_BUDGET,
     RETRIEVAL_BUDGETS,
+    SPLIT_BUDGET_SHARES,
     SPLIT_DRAFT_BYTES,
 )
 from decoding.config.settings import LEVELS, Settings
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A mode, and the retrieval budget in it."""
+    """A mode, and the budgets in it."""
 
     mode: str  # one of LEVELS
     budget: int  # tokens per head; unused in modes without retrieval
+    split_budget: int = 0  # tokens per head of split layers with exact keys
 
 
 @dataclass(frozen=True)
@@ -111,13 +113,18 @@ class Requirements:
 
     @property
     def strategy(self) -> Strategy:
-        """Return the mode, and the budget: by default DEFAULT_RETRIEVAL_BUDGET."""
-        return Strategy(self.mode, self.settings.retrieval_budget or DEFAULT_RETRIEVAL_BUDGET)
+        """Return the mode and the budgets: by default DEFAULT_RETRIEVAL_BUDGET, and none."""
+        settings = self.settings
+        split_budget = (settings.split_budget or 0) if self.has_split else 0
+        return Strategy(
+            self.mode, settings.retrieval_budget or DEFAULT_RETRIEVAL_BUDGET, split_budget
+        )
 
     @property
     def has_choice(self) -> bool:
-        """Return whether mode or budget are selected per request."""
-        return self.selects_budget or len(self.candidate_modes) > 1
+        """Return whether the mode or a budget is selected per request."""
+        several = len(self.candidate_modes) > 1
+        return several or self.selects_budget or _selects_split_budget(self)
 
     @property
     def candidate_modes(self) -> list[str]:
@@ -133,21 +140,48 @@ class Requirements:
         """Return whether the mode has a retrieval budget and the settings leave it open."""
         return self.may_retrieve and self.settings.retrieval_budget is None
 
-    def candidate_budgets(self, context: int) -> list[int]:
-        """Return the budgets to consider for `context` tokens, up to the first that covers them.
-
-        The configured one alone, if there is one, or a chunk, if it is larger than any.
-        """
-        if not self.selects_budget:
-            return [self.strategy.budget]
-        chunk = self.settings.chunk_size
-        end = 2 * max(RETRIEVAL_BUDGETS[0], chunk, context)
-        return [budget for budget in RETRIEVAL_BUDGETS if chunk <= budget < end] or [chunk]
-
     def with_strategy(self, strategy: Strategy) -> Requirements:
-        """Return these requirements with a fixed mode and budget."""
+        """Return these requirements with a fixed mode and budgets."""
         settings = replace(self.settings, mode=strategy.mode, retrieval_budget=strategy.budget)
-        return replace(self, mode=strategy.mode, settings=settings)
+        fixed = replace(self, mode=strategy.mode, settings=settings)
+        if not _selects_split_budget(fixed):
+            return fixed
+        settings = replace(settings, split_budget=strategy.split_budget)
+        return replace(fixed, settings=settings)
+
+
+def candidate_budgets(requirements: Requirements, context: int) -> list[int]:
+    """Return the budgets to consider for `context` tokens, up to the first that covers them.
+
+    The configured one alone, if there is one, or a chunk, if it is larger than any.
+    """
+    if not requirements.selects_budget:
+        return [requirements.strategy.budget]
+    chunk = requirements.settings.chunk_size
+    end = 2 * max(RETRIEVAL_BUDGETS[0], chunk, context)
+    return [budget for budget in RETRIEVAL_BUDGETS if chunk <= budget < end] or [chunk]
+
+
+def candidate_split_budgets(requirements: Requirements, context: int) -> list[int]:
+    """Return the budgets of split layers to consider for `context` tokens, in order.
+
+    The configured one alone, if there is one; none in modes without a split level.
+    """
+    if not _selects_split_budget(requirements):
+        return [requirements.strategy.split_budget]
+    start, end = (share * context for share in SPLIT_BUDGET_SHARES)
+    start, budget = max(start, requirements.settings.chunk_size), RETRIEVAL_BUDGETS[0]
+    budgets = [0]
+    while budget <= end:
+        if budget >= start:
+            budgets.append(budget)
+        budget *= 2
+    return budgets
+
+
+def _selects_split_budget(requirements: Requirements) -> bool:
+    """Return whether split layers have selected keys, of a number that the settings leave open."""
+    return requirements.has_split and requirements.settings.split_budget is None
 
 
 def largest_forward(requirements: Requirements) -> int:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from decoding.config.defaults import (
     ACCEPTANCE,
     DEFAULT_RETRIEVAL_BUDGET,
+    EXACT_KEYS_REJECTION,
     INNER_ACCEPTANCE,
     REJECTION_EXPONENT,
+    SPLIT_BUDGET_EXPONENT,
     SPLIT_REJECTION,
     UNCOVERED_EXPONENT,
 )
-from decoding.planning.plan import Plan
+from decoding.planning.plan import Plan, split_tokens
 from decoding.speculation.draft_length import best_length, expected_tokens
 
 
@@ -101,6 +103,11 @@ def retrieval_rejection_ratio(budget: int) -> float:
     return (budget / DEFAULT_RETRIEVAL_BUDGET) ** -REJECTION_EXPONENT
 
 
+def selected_rejection_ratio(share: float) -> float:
+    """Return the rejection rate with exact keys of a share of the tokens, relative to none."""
+    return min(1.0, EXACT_KEYS_REJECTION * share**-SPLIT_BUDGET_EXPONENT) if share else 1.0
+
+
 def rejection_ratio(plan: Plan) -> float:
     """Return the target's rejection rate relative to the default budget without split layers."""
     needs, memory = plan.requirements, plan.memory
@@ -111,5 +118,6 @@ def rejection_ratio(plan: Plan) -> float:
         return retrieval
     layers = max(1, needs.target.full_layers)
     split = SPLIT_REJECTION * memory.split_layers / layers
+    split *= selected_rejection_ratio(split_tokens(plan) / plan.spec.prompt)
     uncovered = (layers - memory.resident_layers - memory.split_layers) / layers
     return split + max(0.0, retrieval - split) * uncovered**UNCOVERED_EXPONENT

@@ -20,7 +20,7 @@ from offload.attention.head_major import attend_by_heads, token_slice, write_tok
 from offload.cache.static_shape import SlotBuffers, StaticCache, WindowedSlot
 from offload.layout import KVLayout
 from offload.retrieval.selection import SelectionPolicy, Selector
-from offload.retrieval.shape import OBSERVED_KEYS, RetrievalCacheSpec
+from offload.retrieval.shape import RetrievalCacheSpec
 from offload.retrieval.store import make_store
 from offload.retrieval.windows import RetrievalWindows
 from offload.rotary import Rotary
@@ -174,14 +174,8 @@ class RetrievalCache(StaticCache):
         _write(self, kv, slice(head, head + count), k, v, start)
         if not selector.is_selecting:
             return
-        group = q.shape[1] // count  # query heads per KV head
-        step = max(1, OBSERVED_KEYS // max(1, tokens))  # KV heads
-        for first in range(0, count, step):
-            last = first + step
-            queries = q[:, first * group : last * group]
-            part = prefix[:, first:last]
-            chunks = selector.select(layer, head + first, queries, part, recent[0, first:last])
-            self._store.select(self._index[layer], head + first, part, chunks)
+        for first, part, chunks in selector.select_by_parts(layer, head, q, prefix, recent[0]):
+            self._store.select(self._index[layer], first, part, chunks)
 
     def on_advance(self, length: int) -> None:
         if length == 0:

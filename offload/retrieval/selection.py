@@ -7,6 +7,7 @@ device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -17,7 +18,7 @@ from torch import Tensor
 from offload.attention.shape_buckets import has_native_bf16
 from offload.kernels.selection import retrieval_kernels
 from offload.retrieval.policy_specs import POLICY_SPECS, PolicySpec
-from offload.retrieval.shape import RetrievalCacheSpec
+from offload.retrieval.shape import OBSERVED_KEYS, RetrievalCacheSpec
 
 # Weight of earlier scores at the next selection.
 SCORE_DECAY = 0.9
@@ -180,16 +181,38 @@ class Selector:
         self.base = self.selected = self.selections = 0
         self.selected_at = None
 
-    def begin(self, boundary: int, length: int, end: int) -> None:
-        """Decide whether a forward of the target selects; arguments as in `on_forward`."""
+    def begin(self, boundary: int, length: int, end: int, recent: int | None = None) -> None:
+        """Decide whether a forward of the target selects; arguments as in `on_forward`.
+
+        `recent` tokens of the budget are not for selected ones: by default those after the
+        boundary.
+        """
         # in decoding the first token of a forward is already accepted
         length += end > length
         self.is_selecting = self._is_due(length)
         if self.is_selecting:
             self.base = boundary
-            self.selected = self.shape.selected(boundary, end - boundary)
+            recent = end - boundary if recent is None else recent
+            self.selected = self.shape.selected(boundary, recent)
             self.selected_at = length
             self.selections += 1
+
+    def select_by_parts(
+        self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the chunks (h, n) of a few heads, after the first of them and their prefix.
+
+        The arguments, those of `select`, are of more heads; `OBSERVED_KEYS` keys are scored at a
+        time.
+        """
+        count, tokens = prefix.shape[1:3]
+        group = q.shape[1] // count  # query heads per KV head
+        step = max(1, OBSERVED_KEYS // max(1, tokens))  # KV heads
+        for first in range(0, count, step):
+            last = first + step
+            queries = q[:, first * group : last * group]
+            part, keys = prefix[:, first:last], recent[first:last]
+            yield head + first, part, self.select(layer, head + first, queries, part, keys)
 
     def select(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> Tensor:
         """Return the chunks (h, n) of the prefix to keep for the heads from `head` on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.codec.format import split_format
 from offload.layout import KVLayout, ceil_div
 
 # keys, over all heads, that a selection processes at once: bounds its scratch memory
@@ -13,7 +14,9 @@ OBSERVED_KEYS = 1 << 18
 SHARED_BYTES = 34 << 20
 # elements quantised at once, in float32: also bounds scratch memory
 QUANTISED_ELEMENTS = 1 << 22
-_FLOAT32 = 4  # bytes
+_FLOAT32, _INT64, _INT32 = 4, 8, 4  # bytes
+# bytes per element of keys whose low bits are packed: the key, its low bits in 16 bits, and in 8
+_PACKING_BYTES = 6
 
 
 @dataclass(frozen=True)
@@ -171,3 +174,39 @@ class RetrievalCacheSpec:
             elements = 2 * layout.heads * self.selected_slots * layout.head_dim
             values += 2 * min(QUANTISED_ELEMENTS, elements)
         return _FLOAT32 * values
+
+
+@dataclass(frozen=True)
+class SplitSelectionSpec:
+    """The numbers of tokens of a selection in split layers."""
+
+    budget: int  # selected tokens per head
+    chunk: int  # tokens that are selected together
+    context: int  # tokens of the whole sequence
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """Return how many chunks per head are selected at most, and how many the sequence has."""
+        selected = max(1, min(self.budget, self.context) // self.chunk)
+        return selected, ceil_div(self.context, self.chunk)
+
+    @property
+    def selector(self) -> RetrievalCacheSpec:
+        """Return what a `Selector` needs to know: recent tokens are no part of this budget."""
+        budget = max(self.chunk, self.budget)
+        return RetrievalCacheSpec(budget, self.chunk, 0, self.chunk, self.context, 0, 0)
+
+    def layer_bytes(self, layout: KVLayout) -> int:
+        """Return the bytes of device memory of one layer."""
+        fmt = split_format(layout.dtype)
+        assert fmt is not None
+        selected, chunks = self.chunks
+        tokens = selected * self.chunk * fmt.low_key_bytes(layout.head_dim)
+        return layout.heads * (tokens + _INT64 * selected + _INT32 * chunks)
+
+    def packing_bytes(self, layout: KVLayout) -> int:
+        """Return the bytes of scratch memory of packing the heads that are selected at a time."""
+        selected, _ = self.chunks
+        tokens = selected * self.chunk
+        packed = max(tokens, min(OBSERVED_KEYS, layout.heads * tokens))
+        return _PACKING_BYTES * packed * layout.head_dim

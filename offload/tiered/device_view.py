@@ -9,28 +9,42 @@ from torch import Tensor
 from offload.attention.folding import Partial
 from offload.cache.base import Cache
 from offload.retrieval.cache import RetrievalCache
+from offload.retrieval.split_selection import SplitSelection
 from offload.tiered.cache import TieredCache
+from offload.tiered.split import SplitLayer
 
 
 class OnDeviceCache(Cache):
     """The part of the target's cache that is on the device.
 
-    Resident layers are exact. Split layers have their high bytes, and their tail in 16 bits. For
-    the others a retrieval cache attends. Drafted tokens are written to where the target's own
-    forward overwrites them.
+    Resident layers are exact. Split layers have their high bytes, low bits of selected keys, and
+    their tail in 16 bits. For the others a retrieval cache attends. Drafted tokens are written to
+    where the target's own forward overwrites them.
     """
 
-    def __init__(self, target: TieredCache, retrieval: RetrievalCache | None):
-        """Observe `target`; `retrieval` holds at least the layers that are not on the device."""
+    def __init__(
+        self,
+        target: TieredCache,
+        retrieval: RetrievalCache | None,
+        selection: SplitSelection | None = None,
+    ):
+        """Observe `target`, as the other arguments do.
+
+        Args:
+            target: the cache.
+            retrieval: holds at least the layers that are not on the device.
+            selection: holds selected keys of split layers.
+        """
         super().__init__(target.layout)
         self.target = target
-        self.retrieval = retrieval
+        self.retrieval, self.selection = retrieval, selection
         target.observers.append(self)
 
     @property
     def device_bytes(self) -> int:
-        # the memory of KV is the target's and the retrieval cache's
-        return 0 if self.recurrent is None else self.recurrent.nbytes
+        # KV is the target's and the retrieval cache's
+        selected = 0 if self.selection is None else self.selection.device_bytes
+        return selected + (0 if self.recurrent is None else self.recurrent.nbytes)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         target = self.target
@@ -41,19 +55,26 @@ class OnDeviceCache(Cache):
         q = target.rotary.queries(q, start, layer)
         k = target.rotary.keys(k, start, layer)
         layer_kv.append(k, v, start, target.boundary)
-        end = start + len(q)
-        return layer_kv.attend_on_device(q, end, target.boundary, self.traffic)
+        end, boundary = start + len(q), target.boundary
+        if isinstance(layer_kv, SplitLayer) and self.selection is not None:
+            selected = self.selection.selected_keys(layer)
+            return layer_kv.attend_on_device(q, end, boundary, self.traffic, selected)
+        return layer_kv.attend_on_device(q, end, boundary, self.traffic)
 
     def snapshot(self) -> dict[str, Any]:
         state = super().snapshot()
         if self.retrieval is not None:
             state["retrieval"] = self.retrieval.snapshot()
+        if self.selection is not None:
+            state["selection"] = self.selection.snapshot()
         return state
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         state = dict(snapshot)
         if self.retrieval is not None:
             self.retrieval.restore(state.pop("retrieval"))
+        if self.selection is not None:
+            self.selection.restore(state.pop("selection"))
         super().restore(state)
 
     def crop(self, length: int) -> None:

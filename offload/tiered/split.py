@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +15,7 @@ from offload.attention.folding import Partial
 from offload.attention.head_major import attend_prefix, token_slice
 from offload.codec.format import PLAIN_SPLIT_TOKENS, SPLIT_TOKENS
 from offload.codec.outliers import Outliers
+from offload.codec.selected_keys import SelectedKeys
 from offload.codec.split_float import Offsets, SplitFloatCodec
 from offload.kernels.group_attention import FAST
 from offload.kernels.selection import split_kernels
@@ -126,13 +127,18 @@ class SplitKV:
         high_bytes = token_slice(self.high_bytes[:, head : head + heads], 0, tokens)
         self.codec.reconstruct(high_bytes, None, self._head_offsets(head, heads), out)
 
-    def attend(self, q: Tensor, tokens: int, recent: Partial) -> Partial:
-        """Return the attention of q to the values of the first tokens' high bytes, and `recent`."""
+    def attend(
+        self, q: Tensor, tokens: int, recent: Partial, selected: SelectedKeys | None = None
+    ) -> Partial:
+        """Return the attention of q to the values of the first tokens' high bytes, and `recent`.
+
+        Keys that are `selected` are exact.
+        """
         assert self.kernels is not None
         assert self.high_bytes is not None
         high_bytes = token_slice(self.high_bytes, 0, tokens)
         format, offsets = self.codec.format, self.device_offsets
-        attended: Partial = self.kernels.attend(format, q, high_bytes, offsets, recent)
+        attended: Partial = self.kernels.attend(format, q, high_bytes, offsets, recent, selected)
         return attended
 
     def _reconstruct_block(self, high_bytes: Tensor, lows: Tensor, head: int, out: Tensor) -> None:
@@ -234,16 +240,24 @@ class SplitLayer(OffloadedLayer):
         return super().device_bytes + self._split_kv.nbytes
 
     def attend_on_device(
-        self, q: Tensor, end: int, boundary: int, traffic: ByteCounters
+        self,
+        q: Tensor,
+        end: int,
+        boundary: int,
+        traffic: ByteCounters,
+        selected: SelectedKeys | None = None,
     ) -> Partial:
+        """As of `TieredLayer`; `selected` keys of the prefix are exact."""
         split_kv = self._split_kv
+        if selected is not None:
+            traffic.attended += selected.nbytes
         if split_kv.kernels is None or not boundary:
-            groups = self._groups(end, boundary, self._decoded_prefix)
-            return attend_groups(q, groups, FAST, traffic)
+            decoded = partial(self._decoded_prefix, selected=selected)
+            return attend_groups(q, self._groups(end, boundary, decoded), FAST, traffic)
         recent = attend_prefix(self._tail.kv, q, end - boundary, traffic)
         assert split_kv.high_bytes is not None
         traffic.attended += token_slice(split_kv.high_bytes, 0, boundary).numel()
-        return split_kv.attend(q, boundary, recent)
+        return split_kv.attend(q, boundary, recent, selected)
 
     def offload_block(self, boundary: int, count: int) -> Any:
         return self._writeback.write(self._tail.tokens(count), self._split_kv, self._host, boundary)
@@ -317,9 +331,13 @@ class SplitLayer(OffloadedLayer):
         self._split_kv.reconstruct(planes, head, out)
         return token_slice(out, 0, boundary)
 
-    def _decoded_prefix(self, head: int, boundary: int) -> Tensor:
-        """Return the values of the next heads' high bytes."""
+    def _decoded_prefix(
+        self, head: int, boundary: int, selected: SelectedKeys | None = None
+    ) -> Tensor:
+        """Return the values of the next heads' high bytes, with exact keys if they are selected."""
         heads = min(self._slot_heads, self._tail.kv.shape[1] - head)
         out = token_slice(self._reconstruct_buffer[:, :heads], 0, boundary)
         self._split_kv.decode_high(head, out)
+        if selected is not None:
+            selected.complete(out[0], head)
         return out

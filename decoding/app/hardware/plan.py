@@ -40,6 +40,7 @@ from decoding.config.defaults import (
 from decoding.config.settings import Settings
 from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.plan import split_tokens
 from decoding.planning.planner import Planner, fitting_requirements
 from decoding.planning.requirements import (
     Requirements,
@@ -85,6 +86,9 @@ def plan(
     ] = None,
     gpu_kv_layers: Annotated[int | None, option_parameter(Settings, "gpu_kv_layers")] = None,
     split_kv_layers: Annotated[int | None, option_parameter(Settings, "split_kv_layers")] = None,
+    split_budget: Annotated[
+        int | None, option_parameter(Settings, "split_budget", default=PREDICTED)
+    ] = None,
     compress_offload: Annotated[str | None, option_parameter(Settings, "compress_offload")] = None,
     num_draft_tokens: Annotated[
         int | None, option_parameter(Settings, "num_draft_tokens", default=PREDICTED)
@@ -147,6 +151,7 @@ def plan(
         retrieval_budget=retrieval_budget,
         gpu_kv_layers=gpu_kv_layers,
         split_kv_layers=split_kv_layers,
+        split_budget=split_budget,
         compress_offload=cast(bool | None, compress_offload),
         num_draft_tokens=num_draft_tokens,
         context=context,
@@ -357,6 +362,7 @@ def _document(job: dict[str, Any], plans: Plans) -> dict[str, Any]:
             "prompt": best.spec.prompt,
             "new": best.spec.max_new_tokens,
             "retrieval_budget": requirements.strategy.budget,
+            "split_budget": split_tokens(best),
             "strategy_reason": best.reason,
             "acceptance": costs.acceptance.rate(best),
             "inner_acceptance": costs.acceptance.inner,

@@ -16,7 +16,7 @@ from decoding.planning.cost_model import CostModel
 from decoding.planning.forecast import Forecast
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.memory_plan import Phases
-from decoding.planning.plan import Plan
+from decoding.planning.plan import Plan, split_tokens
 from decoding.planning.requirements import whole_weight_bytes
 from offload.dtypes import dtype_name
 from offload.errors import TierForceError
@@ -115,6 +115,8 @@ def times_table(plans: Plans) -> Table:
         table.add_row("offloaded layers", f"{best.layers_on_host}")
     if split := best.memory.split_layers:
         table.add_row("  with high bytes on the GPU", f"{split}")
+        if budget := split_tokens(best):
+            table.add_row("  and the exact keys of", f"{budget:,} tokens")
     return table
 
 

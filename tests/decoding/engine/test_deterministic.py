@@ -49,7 +49,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "num_inner_draft_tokens": 3,
     },
     "split": {"mode": "split", "gpu_kv_layers": 0, "split_kv_layers": 2, **LINK},
-    "all": {"mode": "split-hierarchical", "gpu_kv_layers": 0, "split_kv_layers": 1, **LINK},
+    "split_budget": {"mode": "split", "split_kv_layers": 2, "split_budget": 32, **LINK},
+    "all": {"mode": "split-hierarchical", "split_kv_layers": 1, "split_budget": 64, **LINK},
 }
 Output = tuple[list[int], Tensor]  # tokens, and the logits (N, V) that they were sampled from
 

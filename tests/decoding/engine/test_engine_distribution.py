@@ -160,7 +160,8 @@ def test_output_follows_the_target_distribution_with_split_layers(
     mode: str, sampling: str, split: int, folders: Folders
 ) -> None:
     """In 16 bits: so few tokens cannot detect what rounding changes of a distribution."""
-    options = {"split_kv_layers": split, "link": "emulated:50", "prompt_lookup_ngram": 1}
+    options = {"split_kv_layers": split, "split_budget": 16, "link": "emulated:50"}
+    options["prompt_lookup_ngram"] = 1
     assert likelihood(mode, SAMPLINGS[sampling], folders, 500, **options) > LIKELY
 
 

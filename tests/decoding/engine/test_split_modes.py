@@ -173,11 +173,36 @@ def test_more_split_layers_than_the_model_has_raise() -> None:
         Settings(mode="hierarchical", split_kv_layers=3)
 
 
+@pytest.mark.parametrize("mode", slow_except(["split", "split-retrieval", "split-speculative"]))
+def test_selected_keys_are_read_in_split_layers(mode: str) -> None:
+    attended = {}  # bytes of a forward
+    for budget in (0, 64):
+        engine = make_engine(mode, split_budget=budget)
+        list(engine.generate(PROMPT, NEW, Sampling(1.0, top_p=1, seed=1)))
+        stats = engine.stats
+        assert stats.as_dict()["split_budget"] == budget
+        forwards = next(each for each in stats.levels if each.name == "split").stats.forwards
+        attended[budget] = stats.traffic["split"].attended / forwards
+        layout = engine.runtime.requirements.layout
+        engine.close()
+    added = 5 * layout.bytes(64, 1) / 8  # five split layers
+    assert attended[64] - attended[0] == pytest.approx(added, rel=0.2)
+
+
+def test_budgets_of_split_layers_are_checked() -> None:
+    with pytest.raises(TierForceError, match="`split_budget` 64 needs a split mode: use `mode` sp"):
+        Settings(mode="retrieval", split_budget=64)
+    with pytest.raises(TierForceError, match="`split_budget` 4 is less than one chunk of 8"):
+        Settings(mode="split", split_budget=4)
+    assert Settings(split_budget=0).split_budget == 0
+
+
 @pytest.mark.parametrize("split", slow_except([5, 2], 1))
 @pytest.mark.slow
 def test_a_prefilled_sequence_can_be_decoded_twice(split: int) -> None:
-    """High bytes, outliers and the retrieval cache of other layers are restored with the rest."""
-    engine = make_engine("split", split_kv_layers=split, num_draft_tokens=5)
+    """High bytes, outliers, selected keys and other layers' retrieval cache are restored."""
+    options = {"split_kv_layers": split, "split_budget": 64}
+    engine = make_engine("split", num_draft_tokens=5, **options)
     session = SequenceState(engine.runtime, PROMPT, 70)
     prefilled = PrefilledPrompt(session)
     first, again = (prefilled.run(Sampling(1.0, top_p=1, seed=1)) for _ in range(2))

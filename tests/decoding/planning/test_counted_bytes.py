@@ -22,7 +22,9 @@ from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.dtypes import dtype_of
 from offload.layout import RecurrentShape, SlidingWindow
 from offload.retrieval.policy_specs import POLICY_SPECS
-from offload.retrieval.shape import RetrievalCacheSpec
+from offload.retrieval.shape import RetrievalCacheSpec, SplitSelectionSpec
+from offload.retrieval.split_selection import SplitSelection
+from offload.tiered.device_view import OnDeviceCache
 from offload.tiered.shape import TieredCacheSpec
 from parallel.model.loading import random_model
 from parallel.ranks.process_group import TensorParallelGroup
@@ -107,7 +109,8 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
         assert session.plan.memory == plan.memory
         rotary, arena, retrieval = session.target.rotary, session.slot.arena, session.retrieval
         states = [level.cache.recurrent for level in session.levels[1:] if level.name != "draft"]
-        others = (rotary, arena, retrieval, states)
+        selection = split_selection(session)
+        others = (rotary, arena, retrieval, selection, states)
         for tiers in plan.breakdown:
             assert storage_bytes(session.target, *others) == sum(
                 tiers[name] for name in TARGET_TIERS
@@ -121,21 +124,35 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
         drafts = [level.cache for level in session.levels if level.name == "draft"]
         draft = sum(storage_bytes(cache, cache.rotary) for cache in drafts)
         assert draft == tiers["draft cache"]
-        planned = tiers["retrieval cache"]
-        if retrieval is None:
-            assert planned == 0
-            return plan.memory
-        layout = session.target.layout.with_full_attention(session.plan.selecting_layers)
-        shape = retrieval.shape
-        spec = POLICY_SPECS[session.runtime.settings.policy]
-        rows = spec.query_rows * case.target.heads // case.target.kv_heads
-        policy_state = spec.state_bytes(layout, shape.context, shape.chunk)
-        # The planned bytes cover the policy state of the longest request.
-        assert storage_bytes(retrieval.selector.policy) <= policy_state
-        planned -= shape.scratch_bytes(layout, rows) + policy_state
-        own = (rotary, retrieval.selector.policy, retrieval.recurrent)
-        assert storage_bytes(retrieval, *own) == planned
+        planned, split = tiers["retrieval cache"], len(session.plan.split_selection_layers)
+        others_selecting, scratch = session.plan.selecting_layers - split, 0
+        for observer, layers in ((retrieval, others_selecting), (selection, split)):
+            if observer is None:
+                continue
+            layout = session.target.layout.with_full_attention(layers)
+            shape = observer.selector.shape
+            spec = POLICY_SPECS[session.runtime.settings.policy]
+            rows = spec.query_rows * case.target.heads // case.target.kv_heads
+            policy_state = spec.state_bytes(layout, shape.context, shape.chunk)
+            # The planned bytes cover the policy state of the longest request.
+            assert storage_bytes(observer.selector.policy) <= policy_state
+            packing = session.plan.spec.split_selection if observer is selection else None
+            selecting = packing.packing_bytes(layout) if packing else 0
+            scratch = max(scratch, shape.scratch_bytes(layout, rows) + selecting)
+            planned -= policy_state
+            own = (rotary, observer.selector.policy, getattr(observer, "recurrent", None))
+            planned -= storage_bytes(observer, *own)
+        assert planned == scratch
         return plan.memory
+
+
+def split_selection(session: SequenceState) -> SplitSelection | None:
+    """Return what holds selected tokens for the split level alone, if anything does."""
+    for level in session.levels:
+        if isinstance(level.cache, OnDeviceCache):
+            selection = level.cache.selection
+            return selection if isinstance(selection, SplitSelection) else None
+    return None
 
 
 def rotary_extra(rotary: Any) -> int:
@@ -181,7 +198,8 @@ def hybrid(seed: int) -> Case:
 def in_mode(settings: Settings, mode: str) -> Settings:
     """Return the settings with another mode, and with 16 bits if the mode requires it."""
     dtype = "bfloat16" if "split" in mode else settings.dtype
-    return replace(settings, mode=mode, dtype=dtype, split_kv_layers=None)
+    budget = 40 if "split" in mode else None
+    return replace(settings, mode=mode, dtype=dtype, split_kv_layers=None, split_budget=budget)
 
 
 @pytest.mark.parametrize("link", ["view", "emulated:50"])
@@ -223,6 +241,7 @@ def test_bytes_of_deferred_layers_are_planned(mode: str, deferred: int) -> None:
     [
         (TieredCacheSpec, "device_breakdown"),
         (RetrievalCacheSpec, "layer_bytes"),
+        (SplitSelectionSpec, "layer_bytes"),
         (RetrievalCacheSpec, "shared_bytes"),
         (StreamingCacheSpec, "device_bytes"),
     ],
@@ -241,4 +260,4 @@ def test_comparison_detects_a_wrong_count(
 
     monkeypatch.setattr(owner, name, wrong)
     with pytest.raises(AssertionError):
-        check_bytes(tiny(0), "emulated:50")  # a case with all caches
+        check_bytes(tiny(7), "emulated:50")  # a case with all caches

@@ -17,12 +17,19 @@ from decoding.app.terminal.messages import startup_line
 from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET, MAX_DRAFT, MAX_SPLIT_DRAFT
 from decoding.config.settings import Settings
 from decoding.engine.engine import Engine
+from decoding.planning import planner as planners
 from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.plan import Memory, Plan
 from decoding.planning.planner import Planner
 from decoding.planning.request_spec import RequestSpec
-from decoding.planning.requirements import Requirements, Strategy, largest_forward
+from decoding.planning.requirements import (
+    Requirements,
+    Strategy,
+    candidate_split_budgets,
+    largest_forward,
+)
+from decoding.planning.round_cost import rejection_ratio
 from decoding.speculation.draft_length import RoundStats
 from offload.dtypes import dtype_spec
 from offload.errors import InsufficientMemoryError
@@ -206,6 +213,77 @@ def test_a_configured_inner_draft_length_is_considered() -> None:
         planner.record(whole, rounds(24, 6, 1e-2, 1.0))
         costs.append(planner.costs.round_cost(split).drafted_s)
     assert costs[1] > 2 * costs[0]
+
+
+def split_budgets(requirements: Requirements, device: float = 0.9) -> set[int]:
+    """Return the selected keys per head of split layers, over all plans of a request."""
+    plans = plans_of(requirements, memory_of(requirements, device))
+    return {strategy.split_budget for strategy in plans}
+
+
+def test_split_layers_have_a_budget_of_keys() -> None:
+    assert split_budgets(requirements_of("split")) == {0, 4096, 8192}
+    assert split_budgets(requirements_of("split", split_budget=512)) == {512}
+    assert split_budgets(requirements_of(WHOLE)) == {0}
+    auto = requirements_of()
+    plans = plans_of(auto, memory_of(auto, 0.6))
+    assert {key.split_budget for key in plans if key.mode == SPLIT} == {0, 4096, 8192}
+    assert {key.split_budget for key in plans if key.mode == WHOLE} == {0}
+    # a short prompt's KV is small
+    assert candidate_split_budgets(requirements_of("split"), 800) == [0]
+    assert candidate_split_budgets(requirements_of("split"), 2_000_000)[1:] == [524_288, 1_048_576]
+    # without split layers all are the same
+    assert split_budgets(requirements_of("split"), 4) == {0}
+
+
+def test_selected_keys_take_their_place() -> None:
+    requirements = requirements_of("split", retrieval_budget=512, split_kv_layers=24)
+    plans = plans_of(requirements, memory_of(requirements, 0.9))
+    layout = requirements.layout
+    some, more = (plans[Strategy("split", 512, budget)] for budget in (4096, 8192))
+    keys = 24 * layout.bytes(4096, 1) / 8
+    assert keys < more.memory.device_bytes - some.memory.device_bytes < 2 * keys
+
+
+@pytest.mark.parametrize("device", [0.55, 0.6, 0.65, 0.7, 0.8])
+def test_the_first_budget_of_keys_takes_the_place_of_no_layer_that_matters_more(
+    device: float,
+) -> None:
+    requirements = requirements_of("split", retrieval_budget=4096)
+    planner = planner_of(requirements)
+    plans = plans_of(requirements, memory_of(requirements, device))
+    first = planner.choose(plans)
+    assert rejection_ratio(first) == min(map(rejection_ratio, plans.values()))
+
+
+@pytest.mark.parametrize(("accepted", "expected"), [(24, 0), (12, 8192)])
+def test_rejections_decide_the_budget_of_split_layers(accepted: int, expected: int) -> None:
+    requirements = requirements_of("split", split_kv_layers=24)
+    planner = planner_of(requirements)
+    plans = plans_of(requirements, memory_of(requirements, 0.9))
+    without = plans[Strategy("split", DEFAULT_RETRIEVAL_BUDGET, 0)]
+    planner.record(without, rounds(24, accepted, 0.02, 1.0))
+    assert planner.choose(plans).requirements.strategy.split_budget == expected
+
+
+@pytest.mark.parametrize(("used", "expected"), [(0, 0), (2048, 4096), (65_536, 8192)])
+def test_a_strategy_in_use_goes_on_with_another_context(used: int, expected: int) -> None:
+    """Budgets of split layers grow with the context: the nearest one is the one in use."""
+    requirements = requirements_of("split", split_kv_layers=24, retrieval_budget=4096)
+    plans = plans_of(requirements, memory_of(requirements, 0.9))
+    closest = planners._closest(plans, Strategy("split", 4096, used))
+    assert closest == Strategy("split", 4096, expected)
+
+
+def test_each_budget_of_split_layers_has_its_own_times() -> None:
+    requirements = requirements_of("split", split_kv_layers=24, retrieval_budget=4096)
+    planner = planner_of(requirements)
+    plans = plans_of(requirements, memory_of(requirements, 0.9))
+    without, selected = (plans[Strategy("split", 4096, budget)] for budget in (0, 8192))
+    planner.record(without, rounds(24, 20, 0.01, 1.0))
+    planner.record(selected, rounds(24, 20, 0.1, 1.0))
+    calibration = planner.costs.calibration
+    assert calibration.drafting(selected) > 5 * calibration.drafting(without)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch import Tensor
 from offload.cache.static_forward import Place, StaticForward
 from offload.layout import KVLayout
 from offload.memory.link import Link
-from offload.retrieval import cache as retrieval
+from offload.retrieval import selection
 from offload.retrieval import shape as retrieval_shape
 from offload.retrieval.selection import POLICIES, QuerySample
 from offload.retrieval.shape import RetrievalCacheSpec
@@ -155,7 +155,7 @@ def test_a_budget_that_is_too_small_keeps_one_chunk(
 def test_heads_processed_in_parts_are_all_selected(
     tokens: int, chunk: int, monkeypatch: pytest.MonkeyPatch, quantised: bool
 ) -> None:
-    monkeypatch.setattr(retrieval, "OBSERVED_KEYS", tokens)
+    monkeypatch.setattr(selection, "OBSERVED_KEYS", tokens)
     shape = replace(SHAPE, chunk=chunk, budget=36, quantised=quantised)
     target, middle = cache_pair(make_test_link("view"), 2, shape)
     sequence, probe = random_qkv(62), random_qkv(3)
