@@ -25,6 +25,10 @@ COMMANDS = {  # name: module, summary
     "prefill": ("bench.speed.prefill", "tokens/s and peak memory of prefill"),
     "transfer": ("bench.speed.transfer", "overlap of transfers and compute"),
     "acceptance": ("bench.drafts.acceptance", "acceptance of drafts by policy and budget"),
+    "split": (
+        "bench.drafts.split",
+        "acceptance of drafts from split layers, by exact keys",
+    ),
     "needle": ("bench.drafts.needle", "whether drafts recall a sentence planted early"),
     "recipes": ("bench.paper.recipes", "the published experiments, at full or reduced size"),
     "loss": ("bench.checks.loss", "loss by position, with and without RoPE scaling"),

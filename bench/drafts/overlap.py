@@ -18,8 +18,9 @@ engine's own. Memory is equal right after a selection; the static policy's windo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -28,11 +29,16 @@ from decoding import Sampling
 from decoding.engine.session import SequenceState
 from decoding.models.runtime import Runtime
 from decoding.speculation.sampling import draw
+from offload.cache.base import Cache
 from offload.layout import KVLayout
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.policy_specs import PolicySpec
 from offload.retrieval.selection import POLICIES, QuerySample, SelectionPolicy
 from offload.retrieval.shape import RetrievalCacheSpec
+from offload.tiered.cache import TieredCache
+
+V = TypeVar("V")
+C = TypeVar("C", bound=Cache)
 
 
 class Window(SelectionPolicy):
@@ -100,45 +106,34 @@ class Chain:
         return 1 + float((survival * self.overlap).sum())
 
 
-class PolicyTrace:
-    """A prefilled prompt, with a cache for every variant that follows the target along tokens."""
+class Trace(Generic[V, C]):
+    """A prefilled prompt, with a cache for every variant V that follows the target along tokens."""
 
     def __init__(
         self,
         runtime: Runtime,
         prompt: Sequence[int],
         new_tokens: int,
-        variants: Sequence[Variant],
         rows: int,
+        make: Callable[[TieredCache], Mapping[V, C]],
     ):
-        """Prefill the prompt, with room for `new_tokens` and forwards over `rows` more."""
+        """Prefill the prompt, with room for `new_tokens` and forwards over `rows` more.
+
+        `make` returns the caches of a target, which it is given without observers. They, or what
+        they are built from, observe it from then on.
+        """
         self.session = SequenceState(runtime, list(prompt), new_tokens + rows + 1)
         self.model, self.target = runtime.target, self.session.target
         del self.session.levels[1:]
         self.target.observers.clear()  # those of the session
-        self.caches = {variant: self._cache(variant, new_tokens, rows) for variant in variants}
-        self.target.observers += self.caches.values()
+        self.caches = make(self.target)
         self.first = self.session.prefill()  # (1, V)
-        self._start = [cache.snapshot() for cache in (self.target, *self.caches.values())]
-
-    def _cache(self, variant: Variant, new_tokens: int, rows: int) -> RetrievalCache:
-        target, prompt = self.target, self.session.prompt
-        capacity = len(prompt) + new_tokens + rows + 1
-        spec = RetrievalCacheSpec.of(
-            variant.tokens(target.layout), variant.chunk, capacity, rows, new_tokens + rows
-        )
-        spec = replace(
-            spec,
-            quantised=variant.bits == 8,
-            window=target.shape.recent,
-            block=target.shape.block,
-        )
-        policy = MEASURED[variant.policy]()
-        return RetrievalCache(target.layout, spec, policy, target.rotary, prompt.device)
+        caches: list[Cache] = [self.target, *self.caches.values()]
+        self._start = [cache.snapshot() for cache in caches]
 
     def rewind(self) -> None:
         """Reset all caches to the end of the prompt."""
-        caches = (self.target, *self.caches.values())
+        caches: list[Cache] = [self.target, *self.caches.values()]
         for cache, state in zip(caches, self._start, strict=True):
             cache.restore(state)
 
@@ -155,11 +150,9 @@ class PolicyTrace:
         self.rewind()
         return torch.cat(tokens)
 
-    def chains(
-        self, tokens: Tensor, interval: int, sampling: Sampling
-    ) -> dict[Variant, list[Chain]]:
+    def chains(self, tokens: Tensor, interval: int, sampling: Sampling) -> dict[V, list[Chain]]:
         """Verify `interval` tokens at a time, after a draft by each variant."""
-        chains: dict[Variant, list[Chain]] = {variant: [] for variant in self.caches}
+        chains: dict[V, list[Chain]] = {variant: [] for variant in self.caches}
         for start in range(0, len(tokens) - interval, interval):
             inputs = tokens[start : start + interval]
             next_tokens = tokens[start + 1 : start + interval + 1, None]
@@ -179,3 +172,44 @@ class PolicyTrace:
                 chains[variant].append(Chain(overlap, ratios.squeeze(1)))
         self.rewind()
         return chains
+
+
+class PolicyTrace(Trace[Variant, RetrievalCache]):
+    """A trace of retrieval caches."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        prompt: Sequence[int],
+        new_tokens: int,
+        variants: Sequence[Variant],
+        rows: int,
+    ):
+        """Make a cache for each of the `variants`; the rest as in `Trace`."""
+
+        def make(target: TieredCache) -> dict[Variant, RetrievalCache]:
+            caches = {each: _retrieval_cache(target, each, new_tokens, rows) for each in variants}
+            target.observers += caches.values()
+            return caches
+
+        super().__init__(runtime, prompt, new_tokens, rows, make)
+
+
+def _retrieval_cache(
+    target: TieredCache, variant: Variant, new_tokens: int, rows: int
+) -> RetrievalCache:
+    spec = RetrievalCacheSpec.of(
+        variant.tokens(target.layout),
+        variant.chunk,
+        target.shape.capacity,
+        rows,
+        new_tokens + rows,
+    )
+    spec = replace(
+        spec,
+        quantised=variant.bits == 8,
+        window=target.shape.recent,
+        block=target.shape.block,
+    )
+    policy = MEASURED[variant.policy]()
+    return RetrievalCache(target.layout, spec, policy, target.rotary, target.link.device)

@@ -135,15 +135,21 @@ def environment() -> dict[str, Any]:
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, with names in place of paths, and a digest of the text."""
-    named = {
-        name: _name(value) if isinstance(value, Path) or os.sep in str(value) else value
-        for name, value in options.items()
-    }
+    """Return the options, with names in place of paths, and a digest of each text."""
+    named = {name: _named(value) for name, value in options.items()}
     if "text" in options:
         named["text"] = named["text"] or BUILT_IN
-        named["text_sha256"] = _digest(options["text"])
+        paths = options["text"] or None
+        digest = [*map(_digest, paths)] if isinstance(paths, list) else _digest(paths)
+        named["text_sha256"] = digest
     return named
+
+
+def _named(value: Any) -> Any:
+    """Return an option's value, with names in place of paths."""
+    if isinstance(value, list):
+        return [*map(_named, value)]
+    return _name(value) if isinstance(value, Path) or os.sep in str(value) else value
 
 
 @cache

@@ -18,6 +18,13 @@ Text = Annotated[
     Path | None,
     typer.Option(help="Text file or folder; default: Python's language reference."),
 ]
+Books = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--text",
+        help="Text file, or folder of them; may be repeated; default: Python's language reference.",
+    ),
+]
 Data = Annotated[
     str | None,
     typer.Option(help="pg19, narrativeqa, or a folder of text files; default: Python's reference."),

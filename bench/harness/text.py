@@ -32,13 +32,34 @@ def long_text(path: Path | None = None) -> str:
     Python 3.11 has 465 KB of it. Raises TierForceError.
     """
     if path is not None:
-        try:
-            return "\n\n".join(document.read().text for document in find_documents(path).documents)
-        except TierForceError as error:  # worded for `summarize`
-            raise TierForceError(str(error).replace("--input", "--text", 1)) from error
+        return "\n\n".join(_documents_at(path).values())
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def books(paths: Sequence[Path] | None) -> dict[str, str]:
+    """Return the text of each file, and of each file of a folder, by name.
+
+    Without paths, of Python's language reference. Raises TierForceError.
+    """
+    if not paths:
+        return {BUILT_IN: long_text()}
+    found: dict[str, str] = {}
+    for path in paths:
+        for name, text in _documents_at(path).items():
+            if name in found:
+                raise TierForceError(f"--text {path}: another file is called {name}: rename one.")
+            found[name] = text
+    return found
+
+
+def _documents_at(path: Path) -> dict[str, str]:
+    """Return the text of a file, or of all files of a folder, by name. Raises TierForceError."""
+    try:
+        return {document.id: document.read().text for document in find_documents(path).documents}
+    except TierForceError as error:  # worded for `summarize`
+        raise TierForceError(str(error).replace("--input", "--text", 1)) from error
 
 
 def text_tokens(tokenizer: Any, path: Path | None = None) -> list[int]:

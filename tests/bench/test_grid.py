@@ -98,7 +98,7 @@ def test_points_that_differ_only_by_draft_lengths_share_a_prefill(
 
 def test_a_shared_prefill_has_room_for_the_longest_draft_of_its_mode() -> None:
     model = load_model(DEMO / "target", Ranks(), "bfloat16")
-    base = Settings(link="emulated:50", retrieval_budget=512)
+    base = Settings(link="emulated:50", retrieval_budget=512, split_budget=0)
     points = grid(parse(["mode=retrieval,split-retrieval", "num_draft_tokens=auto,100"]))
     groups = group_by_prefill(Runtime.create(model, None, "retrieval", base), base, points)
     lengths = [group.sessions.runtime.settings.num_draft_tokens for group in groups]
