@@ -164,6 +164,7 @@ COMMON = {
         "--num-draft-tokens",
         "--compress-offload",
         "--gpu-kv-layers",
+        "--split-budget",
         "--split-kv-layers",
     ),
     *(
