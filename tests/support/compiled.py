@@ -209,15 +209,18 @@ def compile_weight_kernels(capability: int, element: str, formats: int | None) -
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    shapes = 1 if sys.argv[2:] == ["first"] else None
+    (part,) = sys.argv[2:] or ["all"]  # or the first shapes of all, or the split kernels, or others
+    shapes = 1 if part == "first" else None
     element = "fp16" if capability == 80 else "bf16"
-    sizes = SIZES | SPLIT[element] | {"MIN_HIGH": 8, "MAX_HIGH": 0x7E}
-    elements = split_kernels._split, split_kernels._write_outliers, split_kernels._reconstruct
-    for kernel in (*elements, split_attention._merge):
-        compile_kernel(kernel, element, capability, sizes)
-    compile_split_kernels(capability, shapes)
-    compile_batch_invariant_kernels(capability, shapes)
-    compile_slot_kernels(capability, shapes)
-    compile_retrieval_kernels(capability, element)
-    compile_weight_kernels(capability, element, shapes)
+    if part != "others":
+        sizes = SIZES | SPLIT[element] | {"MIN_HIGH": 8, "MAX_HIGH": 0x7E}
+        elements = split_kernels._split, split_kernels._write_outliers, split_kernels._reconstruct
+        for kernel in (*elements, split_attention._merge):
+            compile_kernel(kernel, element, capability, sizes)
+        compile_split_kernels(capability, shapes)
+    if part != "split":
+        compile_batch_invariant_kernels(capability, shapes)
+        compile_slot_kernels(capability, shapes)
+        compile_retrieval_kernels(capability, element)
+        compile_weight_kernels(capability, element, shapes)
     print("compiled")
