@@ -13,8 +13,7 @@ the book's tokens instead of the target's. --parts runs single parts.
 from __future__ import annotations
 
 import gc
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +21,17 @@ from typing import Annotated
 import torch
 import typer
 
-from bench.drafts.overlap import ALL, OURS, STATIC, WHOLE, Chain, PolicyTrace, Variant
+from bench.drafts.overlap import (
+    ALL,
+    OURS,
+    STATIC,
+    WHOLE,
+    Chain,
+    PolicyTrace,
+    Variant,
+    expected_tokens,
+    rejected,
+)
 from bench.harness import options as opt
 from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
@@ -68,22 +77,18 @@ class Study:
     def _row(self, variant: Variant, chains: Chains) -> Row:
         """Return the columns of a variant, by selection interval if they depend on it."""
         variant_chains = chains[variant]
-        rejected = _rejected(variant_chains)
-        static = _rejected(chains.get(replace(STATIC, budget=variant.budget), variant_chains))
+        own = rejected(variant_chains)
+        static = rejected(chains.get(replace(STATIC, budget=variant.budget), variant_chains))
         longest = torch.stack([chain.overlap for chain in variant_chains[max(variant_chains)]])
         return {
             "retrieval_budget": variant.budget,  # equivalent number of tokens in 16 bits
             # selected tokens per head
             "tokens": variant.tokens(self.engine.runtime.requirements.layout),
             "policy": variant.name,
-            "rejected": rejected,  # share of draft tokens
-            "against_static": {n: rejected[n] / max(static[n], 1e-9) for n in rejected},
+            "rejected": own,  # share of draft tokens
+            "against_static": {n: own[n] / max(static[n], 1e-9) for n in own},
             # per verification of a draft as long as the interval; unknown along a book
-            "expected_tokens": {
-                n: statistics.fmean(chain.tokens for chain in interval_chains)
-                for n, interval_chains in variant_chains.items()
-                if self.along == "target"
-            },
+            "expected_tokens": expected_tokens(variant_chains) if self.along == "target" else {},
             # overlap by tokens since the selection, for the longest interval
             "overlap_by_age": longest.mean(0).tolist(),
         }
@@ -124,14 +129,6 @@ def _concatenate(studies: Iterable[Rows]) -> Rows:
         for rows in study:
             yield [*done, *rows]
         done += rows
-
-
-def _rejected(by_interval: Mapping[int, Sequence[Chain]]) -> dict[int, float]:
-    """Return the share of rejected draft tokens, by selection interval."""
-    return {
-        n: 1 - statistics.fmean(float(chain.overlap.mean()) for chain in chains)
-        for n, chains in by_interval.items()
-    }
 
 
 @benchmark(

@@ -18,6 +18,7 @@ engine's own. Memory is equal right after a selection; the static policy's windo
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -104,6 +105,21 @@ class Chain:
         """The expected tokens of one verification of all n draft tokens."""
         survival = torch.cat((torch.ones(1), self.ratios[:-1])).cumprod(0)
         return 1 + float((survival * self.overlap).sum())
+
+
+def rejected(by_interval: Mapping[int, Sequence[Chain]]) -> dict[int, float]:
+    """Return the share of rejected draft tokens, by selection interval."""
+    return {
+        n: 1 - statistics.fmean(float(chain.overlap.mean()) for chain in chains)
+        for n, chains in by_interval.items()
+    }
+
+
+def expected_tokens(by_interval: Mapping[int, Sequence[Chain]]) -> dict[int, float]:
+    """Return the tokens per verification of a draft as long as the interval, by that."""
+    return {
+        n: statistics.fmean(chain.tokens for chain in chains) for n, chains in by_interval.items()
+    }
 
 
 class Trace(Generic[V, C]):

@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from bench.drafts.overlap import Chain, Trace
+from bench.drafts.overlap import Chain, Trace, expected_tokens, rejected
 from bench.drafts.split_view import SPLIT_DTYPE, EmulatedSplitView
 from bench.harness import options as opt
 from bench.harness.experiment import Measurement, Row, benchmark
@@ -99,15 +99,8 @@ class Study:
             {"book": book, "context": context}
             | self._memory(budget, context)
             | {
-                "rejected": {  # share of draft tokens
-                    n: 1 - statistics.fmean(float(chain.overlap.mean()) for chain in measured)
-                    for n, measured in by_draft.items()
-                },
-                # per verification of a whole draft
-                "expected_tokens": {
-                    n: statistics.fmean(chain.tokens for chain in measured)
-                    for n, measured in by_draft.items()
-                },
+                "rejected": rejected(by_draft),  # share of draft tokens
+                "expected_tokens": expected_tokens(by_draft),  # per verification of a whole draft
             }
             for budget, by_draft in chains.items()
         ]

@@ -33,6 +33,11 @@ class SplitFormat:
         """Return the number of planes of low bits; keys and values share a single one."""
         return self.low_bits // 4
 
+    @property
+    def half(self) -> int:
+        """Return half of the range of low bits, which rounding to high bytes adds."""
+        return 1 << (self.low_bits - 1)
+
     def low_key_bytes(self, dim: int) -> int:
         """Return the bytes of the low bits of a key with `dim` elements, an even number."""
         return dim * self.low_bits // 8

@@ -35,9 +35,8 @@ class SelectedKeys:
         They are those of the heads from `head` on. A decoded element has half of the range of its
         low bits in place of these, so that it is rounded. Outliers stay what they are, roughly.
         """
-        half = 1 << (self.format.low_bits - 1)
         for own, lows, chunks in zip(keys, self.lows[head:], self.chunks[head:], strict=False):
-            added = unpack(self.format, lows).short().sub_(half)
+            added = unpack(self.format, lows).short().sub_(self.format.half)
             # in words: on a CPU adding in place, or copying 16 bits at a time, takes longer
             rows = own.view(torch.int32).view(-1, self.chunk * own.shape[1] // 2)
             selected = rows.index_select(0, chunks)
@@ -50,8 +49,7 @@ def pack(fmt: SplitFormat, keys: Tensor) -> Tensor:
 
     An offset of `SplitFloatCodec` does not change them: it is a multiple of their range.
     """
-    half = 1 << (fmt.low_bits - 1)
-    lows = keys.view(torch.int16).add(half).bitwise_and_((1 << fmt.low_bits) - 1).byte()
+    lows = keys.view(torch.int16).add(fmt.half).bitwise_and_((1 << fmt.low_bits) - 1).byte()
     if fmt.low_bits == 8:
         return lows
     first, second = lows.chunk(2, dim=-1)

@@ -64,7 +64,7 @@ class SplitFloatCodec:
         pattern = kv.view(torch.int16).int()
         offset = torch.as_tensor(offsets, dtype=torch.int32, device=kv.device)
         y = pattern & _MAGNITUDE
-        y += self._half
+        y += self.format.half
         y -= offset[..., None, None]
         high = y >> fmt.low_bits
         outliers = (high < fmt.min_high) | (high > fmt.max_high)
@@ -96,12 +96,8 @@ class SplitFloatCodec:
             constant = offsets[part][head]
             if low is not None:
                 y |= self._low_bits(low[:, head, block], part)
-                constant -= self._half
+                constant -= self.format.half
             torch.add(y, constant, out=patterns[part, head, block])
-
-    @property
-    def _half(self) -> int:
-        return 1 << (self.format.low_bits - 1)
 
     def _low_bits(self, low: Tensor, part: int) -> Tensor:
         """Return the low bits (T, D) int16 of keys, `part` 0, or values, from low (P, T, D)."""
