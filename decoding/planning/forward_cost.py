@@ -31,7 +31,7 @@ from parallel.config.parameter_count import (
 from parallel.config.weight_sizes import weight_sizes
 from parallel.formats.plane_format import PlaneFormat
 from parallel.formats.weight_headers import PREDICTION
-from parallel.ranks.partition import vocab_rows
+from parallel.ranks.partition import LARGE_SUM_BYTES, vocab_rows
 
 if TYPE_CHECKING:
     import torch
@@ -387,8 +387,12 @@ class ForwardCost:
         """Return the seconds of one all-reduce of the hidden states of `tokens` tokens."""
         if self.ranks == 1:
             return 0.0
+        hardware = self.hardware
         nbytes = tokens * self.config.hidden * self.dtype.itemsize
-        return self.hardware.all_reduce_s + nbytes / self.hardware.all_reduce_rate
+        rate = hardware.all_reduce_rate
+        if nbytes >= LARGE_SUM_BYTES:
+            rate = max(rate, hardware.shared_all_reduce_rate or 0.0)
+        return hardware.all_reduce_s + nbytes / rate
 
 
 def selection_s(hardware: HardwareProfile, kv: float) -> float:

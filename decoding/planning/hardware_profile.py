@@ -58,7 +58,7 @@ class HardwareProfile:
     memory_rate: float  # reading device memory
     matmul: float  # FLOP/s of dense 16-bit matmuls
     all_reduce_s: float  # a small all-reduce
-    all_reduce_rate: float  # bytes/s of the tensor of a large all-reduce
+    all_reduce_rate: float  # bytes/s of the tensor of a large all-reduce, by NCCL or gloo
     layer_s: float  # time per layer of a short forward beyond reading memory: small kernels
     # Optional fields follow. Each comment names the default used for None.
     kv_rate: float | None = None  # reading KV in attention of one query token; memory_rate
@@ -84,6 +84,8 @@ class HardwareProfile:
     # overhead per block of rows, block of keys and head of batch-invariant attention
     # (`--deterministic`), beside reading and arithmetic; none with fused kernels
     chunk_s: float = 0.0
+    # bytes/s of the tensor of a large all-reduce through memory that the ranks share; not used
+    shared_all_reduce_rate: float | None = None
     forward_s: float = 0.0  # time of a short forward beside its layers
     # time in which the host launches a layer of a forward that is not captured: it takes no less;
     # 0, as on a CPU
@@ -270,17 +272,20 @@ def _shipped_numbers(name: str) -> dict[str, Any] | None:
     """Return the numbers of some shipped GPUs, such as 2x4090; None if they are unknown.
 
     All-reduces are given for two GPUs. Of more, a ring takes 2 (n - 1) steps in place of 2, in each
-    of which it transfers an n-th of the tensor (nccl-tests, PERFORMANCE.md).
+    of which it transfers an n-th of the tensor (nccl-tests, PERFORMANCE.md). In shared memory each
+    rank reads the tensors of the n - 1 others.
     """
     if (found := shipped_gpus(name)) is None:
         return None
     count, kind = found
     numbers = {field: each["value"] for field, each in _shipped()[kind].items()}
     if count == 1:
+        del numbers["shared_all_reduce_rate"]
         numbers |= {"all_reduce_s": 0.0, "all_reduce_rate": 1e15}  # there are none
     else:
         numbers["all_reduce_s"] *= count - 1
         numbers["all_reduce_rate"] *= count / (2 * (count - 1))
+        numbers["shared_all_reduce_rate"] /= count - 1
     return {**numbers, "gpus": count}
 
 

@@ -58,7 +58,8 @@ def profile(
     # Each rank reports its own GPU, because `nearby` depends on the CPUs that it may use.
     used = group.gather(machine.gpu_at(gpu_address(group.device))) if cuda else []
     content["machine"] = machine.as_dict()
-    link_in, all_reduce_rate = numbers["link_in"], numbers["all_reduce_rate"]
+    link_in = numbers["link_in"]
+    all_reduce_rate = max(numbers["all_reduce_rate"], numbers.get("shared_all_reduce_rate", 0.0))
     content["warnings"] = warnings(machine, used, link_in, alone)
     content["warnings"] += all_reduce_warnings(used, link_in, all_reduce_rate)
     return content
@@ -113,13 +114,19 @@ def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _all_reduces(group: TensorParallelGroup) -> dict[str, float]:
-    """Measure all-reduces; all ranks call it."""
+    """Measure all-reduces, large ones both ways; all ranks call it."""
     if group.size == 1:
         return _ONE_RANK
-    return {
-        "all_reduce_s": max(group.gather(rates.all_reduce_seconds(group, _SMALL_ALL_REDUCE_BYTES))),
-        "all_reduce_rate": min(group.gather(rates.all_reduce_rate(group))),
-    }
+    seconds = max(group.gather(rates.all_reduce_seconds(group, _SMALL_ALL_REDUCE_BYTES)))
+    numbers = {"all_reduce_s": seconds}
+    chosen = group.uses_shared_sum
+    group.uses_shared_sum = False
+    numbers["all_reduce_rate"] = min(group.gather(rates.all_reduce_rate(group)))
+    if group.shared_sum is not None:
+        group.uses_shared_sum = True
+        numbers["shared_all_reduce_rate"] = min(group.gather(rates.all_reduce_rate(group)))
+    group.uses_shared_sum = chosen
+    return numbers
 
 
 def _source(group: TensorParallelGroup, model: str | None, dtype: torch.dtype) -> str:

@@ -146,7 +146,7 @@ def _with_gpus(
             f"PCIe {slowest.max_pcie_generation}.0 with {slowest.max_pcie_width} lanes: "
             f"{rate / 1e9:.1f} GB/s to each GPU are assumed."
         )
-        profile = replace(profile, link_in=rate, link_out=rate)
+        profile = _with_link(profile, rate)
     free = min(gpu.free for gpu in used)
     words = f"{count} x {name}"
     if any(map(_is_in_use, used)):
@@ -158,6 +158,14 @@ def _with_gpus(
         host_memory=max(1.0, machine.host_available),
     )
     return PlannedMachine(profile, trust, notes, environment)
+
+
+def _with_link(profile: HardwareProfile, rate: float) -> HardwareProfile:
+    """Return the profile with this rate of each link, and of all-reduces that go over the links."""
+    shared = profile.shared_all_reduce_rate
+    if shared is not None:
+        shared *= min(1.0, rate / profile.link_in)
+    return replace(profile, link_in=rate, link_out=rate, shared_all_reduce_rate=shared)
 
 
 def _is_in_use(gpu: Gpu) -> bool:

@@ -18,6 +18,7 @@ class GraphCapturer:
         self.device = device
         # error of a failed capture, which leaves torch's state undefined: captures end there
         self.broken: str | None = None
+        self.is_capturing = False
         self._stream: Any = None  # one for all captures: cuBLAS keeps a workspace per stream
         # The graphs share a memory pool, since no two are replayed at the same time.
         # It is freed with the last of them.
@@ -52,6 +53,7 @@ class GraphCapturer:
             self._memory_pool = torch.cuda.graph_pool_handle()
         memory_pool, graph = self._memory_pool, torch.cuda.CUDAGraph()
         stream_before = torch.cuda.current_stream(self.device)
+        self.is_capturing = True
         try:
             with torch.cuda.graph(
                 graph,
@@ -68,6 +70,8 @@ class GraphCapturer:
                 torch._C._cuda_endAllocateToPool(self.device.index or 0, memory_pool)
             self.broken = repr(error.__cause__ or error)
             raise
+        finally:
+            self.is_capturing = False
         self._graphs.add(graph)
 
         def replay() -> Tensor:

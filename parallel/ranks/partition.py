@@ -5,6 +5,9 @@ from __future__ import annotations
 from offload.layout import ceil_div
 from parallel.errors import ConfigError
 
+# bytes of a tensor from which on its all-reduce may go through shared memory, a piece at a time
+LARGE_SUM_BYTES = 1 << 20
+
 
 def share(total: int, rank: int, ranks: int, unit: int = 1) -> slice:
     """Return the slice of `total` rows or columns that a rank holds, as evenly as possible.

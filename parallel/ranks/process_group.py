@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from threading import Timer
 from typing import Any, TypeVar
 
@@ -18,16 +20,22 @@ from torch import Tensor
 
 from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
 from offload.memory.numa import gpu_address
-from parallel.batch_invariant import row_blocks
+from parallel.batch_invariant import is_batch_invariant, row_blocks
+from parallel.ranks.cuda_shared_sum import CudaSum
 from parallel.ranks.driver import unseen_gpus
 from parallel.ranks.environment import RankInfo, RankLost, rank_from_env, warn_from_rank
 from parallel.ranks.graph_capture import GraphCapturer
-from parallel.ranks.partition import share
+from parallel.ranks.partition import LARGE_SUM_BYTES, share
+from parallel.ranks.shared_memory import SharedMemory
+from parallel.ranks.shared_sum import AsyncSum, HostSum, SharedSum, shared_bytes
 from parallel.ranks.watchdog import Watchdog
 
 T = TypeVar("T")
-AsyncSum = Callable[[], Tensor]  # waits for an all-reduce in progress, and returns its result
 _TESTED_SUM_SIZES = 1, 1 << 21  # elements of the sums that test NCCL at startup
+_TESTED_SHARED_ELEMENTS = 2_200_001  # float32: more than the slots hold, and a part of a piece
+_TEST_S = 10.0  # seconds for that sum
+_TIMED_BYTES = 4 << 20
+_TIMED_RUNS = 3
 COLLECTIVE_TIMEOUT = timedelta(hours=2)  # allows a rank to compute, or to wait for a user
 # parts of the messages of gloo, NCCL and torch's store when a peer closes the connection
 _CLOSED_CONNECTION_MESSAGES = (
@@ -60,6 +68,8 @@ class TensorParallelGroup:
         self.device = device or torch.device("cpu")
         self.watchdog = watchdog
         self.graph_capturer = GraphCapturer(self.device)
+        self.shared_sum: SharedSum | None = None  # None if the ranks cannot share memory
+        self.uses_shared_sum = False  # whether it makes large all-reduces, being faster
 
     @classmethod
     def from_environment(
@@ -73,11 +83,12 @@ class TensorParallelGroup:
 
         Args:
             device: auto, cpu or cuda.
-            warn: called on rank 0 with a line if the driver finds a GPU that torch does not see; by
-                default a Python warning is issued.
+            warn: called on rank 0 with a line if the driver finds a GPU that torch does not see, or
+                if the ranks cannot share memory; by default a Python warning is issued.
 
         Raises TierForceError if CUDA is requested but missing, or has too few GPUs for the ranks.
         """
+        warn = warn or partial(warnings.warn, stacklevel=3)
         info = rank_from_env()
         gpus = _usable_gpus(device, info.local_size)
         if gpus:
@@ -89,11 +100,7 @@ class TensorParallelGroup:
                 os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         else:
             if device == "auto" and info.rank == 0 and (line := unseen_gpus()):
-                line = f"the processor does all the work: {line}"
-                if warn is None:
-                    warnings.warn(line, stacklevel=2)
-                else:
-                    warn(line)
+                warn(f"the processor does all the work: {line}")
             torch_device = torch.device("cpu")
         watchdog = None
         creates_group = info.size > 1 and not dist.is_initialized()
@@ -114,6 +121,8 @@ class TensorParallelGroup:
             for count in _TESTED_SUM_SIZES:
                 with group.sync_errors():  # a sum may be wrong on a single rank
                     _test_nccl(group, count)
+        if creates_group:
+            _share_memory(group, warn)
         return group
 
     def share(self, total: int, unit: int = 1) -> slice:
@@ -128,6 +137,10 @@ class TensorParallelGroup:
         """Start to sum x over the ranks, in place; x must not be used before the wait returns."""
         if self.size == 1:
             return lambda: x
+        if self.shared_sum is not None and self._suits_shared_sum(x):
+            with self._guarded():
+                pending = self.shared_sum.start(x)
+            return partial(self._finish, pending)
         # With more than two ranks, the order of summation depends on the size of the message and on
         # the position in it.
         parts = row_blocks(x) if self.size > 2 else (x,)
@@ -135,12 +148,11 @@ class TensorParallelGroup:
             work = [dist.all_reduce(part, async_op=True) for part in parts]
 
         def wait() -> Tensor:
-            with self._guarded():
-                for handle in work:
-                    handle.wait()  # on a GPU the stream waits, not the host
+            for handle in work:
+                handle.wait()  # on a GPU the stream waits, not the host
             return x
 
-        return wait
+        return partial(self._finish, wait)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate the last dimension over the ranks: (T, N) -> (T, N * ranks).
@@ -211,9 +223,27 @@ class TensorParallelGroup:
         """Leave the group; no collective may follow."""
         if self.watchdog:
             self.watchdog.stop()
+        if self.shared_sum is not None:
+            self.shared_sum.close()
         if self.size > 1 and dist.is_initialized():
             self.graph_capturer.reset()
             dist.destroy_process_group()
+
+    def _suits_shared_sum(self, x: Tensor) -> bool:
+        """Return whether x is summed in shared memory: the same on all ranks."""
+        return (
+            self.uses_shared_sum
+            and x.nbytes >= LARGE_SUM_BYTES
+            and x.is_contiguous()
+            and not self.graph_capturer.is_capturing
+            # with two ranks there is only one order of summation
+            and (self.size == 2 or not is_batch_invariant())
+        )
+
+    def _finish(self, pending: AsyncSum) -> Tensor:
+        """Wait for a sum in progress, and return its result."""
+        with self._guarded():
+            return pending()
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -336,15 +366,19 @@ def _check_distinct_gpus(group: TensorParallelGroup) -> None:
             )
 
 
+def _test_numbers(group: TensorParallelGroup, count: int) -> tuple[Tensor, Tensor]:
+    """Return this rank's numbers (count,) to test a sum with, and the sum over the ranks."""
+    numbers = torch.arange(count, device=group.device, dtype=torch.float32) % 1024
+    return numbers + group.rank, group.size * numbers + group.size * (group.size - 1) // 2
+
+
 def _test_nccl(group: TensorParallelGroup, count: int) -> None:
     """Start NCCL and check that it sums `count` elements correctly.
 
     Starting it before the plan lets the plan account for its memory. Large and small sums use
     different algorithms. Raises TierForceError.
     """
-    numbers = torch.arange(count, device=group.device, dtype=torch.float32) % 1024
-    expected = group.size * numbers + group.size * (group.size - 1) // 2
-    numbers += group.rank
+    numbers, expected = _test_numbers(group, count)
     try:
         dist.all_reduce(numbers)
         is_correct = torch.equal(numbers, expected)  # raises pending errors of NCCL
@@ -357,3 +391,52 @@ def _test_nccl(group: TensorParallelGroup, count: int) -> None:
             f"NCCL sums {count} numbers wrongly on these GPUs, as happens with drivers that "
             "are patched for peer access: set NCCL_P2P_DISABLE=1, or use one GPU."
         )
+
+
+def _share_memory(group: TensorParallelGroup, warn: Callable[[str], None]) -> None:
+    """Sum large tensors through shared memory, if that is possible here and the faster way."""
+    try:
+        group.shared_sum = open_shared_sum(group)
+    except TierForceError as error:
+        if group.rank == 0:
+            backend = "NCCL" if group.device.type == "cuda" else "gloo"
+            warn(f"large all-reduces go through {backend}: {error}.")
+    else:
+        _choose_faster_sum(group)
+
+
+def open_shared_sum(group: TensorParallelGroup) -> SharedSum:
+    """Return tested sums in memory that all ranks share. Raises TierForceError on all ranks."""
+    memory = SharedMemory.open(group, shared_bytes(group.size))
+    shared_sum: SharedSum | None = None
+    try:
+        with group.sync_errors():
+            is_cuda = group.device.type == "cuda"
+            shared_sum = CudaSum(memory, group.device) if is_cuda else HostSum(memory)
+        numbers, expected = _test_numbers(group, _TESTED_SHARED_ELEMENTS)
+        with group.sync_errors():
+            pending = shared_sum.start(numbers)
+            if not shared_sum.drain(_TEST_S):
+                raise TierForceError("a sum in shared memory does not end")
+            if not torch.equal(pending(), expected):
+                raise TierForceError("a sum in shared memory is wrong")
+    except TierForceError:
+        memory.release()
+        (shared_sum or memory).close()
+        raise
+    return shared_sum
+
+
+def _choose_faster_sum(group: TensorParallelGroup) -> None:
+    """Choose between shared memory and the backend for large all-reduces, by timing both."""
+    x = torch.zeros(_TIMED_BYTES // 2, dtype=torch.bfloat16, device=group.device)
+    seconds = {}
+    for shared in (False, True):
+        group.uses_shared_sum = shared
+        times = []
+        for _ in range(1 + _TIMED_RUNS):
+            started = time.perf_counter()
+            group.all_reduce(x)[0].item()
+            times.append(time.perf_counter() - started)
+        seconds[shared] = max(group.gather(min(times[1:])))
+    group.uses_shared_sum = seconds[True] < seconds[False]

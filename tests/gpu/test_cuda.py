@@ -42,14 +42,16 @@ from offload.kernels.selection import (
 from offload.layout import OBSERVED_ROWS
 from parallel.execution.cuda_graphs import GraphRunner, cuda_graphs_supported
 from parallel.model.transformer import Attention
+from parallel.ranks.cuda_shared_sum import _StreamLane
 from parallel.ranks.graph_capture import GraphCapturer
-from parallel.ranks.process_group import TensorParallelGroup
-from standin import Machine, gpu_or_standin, standin
+from parallel.ranks.process_group import TensorParallelGroup, open_shared_sum
+from parallel.ranks.shared_sum import PIECE_BYTES, SLOTS
+from standin import Machine, Race, gpu_or_standin, standin
 from support.batches import run_alone, run_batch, tokens
 from support.captures import count_replays
 from support.engines import DEMO, MODES
 from support.prompts import prompt
-from support.ranks import run_ranks
+from support.ranks import run_ranks, share_all_sums
 from support.slow import slow_except
 
 pytestmark = pytest.mark.cuda
@@ -397,6 +399,11 @@ def leave_group(close: bool) -> None:
         x = torch.ones(4, device=group.device)
         group.all_reduce(x)
         replay = group.graph_capturer.capture(lambda: group.all_reduce(x * 2))
+        check_reset(group, close)
+    assert callable(replay)
+
+
+def check_reset(group: TensorParallelGroup, close: bool) -> None:
     events, destroy = [], dist.destroy_process_group
     graph_type = type(next(iter(group.graph_capturer._graphs)))
     reset = graph_type.reset
@@ -417,7 +424,6 @@ def leave_group(close: bool) -> None:
             group.close()
         else:
             support.ranks.leave_group()
-    assert callable(replay)
 
 
 @pytest.mark.parametrize(
@@ -653,27 +659,64 @@ def test_plans_use_only_free_device_memory() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("shares", [False, True], ids=["gloo", "shared sums"])
 @pytest.mark.parametrize("mode", MODES)
-def test_two_ranks_share_one_gpu(mode: str, expected: list[int], gpu: Machine | None) -> None:
+def test_two_ranks_share_one_gpu(
+    mode: str, shares: bool, expected: list[int], gpu: Machine | None
+) -> None:
     if gpu is not None:
         pytest.skip("a stand-in has a GPU per rank")
-    assert run_ranks(2, generate_on_shared_gpu, mode)[0] == expected
+    assert run_ranks(2, generate_on_shared_gpu, mode, shares)[0] == expected
 
 
-def generate_on_shared_gpu(mode: str) -> list[int]:
+def generate_on_shared_gpu(mode: str, shares: bool) -> list[int]:
     dist.init_process_group("gloo")
     group = SharedGpu(dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0))
+    if shares:
+        group.shared_sum = open_shared_sum(group)
+        share_all_sums(group)
     return generate(group, mode, gpu_kv_layers=1)
 
 
+@pytest.mark.parametrize("shares", [False, True], ids=["NCCL", "shared sums"])
 @pytest.mark.parametrize("mode", slow_except(["plain", "hierarchical"], 1))
-def test_two_gpus_match_the_cpu(mode: str, expected: list[int]) -> None:
+def test_two_gpus_match_the_cpu(mode: str, shares: bool, expected: list[int]) -> None:
     if torch.cuda.device_count() == 1:
         pytest.skip("needs two GPUs")
-    (tokens, counts), (_, others) = run_ranks(2, generate_on_own_gpu, mode)
+    (tokens, counts), (_, others) = run_ranks(2, generate_on_own_gpu, mode, shares)
     assert tokens == expected
     assert counts["refused"] == others["refused"] == 0
     assert (counts["replayed"] > 0) == (mode != "plain")
+
+
+def test_sums_in_shared_memory_are_right_and_ordered(gpu: Machine | None) -> None:
+    """Several are in flight; the stand-in finds accesses that nothing orders."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("needs two GPUs")
+    run_ranks(2, sum_on_own_gpu, gpu is not None)
+
+
+def sum_on_own_gpu(is_standin: bool) -> None:
+    with gpu_or_standin():
+        group = TensorParallelGroup.from_environment("cuda")
+        share_all_sums(group)
+        counts = [2 * SLOTS * PIECE_BYTES // 4 + 1, 300, PIECE_BYTES]
+        tensors = [torch.arange(count, device=group.device) % 1000 for count in counts]
+        pending = [group.start_all_reduce(x.float() + group.rank) for x in tensors]
+        for x, finish in zip(tensors, pending, strict=True):
+            assert torch.equal(finish(), 2 * x.float() + 1)
+        if not is_standin:
+            return
+        x = torch.ones(300, device=group.device)
+        finish = group.start_all_reduce(x)
+        with pytest.raises(Race, match="writes"):
+            x.add_(1)
+        finish()
+        with (
+            patch.object(_StreamLane, "follow", lambda *_: None),
+            pytest.raises(Race, match=r"writes .* that .* reads"),
+        ):
+            group.all_reduce(x)
 
 
 def test_nccl_that_fails_to_start_is_an_error() -> None:
@@ -720,7 +763,7 @@ def start_with_wrong_sums(numbers: int) -> None:
         TensorParallelGroup.from_environment("cuda")
 
 
-def generate_on_own_gpu(mode: str) -> tuple[list[int], dict[str, Any]]:
+def generate_on_own_gpu(mode: str, shares: bool) -> tuple[list[int], dict[str, Any]]:
     with gpu_or_standin():
         runners, initialize = [], GraphRunner.__init__
 
@@ -731,6 +774,8 @@ def generate_on_own_gpu(mode: str) -> tuple[list[int], dict[str, Any]]:
         GraphRunner.__init__ = record_runner  # type: ignore[method-assign]
         group = TensorParallelGroup.from_environment("cuda")
         assert cuda_graphs_supported(group)
+        if shares:
+            share_all_sums(group)
         lengths = {"num_draft_tokens": 5, "num_inner_draft_tokens": 2}
         tokens = generate(group, mode, gpu_kv_layers=1, **lengths)
         return tokens, runners[-1].counts

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from offload.kernels import selection
+from parallel.ranks import cuda_shared_sum
 from standin.clocks import Race, Timeline
 from standin.dispatch import OnGpu
 from standin.graphs import capture_type, graph_type
@@ -56,8 +58,22 @@ class Stream:
     def record_event(self) -> dict[Timeline, int]:
         return self.timeline.mark()
 
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         self.machine.wait(self.timeline, "Stream.synchronize")
+
+
+class StreamCounters:
+    """The driver's stream memory operations: work is done at once, so a stream's wait blocks."""
+
+    def wait(self, stream: Stream, address: int, value: int) -> None:
+        while ctypes.c_int64.from_address(address).value < value:
+            time.sleep(1e-4)
+
+    def write(self, stream: Stream, address: int, value: int) -> None:
+        ctypes.c_int64.from_address(address).value = value
 
 
 class Work:
@@ -159,6 +175,7 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
         "get_backend_config",
         lambda group=None: "cpu:gloo,cuda:nccl" if machine.uses_nccl else "cpu:gloo,cuda:gloo",
     )
+    yield cuda_shared_sum, "StreamCounters", StreamCounters
     yield dist, "all_reduce", _all_reduce(dist.all_reduce, machine)
 
 

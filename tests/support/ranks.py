@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from parallel.ranks import process_group
 from parallel.ranks.graph_capture import GraphCapturer
+from parallel.ranks.process_group import TensorParallelGroup
+from parallel.ranks.shared_sum import SharedSum
 
 # modules that take seconds to import, preloaded for ranks and for commands forked in tests
 PRELOAD = [
@@ -54,6 +57,14 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
             start_method="forkserver",
         )
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def share_all_sums(group: TensorParallelGroup) -> SharedSum:
+    """Sum through shared memory whatever the size and however slow, in the rest of the process."""
+    assert group.shared_sum is not None
+    group.uses_shared_sum = True
+    process_group.LARGE_SUM_BYTES = 1
+    return group.shared_sum
 
 
 def leave_group() -> None:

@@ -34,7 +34,8 @@ ROWS = {
     "sample_s": ("probabilities of one token", "microseconds"),
     "draw_s": ("sampling a token", "microseconds"),
     "all_reduce_s": ("small all-reduce", "microseconds"),
-    "all_reduce_rate": ("large all-reduce", "GB/s"),
+    "all_reduce_rate": ("large all-reduce, NCCL or gloo", "GB/s"),
+    "shared_all_reduce_rate": ("large all-reduce, shared memory", "GB/s"),
 }
 _SCALES = {"GB/s": 1e-9, "billion/s": 1e-9, "TFLOP/s": 1e-12, "GB": 1e-9, "microseconds": 1e6}
 

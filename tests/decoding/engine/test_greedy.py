@@ -13,7 +13,7 @@ from decoding import GREEDY
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, Pair, lead
 from support.prompts import LENGTHS, prompt
-from support.ranks import run_ranks
+from support.ranks import run_ranks, share_all_sums
 from support.slow import slow_except
 
 NEW = 80  # enough to offload a block during decoding, even of the largest size
@@ -133,6 +133,10 @@ def generate_on_rank(target: Path, draft: Path, tokens: list[int], new: int) -> 
     for mode, options in modes:
         with pair.engine(mode, **options) as engine:
             outputs += lead(engine, lambda first: list(first.generate(tokens, new, GREEDY)))
+    before = share_all_sums(group).written_bytes
+    with pair.engine(mode, **options) as engine:
+        outputs += lead(engine, lambda first: list(first.generate(tokens, new, GREEDY)))
+    assert group.shared_sum.written_bytes > before
     return outputs
 
 
@@ -140,5 +144,5 @@ def test_two_ranks_equal_one(pair: Pair) -> None:
     tokens = prompt("documentation")[:400]
     target, draft = DEMO / "target", DEMO / "draft"
     outputs, worker_outputs = run_ranks(2, generate_on_rank, target, draft, tokens, 24)
-    assert outputs == [pair.generate("plain", tokens, 24)] * 2
+    assert outputs == [pair.generate("plain", tokens, 24)] * 3
     assert worker_outputs == []

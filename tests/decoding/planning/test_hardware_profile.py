@@ -96,12 +96,15 @@ def test_gpus_are_identified_by_their_driver_name() -> None:
 
 
 def test_all_reduces_of_more_gpus_take_longer() -> None:
-    """A ring of n moves 2 (n - 1) / n of the tensor over each link."""
+    """A ring of n moves 2 (n - 1) / n of the tensor over each link, shared memory n - 1 tensors."""
     one, two, four = (HardwareProfile.from_name(f"{count}x4090") for count in (1, 2, 4))
     assert (one.gpus, two.gpus, four.gpus) == (1, 2, 4)
     assert one.all_reduce_s == 0.0
     assert four.all_reduce_s == pytest.approx(3 * two.all_reduce_s)
     assert four.all_reduce_rate == pytest.approx(two.all_reduce_rate / 1.5)
+    assert one.shared_all_reduce_rate is None
+    assert two.shared_all_reduce_rate == two.link_in / 2
+    assert four.shared_all_reduce_rate == pytest.approx(two.shared_all_reduce_rate / 3)
     for name in ("0x4090", "1025x4090", "4090", "1x4080", "1x"):
         with pytest.raises(TierForceError, match=f"`hardware` {name} is neither a file nor"):
             HardwareProfile.from_name(name)

@@ -27,6 +27,7 @@ from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import active_share
+from parallel.ranks.partition import LARGE_SUM_BYTES
 from support.measuring import measure_briefly
 from support.ranks import run_ranks
 
@@ -149,6 +150,23 @@ def test_up_to_two_ranks_all_reduce_all_blocks_at_once(ranks: int, all_reduces: 
     slow = ForwardCost(replace(fast.hardware, all_reduce_s=1e-3), TARGET, ranks, torch.float32)
     latency_s = slow.batch_invariant_seconds(9, 5000) - fast.batch_invariant_seconds(9, 5000)
     assert latency_s == pytest.approx(all_reduces * 2 * TARGET.layers * 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("backend", "shared", "large"), [(1e9, 4e9, 4e9), (4e9, 1e9, 4e9), (1e9, None, 1e9)]
+)
+def test_large_all_reduces_use_the_faster_path(
+    backend: float, shared: float | None, large: float
+) -> None:
+    hardware = replace(SERIAL, all_reduce_rate=backend, shared_all_reduce_rate=shared)
+    without = replace(SERIAL, all_reduce_rate=1e29)
+    costs = [ForwardCost(each, TARGET, 2, torch.float32) for each in (hardware, without)]
+    token = TARGET.hidden * 4
+    tokens = LARGE_SUM_BYTES // token
+    for count, rate in ((tokens, large), (tokens - 1, backend)):
+        seconds = [cost.seconds(count, 5000) for cost in costs]
+        expected = 2 * TARGET.layers * count * token / rate
+        assert seconds[0] - seconds[1] == pytest.approx(expected)
 
 
 def test_key_block_overhead_is_measured_without_fused_kernels(

@@ -291,7 +291,7 @@ def test_a_gpu_in_use_does_not_hide_a_free_one(order: int, monkeypatch: pytest.M
 def test_the_list_says_how_many_gpus(tmp_path: Path) -> None:
     names = ("llama-3.1-8b", "llama-3.3-70b", "smollm2")
     many = rows(tmp_path, *names, "--hardware", "4x4090")
-    assert [row["gpus"] for row in many] == [2, 2, 4, 1]
+    assert [row["gpus"] for row in many] == [4, 4, 4, 1]
     assert " --gpus 4 " in many[2]["commands"][-1]
     assert "GPUs" in run(tmp_path, "--hardware", "4x4090").out.splitlines()[2].split()
 
