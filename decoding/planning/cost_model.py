@@ -60,7 +60,7 @@ class CostModel:
         deferred_bytes = plan.prompt_spec.deferred_bytes(spec.prompt)
         chunks = ceil_div(spec.prompt, prefill_chunk(needs))
         prefill_s, prefill_bound = self._target(needs).prefill(
-            spec.prompt, plan.link_bytes + deferred_bytes, chunks
+            spec.prompt, plan.link_bytes + deferred_bytes, chunks, needs.settings.deterministic
         )
         prefill_s += deferred_bytes / self.hardware.link_in  # onloading after prefill
         layers = plan.prompt_spec.counts.items()

@@ -239,7 +239,7 @@ class ForwardCost:
         compute_s = self._compute_s(tokens, attended, weights_s, kv, extra, self.hardware.forward_s)
         if not captured:
             compute_s = max(compute_s, self._launches_s + self.hardware.forward_s)
-        return compute_s + self._all_reduces_s(tokens) + self._sampling_s(tokens)
+        return compute_s + self._all_reduces_s(tokens, not captured) + self._sampling_s(tokens)
 
     @property
     def _launches_s(self) -> float:
@@ -322,9 +322,9 @@ class ForwardCost:
         fused_s = (kept - plain) / packed_rate
         return max(read_s, fused_s) + plain * _PLAIN_BYTES / hardware.memory_rate
 
-    def _all_reduces_s(self, query_tokens: float) -> float:
+    def _all_reduces_s(self, query_tokens: float, may_share: bool = True) -> float:
         """Return the seconds of a forward's all-reduces."""
-        return 2 * self.config.layers * self._all_reduce_s(query_tokens)
+        return 2 * self.config.layers * self._all_reduce_s(query_tokens, may_share=may_share)
 
     def _sampling_s(self, query_tokens: int) -> float:
         """Return the seconds of sampling from a forward's logits."""
@@ -349,7 +349,9 @@ class ForwardCost:
             previous, seconds = measured, measured_s
         return seconds + (query_tokens - previous) * flops / hardware.matmul
 
-    def prefill(self, tokens: int, written: int, chunks: int = 1) -> tuple[float, str]:
+    def prefill(
+        self, tokens: int, written: int, chunks: int = 1, batch_invariant: bool = False
+    ) -> tuple[float, str]:
         """Return the seconds of a layer-major prefill, and its bound.
 
         Arithmetic, all-reduces and write-back overlap. Packed experts are unpacked for each chunk.
@@ -358,14 +360,17 @@ class ForwardCost:
             tokens: of the prompt.
             written: bytes of KV that one rank copies to the host.
             chunks: in which a layer is computed.
+            batch_invariant: whether matrix products and all-reduces are.
         """
         hardware = self.hardware
         matmul, scores = prefill_flops(self.config, tokens)
         arithmetic = matmul / hardware.matmul
         arithmetic += scores / (hardware.prefill_attention or hardware.matmul)
+        may_share = self.ranks == 2 or not batch_invariant
+        all_reduce_s = self._all_reduce_s(tokens, chunks, may_share)
         times = {
             "arithmetic": arithmetic / self.ranks + chunks * self._unpack_experts_s(),
-            "all-reduce": 2 * (self.config.layers - 1) * self._all_reduce_s(tokens),
+            "all-reduce": 2 * (self.config.layers - 1) * all_reduce_s,
             "write-back": written / hardware.link_out,
         }
         bound = max(times, key=times.__getitem__)
@@ -383,14 +388,17 @@ class ForwardCost:
             seconds += sizes.kept_experts / (hardware.packed_rate or hardware.memory_rate)
         return seconds
 
-    def _all_reduce_s(self, tokens: float) -> float:
-        """Return the seconds of one all-reduce of the hidden states of `tokens` tokens."""
+    def _all_reduce_s(self, tokens: float, chunks: int = 1, may_share: bool = True) -> float:
+        """Return the seconds of all-reducing the hidden states of `tokens` tokens, in chunks.
+
+        Large ones go through shared memory, if they may and it is faster.
+        """
         if self.ranks == 1:
             return 0.0
         hardware = self.hardware
         nbytes = tokens * self.config.hidden * self.dtype.itemsize
         rate = hardware.all_reduce_rate
-        if nbytes >= LARGE_SUM_BYTES:
+        if may_share and nbytes / chunks >= LARGE_SUM_BYTES:
             rate = max(rate, hardware.shared_all_reduce_rate or 0.0)
         return hardware.all_reduce_s + nbytes / rate
 

@@ -40,9 +40,9 @@ def all_reduce_warnings(used: list[Gpu], link_in: float, all_reduce_rate: float)
         return []
     return [
         f"large all-reduces run at {all_reduce_rate / 1e9:.1f} GB/s and a link at "
-        f"{link_in / 1e9:.1f} GB/s, so all-reduces bound a long prefill. If they go through host "
-        f"memory, {COPY_ENGINES}=1 may make large ones several times faster and small ones slower: "
-        "probe again with it, and compare the output of `tierforce plan` for both files."
+        f"{link_in / 1e9:.1f} GB/s, so all-reduces bound a long prefill. If NCCL makes them "
+        f"in host memory, {COPY_ENGINES}=1 may make large ones several times faster and small ones "
+        "slower: probe again with it, and compare the output of `tierforce plan` for both files."
     ]
 
 

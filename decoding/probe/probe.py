@@ -119,13 +119,14 @@ def _all_reduces(group: TensorParallelGroup) -> dict[str, float]:
         return _ONE_RANK
     seconds = max(group.gather(rates.all_reduce_seconds(group, _SMALL_ALL_REDUCE_BYTES)))
     numbers = {"all_reduce_s": seconds}
-    chosen = group.uses_shared_sum
-    group.uses_shared_sum = False
-    numbers["all_reduce_rate"] = min(group.gather(rates.all_reduce_rate(group)))
-    if group.shared_sum is not None:
-        group.uses_shared_sum = True
-        numbers["shared_all_reduce_rate"] = min(group.gather(rates.all_reduce_rate(group)))
-    group.uses_shared_sum = chosen
+    shared_sum = group.shared_sum
+    if shared_sum is None:
+        return numbers | {"all_reduce_rate": min(group.gather(rates.all_reduce_rate(group)))}
+    was_faster = shared_sum.is_faster
+    for name, is_shared in (("all_reduce_rate", False), ("shared_all_reduce_rate", True)):
+        shared_sum.is_faster = is_shared
+        numbers[name] = min(group.gather(rates.all_reduce_rate(group)))
+    shared_sum.is_faster = was_faster
     return numbers
 
 

@@ -164,7 +164,7 @@ def _with_link(profile: HardwareProfile, rate: float) -> HardwareProfile:
     """Return the profile with this rate of each link, and of all-reduces that go over the links."""
     shared = profile.shared_all_reduce_rate
     if shared is not None:
-        shared *= min(1.0, rate / profile.link_in)
+        shared = min(shared, rate / 2 / (profile.gpus - 1))  # as in the built-in profiles
     return replace(profile, link_in=rate, link_out=rate, shared_all_reduce_rate=shared)
 
 

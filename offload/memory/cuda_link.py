@@ -33,11 +33,8 @@ class CudaLink(Link):
         with on_node(gpu_node(self.device)):
             prefault(buffer)
             # pin_memory would round the allocation up to a power of two
-            code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+            code = register(buffer, self.device)
         if code:
-            with suppress(RuntimeError):
-                # clears the error, which the next kernel launch would report otherwise
-                torch.ones(1, device=self.device).add_(1)
             raise InsufficientMemoryError(
                 f"the driver refused to pin {buffer.nbytes / 1e9:.1f} GB of host memory "
                 f"(cudaHostRegister: error {code}). Raise the limit on locked memory (ulimit -l "
@@ -97,3 +94,13 @@ class CudaLink(Link):
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
+
+
+def register(buffer: Tensor, device: torch.device) -> int:
+    """Pin a host buffer where it is; return the driver's error code, or 0."""
+    code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    if code:
+        with suppress(RuntimeError):
+            # clears the error, which the next kernel launch would report otherwise
+            torch.ones(1, device=device).add_(1)
+    return code

@@ -17,35 +17,47 @@ import torch
 from torch import Tensor
 
 from offload.errors import TierForceError
-from offload.memory.host import prefault
-from offload.memory.numa import gpu_node, on_node
+from offload.memory.cuda_link import register
 from parallel.ranks.shared_memory import SharedMemory
 from parallel.ranks.shared_sum import PIECE_BYTES, AsyncSum, Lane, SharedSum, add_in_order
 
 _GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _POLL_S = 1e-3
+_CLOSE_S = 10.0  # seconds to wait for sums that are still in progress
 _AFTER_WRITES = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: what the stream wrote before is visible first
 
 
 class StreamCounters:
-    """Counters in registered host memory that streams set and wait for."""
+    """Counters in registered host memory that streams set and wait for.
 
-    def __init__(self) -> None:
-        """Raises TierForceError if the driver has no such operations."""
+    Their methods raise RuntimeError, as torch's do, for an error of the driver.
+    """
+
+    def __init__(self, address: int):
+        """Use the counters at an address. Raises TierForceError if the driver cannot."""
         try:
             driver = ctypes.CDLL("libcuda.so.1")
             self._wait, self._write = driver.cuStreamWaitValue64_v2, driver.cuStreamWriteValue64_v2
+            on_device = ctypes.c_uint64()
+            code = driver.cuMemHostGetDevicePointer_v2(
+                ctypes.byref(on_device), ctypes.c_void_p(address), 0
+            )
         except (OSError, AttributeError) as error:
             raise TierForceError("the driver's streams cannot wait for host memory") from error
+        if code:
+            raise TierForceError(f"the GPU has no address of shared memory (error {code})")
+        self._address = int(on_device.value)
         for call in (self._wait, self._write):
             call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint)
 
-    def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Let later work of a stream wait until the number at an address has reached a value."""
+    def wait(self, stream: torch.cuda.Stream, counter: int, value: int) -> None:
+        """Let later work of a stream wait until a counter has reached a value."""
+        address = self._address + 8 * counter
         _check(self._wait(stream.cuda_stream, address, value, _GREATER_OR_EQUAL))
 
-    def write(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Write a number to an address, after the stream's work so far."""
+    def write(self, stream: torch.cuda.Stream, counter: int, value: int) -> None:
+        """Set a counter after the stream's work so far."""
+        address = self._address + 8 * counter
         _check(self._write(stream.cuda_stream, address, value, _AFTER_WRITES))
 
 
@@ -56,29 +68,34 @@ class CudaSum(SharedSum):
         """Raises TierForceError if the driver cannot pin the memory or wait for it."""
         super().__init__(memory)
         self._device = device
-        counters = StreamCounters()
         staging = torch.empty(memory.size, PIECE_BYTES, dtype=torch.uint8, device=device)
-        self._out = _StreamLane(memory, counters, torch.cuda.Stream(device), staging)
-        self._into = _StreamLane(memory, counters, torch.cuda.Stream(device), staging)
-        with on_node(gpu_node(device)):
-            for slot in self._slots[memory.rank]:
-                prefault(slot)
-        buffer = memory.buffer
-        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
-        if code:
+        streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # tensors of sums that were not waited for: not to be freed while the streams use them
+        self._unfinished: dict[int, Tensor] = {}
+        if code := register(memory.buffer, device):
             raise TierForceError(
                 f"the driver refused to pin shared memory (cudaHostRegister: error {code})"
             )
+        try:
+            counters = StreamCounters(memory.buffer.data_ptr())
+        except TierForceError:
+            self._unregister()
+            raise
+        self._out, self._into = (_StreamLane(counters, stream, staging) for stream in streams)
 
     def start(self, x: Tensor) -> AsyncSum:
+        if self._into.stream.query():
+            self._unfinished.clear()
         computed = torch.cuda.current_stream(self._device)
         self._out.stream.wait_stream(computed)
         self._into.stream.wait_stream(computed)
         self._exchange(x, self._out, self._into)
-        done = self._into.stream.record_event()
+        done, number = self._into.stream.record_event(), self._pieces
+        self._unfinished[number] = x
 
         def finish() -> Tensor:
             torch.cuda.current_stream(self._device).wait_event(done)
+            self._unfinished.pop(number, None)
             return x
 
         return finish
@@ -90,32 +107,28 @@ class CudaSum(SharedSum):
         return self._into.stream.query()
 
     def close(self) -> None:
-        self._out.stream.synchronize()
-        self._into.stream.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(self.memory.buffer.data_ptr())
+        if self.drain(_CLOSE_S):  # else the driver still uses the memory, up to the process's end
+            self._unregister()
         super().close()
+
+    def _unregister(self) -> None:
+        torch.cuda.cudart().cudaHostUnregister(self.memory.buffer.data_ptr())
 
 
 class _StreamLane(Lane):
     """A stream."""
 
-    def __init__(
-        self,
-        memory: SharedMemory,
-        counters: StreamCounters,
-        stream: torch.cuda.Stream,
-        staging: Tensor,
-    ):
+    def __init__(self, counters: StreamCounters, stream: torch.cuda.Stream, staging: Tensor):
         """`staging` (ranks, bytes): device memory of a piece of each rank."""
-        self._memory, self._counters, self._staging = memory, counters, staging
+        self._counters, self._staging = counters, staging
         self.stream = stream
 
     def wait(self, counter: int, value: int) -> None:
         if value > 0:
-            self._counters.wait(self.stream, self._memory.address(counter), value)
+            self._counters.wait(self.stream, counter, value)
 
     def post(self, counter: int, value: int) -> None:
-        self._counters.write(self.stream, self._memory.address(counter), value)
+        self._counters.write(self.stream, counter, value)
 
     def follow(self, lane: Lane) -> None:
         assert isinstance(lane, _StreamLane)
@@ -136,6 +149,6 @@ class _StreamLane(Lane):
 
 
 def _check(code: int) -> None:
-    """Raise TierForceError for an error code of the driver."""
+    """Raise RuntimeError for an error code of the driver."""
     if code:
-        raise TierForceError(f"the driver's streams cannot wait for host memory (error {code})")
+        raise RuntimeError(f"the driver's streams cannot wait for host memory (error {code})")

@@ -1,4 +1,4 @@
-"""The process group: besides the host link, the only module that knows devices and backends."""
+"""The process group. Besides the host link, it and its sums alone know devices and backends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from threading import Timer
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
-from offload.memory.numa import gpu_address
+from offload.memory.numa import gpu_address, gpu_node
 from parallel.batch_invariant import is_batch_invariant, row_blocks
 from parallel.ranks.cuda_shared_sum import CudaSum
 from parallel.ranks.driver import unseen_gpus
@@ -27,7 +27,7 @@ from parallel.ranks.environment import RankInfo, RankLost, rank_from_env, warn_f
 from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.partition import LARGE_SUM_BYTES, share
 from parallel.ranks.shared_memory import SharedMemory
-from parallel.ranks.shared_sum import AsyncSum, HostSum, SharedSum, shared_bytes
+from parallel.ranks.shared_sum import RANK_BYTES, AsyncSum, HostSum, SharedSum, has_ordered_writes
 from parallel.ranks.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -56,6 +56,9 @@ class TensorParallelGroup:
     With one rank every collective is a no-op, so callers need no special case.
     """
 
+    # sums in memory that this process's ranks share, if they can: all its groups use them
+    shared_sum: ClassVar[SharedSum | None] = None
+
     def __init__(
         self,
         rank: int = 0,
@@ -68,8 +71,6 @@ class TensorParallelGroup:
         self.device = device or torch.device("cpu")
         self.watchdog = watchdog
         self.graph_capturer = GraphCapturer(self.device)
-        self.shared_sum: SharedSum | None = None  # None if the ranks cannot share memory
-        self.uses_shared_sum = False  # whether it makes large all-reduces, being faster
 
     @classmethod
     def from_environment(
@@ -137,9 +138,10 @@ class TensorParallelGroup:
         """Start to sum x over the ranks, in place; x must not be used before the wait returns."""
         if self.size == 1:
             return lambda: x
-        if self.shared_sum is not None and self._suits_shared_sum(x):
+        shared_sum = self.shared_sum
+        if shared_sum is not None and shared_sum.is_faster and self._may_share(x):
             with self._guarded():
-                pending = self.shared_sum.start(x)
+                pending = shared_sum.start(x)
             return partial(self._finish, pending)
         # With more than two ranks, the order of summation depends on the size of the message and on
         # the position in it.
@@ -223,17 +225,17 @@ class TensorParallelGroup:
         """Leave the group; no collective may follow."""
         if self.watchdog:
             self.watchdog.stop()
-        if self.shared_sum is not None:
-            self.shared_sum.close()
         if self.size > 1 and dist.is_initialized():
+            if self.shared_sum is not None:
+                self.shared_sum.close()
+                TensorParallelGroup.shared_sum = None
             self.graph_capturer.reset()
             dist.destroy_process_group()
 
-    def _suits_shared_sum(self, x: Tensor) -> bool:
-        """Return whether x is summed in shared memory: the same on all ranks."""
+    def _may_share(self, x: Tensor) -> bool:
+        """Return whether x may be summed in shared memory: the same on all ranks."""
         return (
-            self.uses_shared_sum
-            and x.nbytes >= LARGE_SUM_BYTES
+            x.nbytes >= LARGE_SUM_BYTES
             and x.is_contiguous()
             and not self.graph_capturer.is_capturing
             # with two ranks there is only one order of summation
@@ -394,32 +396,42 @@ def _test_nccl(group: TensorParallelGroup, count: int) -> None:
 
 
 def _share_memory(group: TensorParallelGroup, warn: Callable[[str], None]) -> None:
-    """Sum large tensors through shared memory, if that is possible here and the faster way."""
+    """Sum large tensors through shared memory, if that is possible here and the faster way.
+
+    Raises RankLost.
+    """
     try:
-        group.shared_sum = open_shared_sum(group)
+        shared_sum = open_shared_sum(group)
+    except RankLost:
+        raise
     except TierForceError as error:
         if group.rank == 0:
             backend = "NCCL" if group.device.type == "cuda" else "gloo"
             warn(f"large all-reduces go through {backend}: {error}.")
-    else:
-        _choose_faster_sum(group)
+        return
+    if shared_sum is not None:
+        TensorParallelGroup.shared_sum = shared_sum
+        _choose_faster_sum(group, shared_sum)
 
 
-def open_shared_sum(group: TensorParallelGroup) -> SharedSum:
-    """Return tested sums in memory that all ranks share. Raises TierForceError on all ranks."""
-    memory = SharedMemory.open(group, shared_bytes(group.size))
+def open_shared_sum(group: TensorParallelGroup) -> SharedSum | None:
+    """Return tested sums in memory that all ranks share; None where they are not made.
+
+    Raises TierForceError, on all ranks, if the system refuses or the test fails.
+    """
+    is_cuda = group.device.type == "cuda"
+    if not is_cuda and not has_ordered_writes():
+        return None
+    memory = SharedMemory.open(group, RANK_BYTES, gpu_node(group.device) if is_cuda else None)
+    if memory is None:
+        return None
     shared_sum: SharedSum | None = None
     try:
         with group.sync_errors():
-            is_cuda = group.device.type == "cuda"
             shared_sum = CudaSum(memory, group.device) if is_cuda else HostSum(memory)
         numbers, expected = _test_numbers(group, _TESTED_SHARED_ELEMENTS)
         with group.sync_errors():
-            pending = shared_sum.start(numbers)
-            if not shared_sum.drain(_TEST_S):
-                raise TierForceError("a sum in shared memory does not end")
-            if not torch.equal(pending(), expected):
-                raise TierForceError("a sum in shared memory is wrong")
+            _test_shared_sum(shared_sum, numbers, expected)
     except TierForceError:
         memory.release()
         (shared_sum or memory).close()
@@ -427,16 +439,28 @@ def open_shared_sum(group: TensorParallelGroup) -> SharedSum:
     return shared_sum
 
 
-def _choose_faster_sum(group: TensorParallelGroup) -> None:
+def _test_shared_sum(shared_sum: SharedSum, numbers: Tensor, expected: Tensor) -> None:
+    """Raise TierForceError unless a sum of `numbers` is the expected one."""
+    try:
+        pending = shared_sum.start(numbers)
+        if not shared_sum.drain(_TEST_S):
+            raise TierForceError("a sum in shared memory does not end")
+        if not torch.equal(pending(), expected):
+            raise TierForceError("a sum in shared memory is wrong")
+    except RuntimeError as error:
+        raise TierForceError(f"a sum in shared memory fails ({one_line(error)})") from error
+
+
+def _choose_faster_sum(group: TensorParallelGroup, shared_sum: SharedSum) -> None:
     """Choose between shared memory and the backend for large all-reduces, by timing both."""
     x = torch.zeros(_TIMED_BYTES // 2, dtype=torch.bfloat16, device=group.device)
     seconds = {}
-    for shared in (False, True):
-        group.uses_shared_sum = shared
+    for is_shared in (False, True):
+        shared_sum.is_faster = is_shared
         times = []
         for _ in range(1 + _TIMED_RUNS):
             started = time.perf_counter()
             group.all_reduce(x)[0].item()
             times.append(time.perf_counter() - started)
-        seconds[shared] = max(group.gather(min(times[1:])))
-    group.uses_shared_sum = seconds[True] < seconds[False]
+        seconds[is_shared] = max(group.gather(min(times[1:])))
+    shared_sum.is_faster = seconds[True] < seconds[False]

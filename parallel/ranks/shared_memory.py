@@ -6,7 +6,7 @@ import mmap
 import os
 import select
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -15,10 +15,11 @@ import torch
 
 from offload.errors import TierForceError, one_line
 from offload.layout import ceil_div
+from offload.memory.numa import on_node
 
 _STRIDE = 8  # int64 numbers from one counter to the next: each has a cache line of its own
 _KINDS = 3  # counters per rank: pieces written, pieces read, and whether it has left
-_LEFT = 2
+LEFT = 2
 _RELEASED = 1 << 62
 
 
@@ -52,58 +53,69 @@ class SharedMemory:
     """
 
     def __init__(self, mapped: mmap.mmap, rank: int, pids: list[int]):
-        """Use memory that all ranks have mapped; `pids` are their process ids in rank order.
-
-        Raises OSError or AttributeError if the system cannot tell when a process ends.
-        """
+        """Use memory that all ranks have mapped; `pids` are their process ids in rank order."""
         self.rank, self.size = rank, len(pids)
         self.buffer = torch.frombuffer(mapped, dtype=torch.uint8)  # counters and data
         start = _header_bytes(len(pids))
-        self.data = self.buffer[start:]
+        self.data = self.buffer[start:].view(len(pids), -1)
         self._counters = np.frombuffer(mapped, np.int64, start // 8)
+        self._pids = pids
         self._ends = select.poll()
         self._files: list[int] = []  # readable from a process's end, even before its parent knows
-        for pid in pids:
-            if pid != os.getpid():
-                self._files.append(os.pidfd_open(pid))
-                self._ends.register(self._files[-1], select.POLLIN)
 
     @classmethod
-    def open(cls, group: Ranks, nbytes: int) -> SharedMemory:
-        """Map `nbytes` bytes on all ranks, which all call it.
+    def open(cls, group: Ranks, nbytes: int, node: int | None = None) -> SharedMemory | None:
+        """Map `nbytes` bytes of each rank on all ranks, which all call it.
 
-        Raises TierForceError, on all of them, if they run on several machines, or if the system
-        refuses.
+        None if they run on several machines, or in several containers. `node`: the NUMA node where
+        this rank's bytes should be. Raises TierForceError, on all ranks, if the system refuses.
         """
         file = -1
         try:
             with _refusals(group):
-                file = os.memfd_create("tierforce") if group.rank == 0 else -1
-            processes = group.gather(_Process(_place(), os.getpid(), file))
-            total = _header_bytes(group.size) + nbytes
-            with _refusals(group):
-                if len({process.place for process in processes}) > 1:
-                    raise OSError("they run on several machines, or in several containers")
+                place = _place()
                 if group.rank == 0:
-                    # reserved now: a page that is missing later would end the process
-                    os.posix_fallocate(file, 0, total)
+                    file = os.memfd_create("tierforce")
+                    os.ftruncate(file, _header_bytes(group.size) + group.size * nbytes)
+            processes = group.gather(_Process(place, os.getpid(), file))
+            if len({process.place for process in processes}) > 1:
+                return None
             with _refusals(group):
                 if group.rank != 0:
                     first = processes[0]
                     file = os.open(f"/proc/{first.pid}/fd/{first.file}", os.O_RDWR)
-                mapped = mmap.mmap(file, total)
-                return cls(mapped, group.rank, [process.pid for process in processes])
+                start = _header_bytes(group.size) + group.rank * nbytes
+                with on_node(node):
+                    # allocated now: a page that is missing later would end the process
+                    os.posix_fallocate(file, start, nbytes)
+                os.posix_fallocate(file, 0, _header_bytes(group.size))
+                mapped = mmap.mmap(file, 0)
+            return cls(mapped, group.rank, [process.pid for process in processes])
         finally:
             if file >= 0:
                 os.close(file)
 
-    def counter(self, rank: int, kind: int) -> int:
-        """Return the index of a rank's counter: kind 0 of pieces written, 1 of pieces read."""
-        return (_KINDS * rank + kind) * _STRIDE
+    def watch_ranks(self) -> None:
+        """Let `is_rank_lost` know of processes that end.
 
-    def address(self, counter: int) -> int:
-        """Return the address of a counter."""
-        return self.buffer.data_ptr() + 8 * counter
+        Raises TierForceError if the system cannot tell.
+        """
+        try:
+            for pid in self._pids:
+                if pid != os.getpid():
+                    self._files.append(os.pidfd_open(pid))
+                    self._ends.register(self._files[-1], select.POLLIN)
+        except (OSError, AttributeError) as error:
+            raise TierForceError(
+                f"the ranks cannot watch each other ({one_line(error)})"
+            ) from error
+
+    def counter(self, rank: int, kind: int) -> int:
+        """Return the index of a rank's counter.
+
+        Kind 0 counts the pieces it has written, 1 those it has read; 2 is set when it leaves.
+        """
+        return (_KINDS * rank + kind) * _STRIDE
 
     def count(self, counter: int) -> int:
         """Return the value of a counter."""
@@ -115,7 +127,7 @@ class SharedMemory:
 
     def is_rank_lost(self) -> bool:
         """Return whether another rank has ended, or left."""
-        left = (self.count(self.counter(rank, _LEFT)) for rank in range(self.size))
+        left = (self.count(self.counter(rank, LEFT)) for rank in range(self.size))
         return any(left) or bool(self._ends.poll(0))
 
     def release(self) -> None:
@@ -124,7 +136,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Tell the other ranks that this one leaves."""
-        self.set_count(self.counter(self.rank, _LEFT), 1)
+        self.set_count(self.counter(self.rank, LEFT), 1)
         while self._files:
             os.close(self._files.pop())
 
@@ -135,12 +147,11 @@ def _header_bytes(ranks: int) -> int:
 
 
 def _place() -> tuple[str, str]:
-    """Return the machine since its start, and this process's namespace of process ids."""
-    place = []
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        with suppress(OSError):
-            place.append(os.readlink(path) if Path(path).is_symlink() else Path(path).read_text())
-    return place[0], place[-1]
+    """Return the machine since its start, and this process's namespace of process ids.
+
+    Raises OSError.
+    """
+    return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
 
 
 @contextmanager

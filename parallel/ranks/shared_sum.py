@@ -18,22 +18,17 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 from torch import Tensor
 
-from offload.errors import TierForceError
 from parallel.ranks.environment import RankLost
 from parallel.ranks.shared_memory import SharedMemory
 
 AsyncSum = Callable[[], Tensor]  # waits for a sum in progress, and returns its result
 PIECE_BYTES = 2 << 20
 SLOTS = 4  # pieces of a rank that may be written before another has read them
+RANK_BYTES = SLOTS * PIECE_BYTES  # shared memory of each rank
 _WRITTEN, _READ = 0, 1
 _SERIAL = 1 << 14  # elements of an operation that torch does not distribute over threads
 _PATIENCE_S = 0.01  # time of waiting before each look whether the other ranks are alive
 _POLL_S = 5e-5
-
-
-def shared_bytes(ranks: int) -> int:
-    """Return the bytes of shared memory that sums over `ranks` ranks need."""
-    return ranks * SLOTS * PIECE_BYTES
 
 
 class Lane(ABC):
@@ -69,11 +64,11 @@ class SharedSum(ABC):
 
     def __init__(self, memory: SharedMemory):
         self.memory = memory
+        self.is_faster = False  # than the backend's: whether it makes large all-reduces
         self.written_bytes = 0  # total of this rank
         self.read_bytes = 0
         self._pieces = 0  # in all sums
-        slots = memory.data.view(memory.size, SLOTS, PIECE_BYTES)
-        self._slots = [list(own) for own in slots]
+        self._slots = [list(own.view(SLOTS, PIECE_BYTES)) for own in memory.data]
 
     @abstractmethod
     def start(self, x: Tensor) -> AsyncSum:
@@ -115,14 +110,18 @@ class SharedSum(ABC):
             self.read_bytes += len(others) * piece.nbytes
 
 
+def has_ordered_writes() -> bool:
+    """Return whether other processors see this one's writes in order, as `HostSum` requires."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
 class HostSum(SharedSum):
     """Sums on a CPU, in a thread, while the caller computes."""
 
     def __init__(self, memory: SharedMemory):
-        """Raises TierForceError on a processor whose writes others may see in another order."""
-        if platform.machine().lower() not in ("x86_64", "amd64"):
-            raise TierForceError(f"sums in shared memory are not made on {platform.machine()}")
+        """Raises TierForceError if the system cannot tell whether the other ranks live."""
         super().__init__(memory)
+        memory.watch_ranks()
         self._lane = _HostLane(memory)
         self._thread = ThreadPoolExecutor(1, "shared-sum")
 
@@ -139,8 +138,8 @@ class HostSum(SharedSum):
         return not wait([self._thread.submit(int)], seconds).not_done
 
     def close(self) -> None:
-        super().close()
         self._thread.shutdown()
+        super().close()
 
     @torch.inference_mode()
     def _run(self, x: Tensor) -> None:

@@ -44,6 +44,7 @@ from parallel.execution.cuda_graphs import GraphRunner, cuda_graphs_supported
 from parallel.model.transformer import Attention
 from parallel.ranks.cuda_shared_sum import _StreamLane
 from parallel.ranks.graph_capture import GraphCapturer
+from parallel.ranks.partition import LARGE_SUM_BYTES
 from parallel.ranks.process_group import TensorParallelGroup, open_shared_sum
 from parallel.ranks.shared_sum import PIECE_BYTES, SLOTS
 from standin import Machine, Race, gpu_or_standin, standin
@@ -673,7 +674,7 @@ def generate_on_shared_gpu(mode: str, shares: bool) -> list[int]:
     dist.init_process_group("gloo")
     group = SharedGpu(dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0))
     if shares:
-        group.shared_sum = open_shared_sum(group)
+        TensorParallelGroup.shared_sum = open_shared_sum(group)
         share_all_sums(group)
     return generate(group, mode, gpu_kv_layers=1)
 
@@ -712,11 +713,34 @@ def sum_on_own_gpu(is_standin: bool) -> None:
         with pytest.raises(Race, match="writes"):
             x.add_(1)
         finish()
+        # a cancelled prefill drops sums that are in progress
+        group.start_all_reduce(torch.ones(300, device=group.device))
+        group.all_reduce(x)
         with (
             patch.object(_StreamLane, "follow", lambda *_: None),
             pytest.raises(Race, match=r"writes .* that .* reads"),
         ):
             group.all_reduce(x)
+
+
+def test_where_memory_cannot_be_pinned_nccl_sums(gpu: Machine | None) -> None:
+    if gpu is None:
+        pytest.skip("a driver's refusal is that of the stand-in")
+    lines, _ = run_ranks(2, sum_without_pinning)
+    error = "the driver refused to pin shared memory (cudaHostRegister: error 2)"
+    assert lines == [f"large all-reduces go through NCCL: {error}."]
+
+
+def sum_without_pinning() -> list[str]:
+    lines: list[str] = []
+    with gpu_or_standin() as machine:
+        assert machine is not None
+        machine.pins = int(os.environ["RANK"]) == 1
+        group = TensorParallelGroup.from_environment("cuda", lines.append)
+        assert group.shared_sum is None
+        x = group.all_reduce(torch.ones(LARGE_SUM_BYTES, device=group.device))
+        assert bool((x == 2).all())
+    return lines
 
 
 def test_nccl_that_fails_to_start_is_an_error() -> None:

@@ -59,6 +59,7 @@ class Stream:
         return self.timeline.mark()
 
     def query(self) -> bool:
+        self.machine.host.wait_for(self.timeline.mark())
         return True
 
     def synchronize(self) -> None:
@@ -68,12 +69,18 @@ class Stream:
 class StreamCounters:
     """The driver's stream memory operations: work is done at once, so a stream's wait blocks."""
 
-    def wait(self, stream: Stream, address: int, value: int) -> None:
-        while ctypes.c_int64.from_address(address).value < value:
+    def __init__(self, address: int):
+        self.address = address
+
+    def wait(self, stream: Stream, counter: int, value: int) -> None:
+        while self._number(counter).value < value:
             time.sleep(1e-4)
 
-    def write(self, stream: Stream, address: int, value: int) -> None:
-        ctypes.c_int64.from_address(address).value = value
+    def write(self, stream: Stream, counter: int, value: int) -> None:
+        self._number(counter).value = value
+
+    def _number(self, counter: int) -> ctypes.c_int64:
+        return ctypes.c_int64.from_address(self.address + 8 * counter)
 
 
 class Work:

@@ -62,7 +62,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 def share_all_sums(group: TensorParallelGroup) -> SharedSum:
     """Sum through shared memory whatever the size and however slow, in the rest of the process."""
     assert group.shared_sum is not None
-    group.uses_shared_sum = True
+    group.shared_sum.is_faster = True
     process_group.LARGE_SUM_BYTES = 1
     return group.shared_sum
 

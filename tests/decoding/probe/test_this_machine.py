@@ -117,6 +117,7 @@ def test_a_narrow_slot_is_noticed(
     slot = replace(GPU, max_pcie_generation=generation, max_pcie_width=width)
     found = detect(monkeypatch, GPU, slot)
     assert found.profile.link_in == pytest.approx(rate, rel=1e-3)
+    assert found.profile.shared_all_reduce_rate == pytest.approx(rate / 2, rel=1e-3)
     assert any("lanes" in note for note in found.notes) == (rate < 25e9)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel.batch_invariant import batch_invariant
@@ -18,10 +20,12 @@ from parallel.ranks import process_group, shared_memory, shared_sum
 from parallel.ranks.environment import RankLost
 from parallel.ranks.partition import LARGE_SUM_BYTES
 from parallel.ranks.process_group import TensorParallelGroup
+from parallel.ranks.shared_memory import LEFT
 from parallel.ranks.shared_sum import PIECE_BYTES, SLOTS, HostSum, SharedSum
 from support.ranks import run_ranks
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
+Leave = Callable[[TensorParallelGroup, SharedSum], None]
 # more than the slots hold and a part of a piece; a few pieces; the smallest
 SIZES = (SLOTS + 2) * PIECE_BYTES + 4, 3 * PIECE_BYTES, LARGE_SUM_BYTES
 
@@ -30,7 +34,7 @@ def on_shared_memory() -> tuple[TensorParallelGroup, SharedSum]:
     """Return this rank's group, whose large sums go through shared memory however slow."""
     group = TensorParallelGroup.from_environment("cpu")
     assert group.shared_sum is not None
-    group.uses_shared_sum = True
+    group.shared_sum.is_faster = True
     return group, group.shared_sum
 
 
@@ -86,8 +90,7 @@ def backend_sums_on_rank() -> tuple[int, list[bool]]:
     group.graph_capturer.is_capturing = False
     unchanged = shared.written_bytes - written
     by_both = []
-    for shares in (False, True):
-        group.uses_shared_sum = shares
+    for shared.is_faster in (False, True):
         by_both.append(group.all_reduce(own.clone()))
     return unchanged, [torch.equal(*by_both)] if group.size == 2 else []
 
@@ -99,30 +102,36 @@ def test_other_sums_are_the_backends(size: int) -> None:
         assert all(equal)
 
 
-def leave_on_rank(leave: Callable[[TensorParallelGroup], None]) -> str:
-    group, _ = on_shared_memory()
+def leave_on_rank(leave: Leave) -> str:
+    group, shared = on_shared_memory()
     x = torch.ones(LARGE_SUM_BYTES)
     group.all_reduce(x)
     if group.rank == 1:
-        leave(group)
+        leave(group, shared)
         return "left"
     try:
         while True:
             group.all_reduce(x)
     except RankLost as error:
+        group.close()
         return str(error)
 
 
-def return_only(_: TensorParallelGroup) -> None:
+def return_only(group: TensorParallelGroup, shared: SharedSum) -> None:
     """The process ends."""
 
 
-def close_and_stay(group: TensorParallelGroup) -> None:
+def close_and_stay(group: TensorParallelGroup, shared: SharedSum) -> None:
+    memory = shared.memory
     group.close()
+    ends_at = time.monotonic() + 60
+    while not memory.count(memory.counter(0, LEFT)):  # this process lives until rank 0 has left
+        assert time.monotonic() < ends_at
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("leave", [return_only, close_and_stay])
-def test_a_lost_rank_is_detected(leave: Callable[[TensorParallelGroup], None]) -> None:
+def test_a_lost_rank_is_detected(leave: Leave) -> None:
     waited, left = run_ranks(2, leave_on_rank, leave)
     assert left == "left"
     assert "another rank ended unexpectedly" in waited
@@ -133,7 +142,7 @@ def sum_without_sharing(prevent: Callable[[int], Any]) -> tuple[list[str], float
     with prevent(int(os.environ["RANK"])):
         group = TensorParallelGroup.from_environment("cpu", lines.append)
     x = group.all_reduce(torch.ones(LARGE_SUM_BYTES))
-    return lines, float(x.mean()), group.uses_shared_sum
+    return lines, float(x.mean()), group.shared_sum is not None
 
 
 class TooLarge:
@@ -149,10 +158,6 @@ class TooLarge:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
 
 
-def on_two_machines(rank: int) -> Any:
-    return patch.object(shared_memory, "_place", lambda: (f"machine {rank}", "the same"))
-
-
 def without_access(rank: int) -> Any:
     def deny(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
@@ -160,8 +165,11 @@ def without_access(rank: int) -> Any:
     return patch.object(shared_memory.os, "open", deny if rank == 1 else os.open)
 
 
-def on_another_processor(rank: int) -> Any:
-    return patch.object(shared_sum.platform, "machine", lambda: "aarch64")
+def without_pidfd(rank: int) -> Any:
+    def deny(_: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    return patch.object(shared_memory.os, "pidfd_open", deny)
 
 
 def wrong_on_rank_1(rank: int) -> Any:
@@ -169,6 +177,14 @@ def wrong_on_rank_1(rank: int) -> Any:
         ctypes.memset(to, 1, nbytes)
 
     return patch.object(shared_sum.ctypes, "memmove", memmove if rank == 1 else ctypes.memmove)
+
+
+def failing_on_rank_1(rank: int) -> Any:
+    def start(self: HostSum, x: Tensor) -> Callable[[], Tensor]:
+        raise RuntimeError("a driver's error")
+
+    patch.object(process_group, "_TEST_S", 0.2).start()
+    return patch.object(HostSum, "start", start if rank == 1 else HostSum.start)
 
 
 def stuck_on_rank_1(rank: int) -> Any:
@@ -183,19 +199,79 @@ def stuck_on_rank_1(rank: int) -> Any:
     ("prevent", "reason"),
     [
         (TooLarge, "the ranks cannot share memory ([Errno 27] File too large)"),
-        (
-            on_two_machines,
-            "the ranks cannot share memory (they run on several machines, or in several "
-            "containers)",
-        ),
         (without_access, "the ranks cannot share memory ([Errno 13] Permission denied)"),
-        (on_another_processor, "sums in shared memory are not made on aarch64"),
+        (without_pidfd, "the ranks cannot watch each other ([Errno 38] Function not implemented)"),
         (wrong_on_rank_1, "a sum in shared memory is wrong"),
         (stuck_on_rank_1, "a sum in shared memory does not end"),
+        (failing_on_rank_1, "a sum in shared memory does not end"),  # as rank 0 sees it
     ],
 )
 def test_where_it_cannot_be_the_backend_sums(prevent: Callable[[int], Any], reason: str) -> None:
     """One line says why, on rank 0, and all ranks agree."""
-    for rank, (lines, mean, shares) in enumerate(run_ranks(2, sum_without_sharing, prevent)):
+    for rank, (lines, mean, is_shared) in enumerate(run_ranks(2, sum_without_sharing, prevent)):
         expected = [f"large all-reduces go through gloo: {reason}."] if rank == 0 else []
-        assert (lines, mean, shares) == (expected, 2.0, False)
+        assert (lines, mean, is_shared) == (expected, 2.0, False)
+
+
+def on_two_machines(rank: int) -> Any:
+    return patch.object(shared_memory, "_place", lambda: (f"machine {rank}", "the same"))
+
+
+def on_another_processor(rank: int) -> Any:
+    return patch.object(shared_sum.platform, "machine", lambda: "aarch64")
+
+
+@pytest.mark.parametrize("prevent", [on_two_machines, on_another_processor])
+def test_where_it_is_not_meant_to_be_no_line_says_so(prevent: Callable[[int], Any]) -> None:
+    assert run_ranks(2, sum_without_sharing, prevent) == [([], 2.0, False)] * 2
+
+
+def chosen_on_rank(slow: str) -> tuple[bool, bool]:
+    def delayed(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_late(*args: Any, **options: Any) -> Any:
+            time.sleep(0.1)
+            return make(*args, **options)
+
+        return make_late
+
+    owner, name = (HostSum, "start") if slow == "shared memory" else (dist, "all_reduce")
+    with patch.object(owner, name, delayed(getattr(owner, name))):
+        group = TensorParallelGroup.from_environment("cpu")
+    assert group.shared_sum is not None
+    written = group.shared_sum.written_bytes
+    group.all_reduce(torch.ones(LARGE_SUM_BYTES))
+    return group.shared_sum.is_faster, group.shared_sum.written_bytes > written
+
+
+@pytest.mark.parametrize(("slow", "is_shared"), [("shared memory", False), ("the backend", True)])
+def test_the_faster_one_is_chosen(slow: str, is_shared: bool) -> None:
+    assert run_ranks(2, chosen_on_rank, slow) == [(is_shared, is_shared)] * 2
+
+
+def leave_at_startup() -> str:
+    if os.environ["RANK"] == "1":
+        with patch.object(process_group, "open_shared_sum", lambda _: None):
+            TensorParallelGroup.from_environment("cpu")
+        return "left"
+    lines: list[str] = []
+    try:
+        TensorParallelGroup.from_environment("cpu", lines.append)
+    except RankLost as error:
+        assert not lines
+        return str(error)
+    return "started"
+
+
+def test_a_rank_that_is_lost_at_startup_is_detected() -> None:
+    waited, left = run_ranks(2, leave_at_startup)
+    assert left == "left"
+    assert "another rank ended unexpectedly" in waited
+
+
+def group_again_on_rank() -> bool:
+    first = TensorParallelGroup.from_environment("cpu")
+    return TensorParallelGroup.from_environment("cpu").shared_sum is first.shared_sum is not None
+
+
+def test_later_groups_of_a_process_share_memory_too() -> None:
+    assert run_ranks(2, group_again_on_rank) == [True, True]
