@@ -128,12 +128,13 @@ class TieredCache(Cache):
         self.check_room(rows)
         self.onload_deferred()
         super().begin_forward(rows)
+        unchanged = self.boundary
         self._move_boundary()
         if self.buffers.ring is not None and self.boundary:
             chunks: list[Tensor] = []
             for layer in self.layers:
                 chunks += layer.chunks(self.boundary)
-            self.buffers.ring.start(chunks)
+            self.buffers.ring.start(chunks, unchanged)
         for observer in self.observers:
             observer.on_forward(self.boundary, self.length, self.length + rows)
 
@@ -150,7 +151,10 @@ class TieredCache(Cache):
         observer = observe if self.observers else None
         attention = BATCH_INVARIANT if self.is_batch_invariant else FAST
         groups = layer_kv.groups(end, boundary)
-        return attend_groups(q, groups, attention, self.traffic, observer)
+        attended = attend_groups(q, groups, attention, self.traffic, observer)
+        if self.buffers.ring is not None:
+            self.buffers.ring.release()
+        return attended
 
     def crop(self, length: int) -> None:
         windowed = [layer for layer in self.layers if isinstance(layer, WindowedLayer)]

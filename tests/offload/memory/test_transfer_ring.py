@@ -81,12 +81,13 @@ def test_ring_uses_only_the_memory_of_its_slots() -> None:
 
 
 class CountingLink(EmulatedLink):
-    """Counts copies."""
+    """Counts copies and their bytes."""
 
-    copy_count = 0
+    copies_made = copied_bytes = 0
 
     def copy(self, pairs):
-        self.copy_count += 1
+        self.copies_made += 1
+        self.copied_bytes += sum(source.nbytes for _, source in pairs)
         return super().copy(pairs)
 
 
@@ -94,13 +95,62 @@ def test_slots_fill_ahead_of_the_consumer() -> None:
     link = CountingLink(CPU, rate=1e12)
     ring = TransferRing(link, 3, 2 * HEADS * CAPACITY * DIM, torch.float32)
     ring.start(host_chunks(5, random.Random(0)))
-    counts = [link.copy_count]
+    counts = [link.copies_made]
     for _ in range(5):
         ring.next_chunk()
-        counts.append(link.copy_count)
-    # all slots are filled at the start; then one for each chunk that has been read
-    assert counts == [3, 3, 4, 5, 5, 5]
+        counts.append(link.copies_made)
+    # All slots are filled at the start, then one for each chunk that has been read; those that this
+    # forward does not need get chunks of the next one.
+    assert counts == [3, 3, 4, 5, 6, 7]
+    ring.release()
+    ring.release()
+    assert link.copies_made == 8
     link.close()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_the_next_forward_copies_only_what_is_new(count: int) -> None:
+    """What the slots hold has been copied before it begins, but for tokens that were added."""
+    link, slots = CountingLink(CPU, rate=1e12), 3
+    ring = TransferRing(link, slots, 2 * HEADS * CAPACITY * DIM, torch.float32)
+    host = torch.randn(count, 2, HEADS, CAPACITY, DIM)
+    old, new = 20, 24
+    ahead = min(count, slots)
+    for tokens in (old, new, new):
+        chunks = list(host[..., :tokens, :])
+        before = link.copied_bytes
+        ring.start(chunks, unchanged=old)
+        consume(ring, chunks, random.Random(0))
+        ring.release()
+        copied = link.copied_bytes - before
+        token_bytes = host[0, :, :, 0].nbytes
+        # the others of this forward, the first of the next, and what was added to this one's first
+        added = 0 if tokens == old else min(count, slots) * (new - old)
+        first = count if tokens == old else count - ahead
+        assert copied == token_bytes * (first * tokens + ahead * tokens + added)
+    link.close()
+
+
+@every_link
+def test_chunks_that_change_between_forwards_are_copied_again(link: Link) -> None:
+    """They grow and shrink, and tokens that were cut are replaced by others."""
+    rng = random.Random(1)
+    ring = TransferRing(link, 3, 2 * HEADS * CAPACITY * DIM, torch.float32)
+    host = torch.randn(5, 2, HEADS, CAPACITY, DIM)
+    tokens = 20
+    for _ in range(60):
+        unchanged = rng.randint(1, tokens)
+        link.drain()  # the host's tokens do not change while they are copied
+        host[..., unchanged:, :].normal_()
+        tokens = rng.randint(unchanged, CAPACITY)
+        order = list(host) if rng.random() < 0.8 else rng.sample(list(host), 4)
+        chunks = [kv[..., :tokens, :] for kv in order]
+        ring.start(chunks, unchanged)
+        consume(ring, chunks if rng.random() < 0.8 else chunks[:2], rng)
+        if rng.random() < 0.5:
+            ring.release()
+        if link.copies and rng.random() < 0.2:
+            ring.borrow((7,)).zero_()
 
 
 def test_ring_needs_two_slots() -> None:
