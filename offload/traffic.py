@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 class ByteCounters:
     """Bytes moved by one level of the hierarchy since the counter was created or reset."""
 
-    link_in: int = 0  # host to device: KV streamed for verification, deferred layers after prefill
+    # Host to device: KV streamed for verification, and deferred layers after prefill. What a ring
+    # holds for a forward that does not follow is not counted.
+    link_in: int = 0
     link_out: int = 0  # device to host: KV written back
     attended: int = 0  # KV bytes read by attention, in any tier
 

@@ -92,8 +92,11 @@ class Calibration:
             drafted_s = median_high(stats.draft_s / stats.drafted for stats in drafted)
             self._record_drafting(strategy, drafted_s / predicted.drafted_s)
         whole_s = median_high(stats.verify_s for stats in drafted)
+        drafting_s = median_high(stats.draft_s for stats in drafted)
         length = median_high(stats.drafted for stats in drafted)
-        self._record_verification(strategy.mode, predicted, whole_s, length)
+        link = predicted.link_ratio(whole_s, drafting_s) if predicted.link_s else None
+        compute = predicted.compute_ratio(length, whole_s, drafting_s)
+        self._record_verification(strategy.mode, link, compute)
         return True
 
     def scaled(self, plan: Plan, predicted: RoundCost) -> RoundCost:
@@ -102,6 +105,7 @@ class Calibration:
         return replace(
             predicted,
             link_s=ratios.link * predicted.link_s,
+            ahead_s=ratios.link * predicted.ahead_s,
             compute_s=lambda drafted: ratios.compute * predicted.compute_s(drafted),
             drafted_s=self.drafting(plan) * predicted.drafted_s,
         )
@@ -152,21 +156,16 @@ class Calibration:
             elif past.drafting is not None:
                 past.drafting = _blend(past.drafting, ratio, UNUSED_DRIFT)
 
-    def _record_verification(
-        self, mode: str, predicted: RoundCost, whole_s: float, length: int
-    ) -> None:
-        """Record the median seconds of verifications of `length` draft tokens.
+    def _record_verification(self, mode: str, link: float | None, compute: float) -> None:
+        """Record the factors of the link's and of the compute's seconds that explain verifications.
 
-        Either the link or the compute explains them: the one that needs the smaller correction. The
-        other one took no longer.
+        The one that needs the smaller correction does: the other one took no longer. `link` is None
+        if nothing is transferred.
         """
         past = self._verification(mode)
-        link = whole_s / predicted.link_s if predicted.link_s else past.link
-        compute = max(0.0, whole_s - predicted.uncovered_s) / predicted.compute_s(length)
-        is_link_bound = predicted.link_s and (
-            _distance(link, past.link) <= _distance(compute, past.compute)
-        )
-        if is_link_bound:
+        if link is None:
+            measured = Verification(past.link, compute)
+        elif _distance(link, past.link) <= _distance(compute, past.compute):
             measured = Verification(link, min(past.compute, compute))
         else:
             measured = Verification(min(past.link, link), compute)

@@ -190,6 +190,14 @@ class Plan:
         )
 
 
+def ahead_bytes(plan: Plan) -> int:
+    """Return the bytes of a verification that the ring's slots hold before it begins."""
+    spec, needs = plan.prompt_spec, plan.requirements
+    if not needs.copies:
+        return 0
+    return min(plan.link_bytes, spec.slots * spec.buffers.slot_numel * needs.dtype.itemsize)
+
+
 def split_tokens(plan: Plan) -> int:
     """Return the tokens per head of split layers with exact keys to draft from; 0 without any."""
     needs = plan.requirements

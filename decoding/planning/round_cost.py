@@ -1,6 +1,8 @@
 """The seconds and the yield of one decoding round.
 
 time per token = (max(link, compute) of a verification + drafting) / tokens per verification
+
+While it is drafted, the transfer ring fills.
 """
 
 from __future__ import annotations
@@ -30,16 +32,39 @@ class RoundCost:
     compute_s: Callable[[int], float]  # verification compute, by number of draft tokens
     drafted_s: float  # per draft token
     acceptance: float  # probability that a draft token is accepted if all before it are
-    uncovered_s: float = 0.0  # copies that compute-bound verifications cannot hide
+    # the first slot's copy, which compute-bound verifications without a draft cannot hide
+    uncovered_s: float = 0.0
+    ahead_s: float = 0.0  # transfer of what the ring holds: as much as a draft may hide
 
     def verification_s(self, drafted: int) -> float:
         """Return the seconds of a verification."""
-        return max(self.link_s, self.compute_s(drafted) + self.uncovered_s)
+        return max(self._verification(drafted))
 
     def verification_bound(self, drafted: int) -> str:
         """Return what bounds a verification: link or compute."""
-        compute = self.compute_s(drafted) + self.uncovered_s
-        return "link" if self.link_s >= compute else "compute"
+        link, compute = self._verification(drafted)
+        return "link" if link >= compute else "compute"
+
+    def link_ratio(self, verification_s: float, drafting_s: float) -> float:
+        """Return the factor of the link's seconds that explains a link-bound verification.
+
+        `drafting_s`: of the draft before it.
+        """
+        rest = self.link_s - self.ahead_s
+        if rest > 0 and verification_s / rest * self.ahead_s <= drafting_s:
+            return verification_s / rest
+        return (verification_s + drafting_s) / self.link_s
+
+    def compute_ratio(self, drafted: int, verification_s: float, drafting_s: float) -> float:
+        """Return the factor of the compute's seconds that explains a compute-bound verification."""
+        uncovered = max(0.0, self.uncovered_s - drafting_s)
+        return max(0.0, verification_s - uncovered) / self.compute_s(drafted)
+
+    def _verification(self, drafted: int) -> tuple[float, float]:
+        """Return the seconds of a verification's transfers, and those of its compute."""
+        drafting_s = drafted * self.drafted_s
+        link = self.link_s - min(self.ahead_s, drafting_s)
+        return link, self.compute_s(drafted) + max(0.0, self.uncovered_s - drafting_s)
 
     def tokens(self, drafted: int) -> float:
         """Return the expected number of tokens per round."""

@@ -19,7 +19,7 @@ class _Filled(NamedTuple):
     slot: int
     source: Tensor  # on the host
     chunk: Tensor  # on the device
-    ticket: Any  # of the copy
+    ticket: Any  # the link's
     is_ahead: bool  # whether the chunk is one of the next forward's
 
 
@@ -59,7 +59,7 @@ class TransferRing:
     def borrow(self, shape: Sequence[int]) -> Tensor:
         """Return the ring's memory in this shape, for use until the next `start`."""
         self.link.drain()  # copies for a cancelled forward, or the next one
-        self._filled.clear()
+        self._clear()
         return self._memory[: prod(shape)].view(*shape)
 
     def start(self, chunks: Sequence[Tensor], unchanged: int = 0) -> None:
@@ -73,10 +73,9 @@ class TransferRing:
         """
         is_finished = self._held is None and all(each.is_ahead for each in self._filled)
         arrived = list(self._filled) if is_finished else []
-        self._held = None
-        self._filled.clear()
-        self._waiting = deque(chunks)
-        self._ahead = deque(chunks[: len(self._slots)])
+        self._clear()
+        self._waiting.extend(chunks)
+        self._ahead.extend(chunks[: len(self._slots)])
         free = list(range(len(self._slots)))
         for each, chunk in zip(arrived, chunks, strict=False):
             if not _is_beginning(each.source, chunk):
@@ -109,6 +108,11 @@ class TransferRing:
         if self._held is not None:
             slot, self._held = self._held, None
             self._fill(slot)
+
+    def _clear(self) -> None:
+        self._held = None
+        for chunks in (self._waiting, self._ahead, self._filled):
+            chunks.clear()
 
     def _fill(self, slot: int, arrived: _Filled | None = None, unchanged: int = 0) -> None:
         """Copy the next chunk to a slot, but for those tokens that have `arrived` there."""

@@ -130,9 +130,9 @@ class TieredCache(Cache):
         super().begin_forward(rows)
         unchanged = self.boundary
         self._move_boundary()
-        if self.buffers.ring is not None and self.boundary:
+        if self.buffers.ring is not None:
             chunks: list[Tensor] = []
-            for layer in self.layers:
+            for layer in self.layers if self.boundary else ():
                 chunks += layer.chunks(self.boundary)
             self.buffers.ring.start(chunks, unchanged)
         for observer in self.observers:

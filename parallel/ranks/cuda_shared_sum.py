@@ -27,6 +27,9 @@ _CLOSE_S = 10.0  # seconds to wait for sums that are still in progress
 _AFTER_WRITES = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: what the stream wrote before is visible first
 
 
+_stuck: list[CudaSum] = []  # sums that do not end: streams use their memory
+
+
 class StreamCounters:
     """Counters in registered host memory that streams set and wait for.
 
@@ -89,9 +92,10 @@ class CudaSum(SharedSum):
         computed = torch.cuda.current_stream(self._device)
         self._out.stream.wait_stream(computed)
         self._into.stream.wait_stream(computed)
-        self._exchange(x, self._out, self._into)
-        done, number = self._into.stream.record_event(), self._pieces
+        number = self._pieces
         self._unfinished[number] = x
+        self._exchange(x, self._out, self._into)
+        done = self._into.stream.record_event()
 
         def finish() -> Tensor:
             torch.cuda.current_stream(self._device).wait_event(done)
@@ -107,8 +111,10 @@ class CudaSum(SharedSum):
         return self._into.stream.query()
 
     def close(self) -> None:
-        if self.drain(_CLOSE_S):  # else the driver still uses the memory, up to the process's end
+        if self.drain(_CLOSE_S):
             self._unregister()
+        else:
+            _stuck.append(self)
         super().close()
 
     def _unregister(self) -> None:

@@ -400,6 +400,7 @@ def _share_memory(group: TensorParallelGroup, warn: Callable[[str], None]) -> No
 
     Raises RankLost.
     """
+    TensorParallelGroup.shared_sum = None
     try:
         shared_sum = open_shared_sum(group)
     except RankLost:

@@ -14,6 +14,7 @@ from decoding.planning.plan import Memory, Plan
 from decoding.planning.planner import Planner
 from decoding.planning.request_spec import RequestSpec
 from decoding.planning.requirements import Requirements, Strategy
+from decoding.planning.round_cost import RoundCost
 from decoding.speculation.draft_length import RoundStats
 from offload.dtypes import dtype_spec
 from support.planning import case_of
@@ -133,3 +134,26 @@ def test_each_mode_is_corrected_by_its_own_last_request() -> None:
     for plan, factor in ((plans[DEFAULT], 2 + UNUSED_DRIFT * (5 - 2)), (split, 5)):
         ratio = costs.round_cost(plan).compute_s(8) / predicted.round_cost(plan).compute_s(8)
         assert ratio == pytest.approx(factor, rel=0.02)
+
+
+def test_a_draft_hides_the_transfer_of_what_the_ring_holds() -> None:
+    cost = RoundCost(
+        link_s=1.0,
+        compute_s=lambda drafted: 0.5,
+        drafted_s=0.1,
+        acceptance=0.9,
+        uncovered_s=0.2,
+        ahead_s=0.6,
+    )
+    assert [cost.verification_s(drafted) for drafted in (0, 1, 4)] == [1.0, 0.9, 0.6]
+    assert cost.verification_s(10) == 0.5  # the first slot's copy is hidden, too
+    assert [cost.verification_bound(drafted) for drafted in (4, 10)] == ["link", "compute"]
+    plain = replace(cost, link_s=0.1, ahead_s=0.1)
+    assert plain.verification_s(0) == 0.7
+    for factor in (0.5, 1.0, 3.0):
+        for drafting_s in (0.0, 0.2, 5.0):
+            hidden = min(factor * cost.ahead_s, drafting_s)
+            measured = factor * cost.link_s - hidden
+            assert cost.link_ratio(measured, drafting_s) == pytest.approx(factor)
+    assert cost.compute_ratio(4, 1.2, 0.0) == pytest.approx(2.0)
+    assert cost.compute_ratio(4, 1.0, 0.3) == pytest.approx(2.0)

@@ -184,3 +184,27 @@ def test_cuda_copies_and_compute_wait_for_each_other(gpu: Machine | None) -> Non
         for chunk, source in zip(actual, expected, strict=True):
             assert torch.equal(chunk.cpu(), source)
     link.close()
+
+
+@pytest.mark.cuda
+def test_cuda_chunks_that_grow_are_complete(gpu: Machine | None) -> None:
+    """Tokens that are added are copied after what came ahead, into slots that nothing reads."""
+    device = torch.device("cuda")
+    link = CudaLink(device)
+    shape = (5, 2, HEADS, 512, 128)
+    host = link.host_empty(torch.Size(shape).numel(), torch.float16).view(shape)
+    ring = TransferRing(link, 3, torch.Size(shape[1:]).numel(), torch.float16)
+    old = 0
+    for new in (100, 100, 164, 512):
+        link.drain()
+        host[..., old:new, :].normal_()
+        chunks = list(host[..., :new, :])
+        ring.start(chunks, unchanged=old)
+        actual = []
+        for _ in chunks:
+            actual.append(ring.next_chunk().clone())
+            ring.release()
+        for chunk, source in zip(actual, chunks, strict=True):
+            assert torch.equal(chunk.cpu(), source)
+        old = new
+    link.close()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from support.driving import (
     CAPACITY,
     LAYOUT,
     RECENT,
+    SHAPE,
     TAIL,
     assert_same_forward,
     forward,
@@ -128,6 +130,55 @@ def test_a_cache_can_be_reused(link: Link) -> None:
         # copies are in flight into the slots that prefill is about to use
         cache.begin_forward(1)
         cache.crop(0)
+
+
+@every_link
+def test_short_forwards_after_a_crop_to_nothing_do_not_see_what_was_there(link: Link) -> None:
+    """Copies ahead of the next forward hold the prefix of the old sequence."""
+    cache, reference = tiered_cache(link, resident=1), plain_cache()
+    prefill(cache, random_qkv(60), chunk=16)
+    forward(cache, random_qkv(5))
+    cache.crop(0)
+    for rows in [10, 9, 8, 7, 9, 10]:
+        assert_same_forward(cache, reference, rows, rows)
+
+
+class CountingLink(DelayingLink):
+    """Counts the bytes of copies, but for those out to the host's prefix."""
+
+    copied = 0
+
+    def copy(self, pairs: Sequence[Copy]) -> Any:
+        self.copied += sum(source.nbytes for _, source in pairs)
+        return super().copy(pairs)
+
+
+def test_a_forward_begins_with_what_its_predecessor_copied_ahead() -> None:
+    """Of as many chunks as there are slots, only tokens that the boundary has passed are copied."""
+    link = CountingLink()
+    layers, slots = LAYOUT.layers, SHAPE.slots
+    cache = tiered_cache(link, resident=0, slot_heads=LAYOUT.heads)
+    prefill(cache, random_qkv(60), chunk=16)
+    token_bytes = LAYOUT.bytes(1, 1)
+    copied = []
+    for index in range(20):
+        before, boundary = link.copied, cache.boundary
+        cache.begin_forward(3)
+        moved = cache.boundary - boundary
+        written = layers * moved  # to the host
+        ahead = 0 if index == 0 else slots
+        expected = (slots - ahead) * cache.boundary + ahead * moved + written
+        assert link.copied - before == token_bytes * expected
+        copied.append(moved)
+        for layer, qkv in enumerate(random_qkv(3)):
+            cache.attend(layer, *qkv, cache.length)
+        # the other layers' chunks, and for the next forward as many as there are slots
+        expected += (layers - slots) * cache.boundary + slots * cache.boundary
+        assert link.copied - before == token_bytes * expected
+        cache.advance(3)
+    assert 0 in copied
+    assert max(copied) > 0
+    link.close()
 
 
 class RecordingLink(DelayingLink):

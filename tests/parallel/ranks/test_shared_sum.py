@@ -228,11 +228,11 @@ def test_where_it_is_not_meant_to_be_no_line_says_so(prevent: Callable[[int], An
 
 def chosen_on_rank(slow: str) -> tuple[bool, bool]:
     def delayed(make: Callable[..., Any]) -> Callable[..., Any]:
-        def make_late(*args: Any, **options: Any) -> Any:
+        def make_slowly(*args: Any, **options: Any) -> Any:
             time.sleep(0.1)
             return make(*args, **options)
 
-        return make_late
+        return make_slowly
 
     owner, name = (HostSum, "start") if slow == "shared memory" else (dist, "all_reduce")
     with patch.object(owner, name, delayed(getattr(owner, name))):
