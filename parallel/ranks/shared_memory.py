@@ -18,8 +18,9 @@ from offload.layout import ceil_div
 from offload.memory.numa import on_node
 
 _STRIDE = 8  # int64 numbers from one counter to the next: each has a cache line of its own
-_KINDS = 3  # counters per rank: pieces written, pieces read, and whether it has left
-LEFT = 2
+# kinds of counters: pieces that a rank has written, pieces that it has read, whether it has left
+WRITTEN, READ, LEFT = range(3)
+_KINDS = 3
 _RELEASED = 1 << 62
 
 
@@ -111,10 +112,7 @@ class SharedMemory:
             ) from error
 
     def counter(self, rank: int, kind: int) -> int:
-        """Return the index of a rank's counter.
-
-        Kind 0 counts the pieces it has written, 1 those it has read; 2 is set when it leaves.
-        """
+        """Return the index of a rank's counter of one kind."""
         return (_KINDS * rank + kind) * _STRIDE
 
     def count(self, counter: int) -> int:

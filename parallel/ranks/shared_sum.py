@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from parallel.ranks.environment import RankLost
-from parallel.ranks.shared_memory import SharedMemory
+from parallel.ranks.shared_memory import READ, WRITTEN, SharedMemory
 
 AsyncSum = Callable[[], Tensor]  # waits for a sum in progress, and returns its result
 PIECE_BYTES = 2 << 20
 SLOTS = 4  # pieces of a rank that may be written before another has read them
 RANK_BYTES = SLOTS * PIECE_BYTES  # shared memory of each rank
-_WRITTEN, _READ = 0, 1
 _SERIAL = 1 << 14  # elements of an operation that torch does not distribute over threads
 _PATIENCE_S = 0.01  # time of waiting before each look whether the other ranks are alive
 _POLL_S = 5e-5
@@ -94,18 +93,18 @@ class SharedSum(ABC):
             self._pieces += 1
             slots = [own[index][: piece.nbytes].view(x.dtype) for own in self._slots]
             for other in others:
-                out.wait(memory.counter(other, _READ), number + 1 - SLOTS)
+                out.wait(memory.counter(other, READ), number + 1 - SLOTS)
             out.write(slots[rank], piece)
-            out.post(memory.counter(rank, _WRITTEN), number + 1)
+            out.post(memory.counter(rank, WRITTEN), number + 1)
             for other in others:
-                into.wait(memory.counter(other, _WRITTEN), number + 1)
+                into.wait(memory.counter(other, WRITTEN), number + 1)
             parts = [
                 piece if other == rank else into.read(slots[other], other)
                 for other in range(memory.size)
             ]
             into.follow(out)  # it still reads the piece
             into.add(parts, piece)
-            into.post(memory.counter(rank, _READ), number + 1)
+            into.post(memory.counter(rank, READ), number + 1)
             self.written_bytes += piece.nbytes
             self.read_bytes += len(others) * piece.nbytes
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
+from threading import Event
 
 import pytest
 import torch
 
 from offload.memory.cpu_link import EmulatedLink, Jobs, ZeroCopyLink
-from offload.memory.link import Link
+from offload.memory.link import Copy, Link
 from support.slow import slow_except
 
 CPU = torch.device("cpu")
@@ -51,3 +53,14 @@ def make_test_link(name: str) -> Link:
     if name == "view":
         return ZeroCopyLink(CPU)
     return EmulatedLink(CPU, rate=1e12) if name == "emulated" else DelayingLink()
+
+
+class CountingLink(EmulatedLink):
+    """Counts copies and their bytes."""
+
+    copies_made = copied_bytes = 0
+
+    def copy(self, pairs: Sequence[Copy]) -> Event:
+        self.copies_made += 1
+        self.copied_bytes += sum(source.nbytes for _, source in pairs)
+        return super().copy(pairs)

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.memory.cpu_link import EmulatedLink
 from offload.memory.cuda_link import CudaLink
 from offload.memory.link import Link
 from offload.memory.transfer_ring import TransferRing
 from standin import Machine
-from support.links import CPU, every_link, make_test_link
+from support.links import CPU, CountingLink, every_link, make_test_link
 
 HEADS, CAPACITY, DIM = 4, 48, 8
 
@@ -78,17 +77,6 @@ def test_ring_uses_only_the_memory_of_its_slots() -> None:
     assert ring.nbytes == 3 * 2 * HEADS * CAPACITY * DIM * 4
     assert len({ring.next_chunk().data_ptr() for _ in chunks}) == 3
     link.close()
-
-
-class CountingLink(EmulatedLink):
-    """Counts copies and their bytes."""
-
-    copies_made = copied_bytes = 0
-
-    def copy(self, pairs):
-        self.copies_made += 1
-        self.copied_bytes += sum(source.nbytes for _, source in pairs)
-        return super().copy(pairs)
 
 
 def test_slots_fill_ahead_of_the_consumer() -> None:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ from support.driving import (
     random_qkv,
     tiered_cache,
 )
-from support.links import DelayingLink, every_link, make_test_link
+from support.links import CPU, CountingLink, DelayingLink, every_link, make_test_link
 from support.slow import slow_except
 
 LAYERS = LAYOUT.layers
@@ -143,38 +142,28 @@ def test_short_forwards_after_a_crop_to_nothing_do_not_see_what_was_there(link: 
         assert_same_forward(cache, reference, rows, rows)
 
 
-class CountingLink(DelayingLink):
-    """Counts the bytes of copies, but for those out to the host's prefix."""
-
-    copied = 0
-
-    def copy(self, pairs: Sequence[Copy]) -> Any:
-        self.copied += sum(source.nbytes for _, source in pairs)
-        return super().copy(pairs)
-
-
 def test_a_forward_begins_with_what_its_predecessor_copied_ahead() -> None:
     """Of as many chunks as there are slots, only tokens that the boundary has passed are copied."""
-    link = CountingLink()
+    link = CountingLink(CPU, rate=1e12)
     layers, slots = LAYOUT.layers, SHAPE.slots
     cache = tiered_cache(link, resident=0, slot_heads=LAYOUT.heads)
     prefill(cache, random_qkv(60), chunk=16)
     token_bytes = LAYOUT.bytes(1, 1)
     copied = []
     for index in range(20):
-        before, boundary = link.copied, cache.boundary
+        before, boundary = link.copied_bytes, cache.boundary
         cache.begin_forward(3)
         moved = cache.boundary - boundary
         written = layers * moved  # to the host
         ahead = 0 if index == 0 else slots
         expected = (slots - ahead) * cache.boundary + ahead * moved + written
-        assert link.copied - before == token_bytes * expected
+        assert link.copied_bytes - before == token_bytes * expected
         copied.append(moved)
         for layer, qkv in enumerate(random_qkv(3)):
             cache.attend(layer, *qkv, cache.length)
-        # the other layers' chunks, and for the next forward as many as there are slots
-        expected += (layers - slots) * cache.boundary + slots * cache.boundary
-        assert link.copied - before == token_bytes * expected
+        # a chunk per layer: the other layers', and the next forward's first ones
+        expected += layers * cache.boundary
+        assert link.copied_bytes - before == token_bytes * expected
         cache.advance(3)
     assert 0 in copied
     assert max(copied) > 0
