@@ -104,7 +104,7 @@ def row_of(point: Point, yields: dict[Settings, list[float]]) -> Row:
     rounds = [round_ for run in runs for round_ in run.rounds]
     times = [run.ms_per_token for run in runs]
     expected = sum(
-        yields[acceptance_settings(settings)][round_.drafted]
+        yields[acceptance_settings(settings)][round_.drafted - round_.has_tested]
         for settings, run in point.runs
         for round_ in run.rounds
     )

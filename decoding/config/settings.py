@@ -131,6 +131,13 @@ class Settings:
         minimum=1,
         maximum=MAX_NUM_DRAFT_TOKENS,
     )
+    draft_ahead: bool | None = option(
+        "Draft on while a verification waits for the host link, as if it accepted the whole draft. "
+        "How far that gets depends on time, and so do sampled tokens; greedy ones do not.",
+        value=None,
+        group=PYTHON,
+        default="on if `num_draft_tokens` is adapted",
+    )
     prompt_lookup_ngram: int | None = option(
         "Length of the n-grams by which drafts are looked up in the prompt and output so far. "
         "Lookup comes before the draft model, or replaces it.",

@@ -52,7 +52,7 @@ class SequenceSlot:
         needs, window = plan.requirements, plan.requirements.layout.window
         if self.retrieval is not None and not (
             needs.has_retrieval
-            and self.retrieval.shape.has_buffers_of(
+            and self.retrieval.selector.shape.has_buffers_of(
                 plan.spec.retrieval, None if window is None else window.tokens
             )
         ):
@@ -66,7 +66,9 @@ class SequenceSlot:
         """Free what belongs to a finished sequence alone: rotary tables, scores of selections."""
         if (cache := self.retrieval) is not None:
             policy = type(cache.selector.policy)()
-            cache.reset(cache.shape, policy, cache.rotary.first(1), cache.selector.min_interval)
+            cache.reset(
+                cache.selector.shape, policy, cache.rotary.first(1), cache.selector.min_interval
+            )
 
     def free(self) -> None:
         """Free the caches and all graphs on them."""

@@ -146,12 +146,11 @@ class RequestState:
         assert self._decoding is not None
         return self._decoding.forward
 
-    @property
-    def depth(self) -> int:
-        """Return the index of the level that waits for a forward; the target is 0."""
+    def depth_of(self, forward: ForwardRequest) -> int:
+        """Return the index of the level of one of its forwards; the target is 0."""
         assert self.sequence is not None
         levels = self.sequence.caches.levels
-        return [level.cache for level in levels].index(self.forward.cache)
+        return [level.cache for level in levels].index(forward.cache)
 
     @property
     def missing(self) -> int:

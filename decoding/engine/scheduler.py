@@ -12,15 +12,13 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from torch import Tensor
-
 from decoding.engine.cache_pool import CachePool
 from decoding.engine.request import Request, RequestState, Status
 from decoding.engine.session_manager import SequenceManager
 from decoding.speculation.coroutines import Clock
 from decoding.speculation.draft_length import Lengths
-from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
-from parallel.ranks.environment import RankLost
+from offload.errors import InsufficientMemoryError
+from parallel.execution.forwards import Forwards, Outputs, own_error
 
 _MAX_WAIT_S = 1.0  # longest wait of the oldest prefill while shorter ones come first
 
@@ -35,7 +33,7 @@ class Scheduler:
 
     def __init__(self, sessions: SequenceManager, context: int, stop_tokens: frozenset[int]):
         """Run sequences of at most `context` tokens, which `sessions` opens on all ranks."""
-        self.sessions, self.stop_tokens = sessions, stop_tokens
+        self.stop_tokens = stop_tokens
         self.lengths: dict[str, Lengths] = {}  # draft lengths by mode, adapted over all requests
         self.caches = CachePool(sessions, context)
         self.concurrency = 1  # requests that share the memory
@@ -43,6 +41,7 @@ class Scheduler:
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []  # and those being prefilled
         self._is_batch = False  # in `run`
+        self._forwards = Forwards[RequestState](sessions.executor, self._own_errors)
         self._lead_s = 0.0  # seconds of prefill less those of forwards, while both are due
 
     @property
@@ -60,8 +59,8 @@ class Scheduler:
         """Admit requests that there is room for; run one step of a prefill, or one forward.
 
         Prefill and the forwards of running requests each get half of the time, except in `run`,
-        where forwards wait. Returns the requests that took part: each may have new tokens, or have
-        finished. Raises errors that end all requests; all caches are freed then.
+        where forwards wait. Returns the requests that may have new tokens, or have finished.
+        Raises errors that end all requests; all caches are freed then.
         """
         is_interleaved = not self._is_batch
         try:
@@ -71,7 +70,8 @@ class Scheduler:
             have_turns = is_interleaved and 0 < len(prefilling) < len(self._running)
             is_forward = not prefilling or (have_turns and self._lead_s > 0)
             if is_forward:
-                stepped = self._forward()
+                stepped = [each for each in self._running if each.status is Status.RUNNING]
+                self._feed(self._forwards.step(stepped))
             else:
                 in_chunks = is_interleaved and self.concurrency > 1
                 stepped = self._prefill(prefilling, in_chunks, have_turns)
@@ -88,6 +88,13 @@ class Scheduler:
         """End a request between two steps, unless it has finished."""
         if state in self._waiting:
             self._waiting.remove(state)
+        if state.status is Status.RUNNING:
+            try:
+                outputs = self._forwards.complete(state)
+                self._feed([each for each in outputs if each[0] is not state])
+            except BaseException:
+                self.close()
+                raise
         if not state.is_finished:
             self._finish(state, keep=state.status is Status.RUNNING)
 
@@ -136,7 +143,7 @@ class Scheduler:
             self._waiting.remove(state)
             admitted.append(state)
             with self._clock.paused(), self._own_errors([state]):
-                vocab = self.sessions.runtime.target.config.vocab
+                vocab = self.caches.sessions.runtime.target.config.vocab
                 state.request.validate(self.caches.context, vocab)
                 state.status, state.stepped_at = Status.PREFILLING, time.perf_counter()
                 self._running.append(state)
@@ -182,27 +189,12 @@ class Scheduler:
                 self._advance(state, state.begin(logits, self.lengths, self._clock))
         return [state]
 
-    def _forward(self) -> list[RequestState]:
-        """Run the innermost forwards that requests wait for, as one; return these requests.
-
-        Requests that are ahead wait until all need a forward of the same level, so that the outer
-        ones, which cost most, are shared by all.
-        """
-        running = [state for state in self._running if state.status is Status.RUNNING]
-        if not running:
-            return []
-        depth = max(state.depth for state in running)
-        waiting = [state for state in running if state.depth == depth]
-        model = waiting[0].forward.model
-        batch = [state for state in waiting if state.forward.model is model]
-        outputs: Sequence[Tensor] = []
-        with self._own_errors(batch):
-            outputs = self.sessions.executor.forward([state.forward for state in batch])
-        for state, logits in zip(batch, outputs, strict=False):  # no outputs after an error
+    def _feed(self, outputs: Outputs[RequestState]) -> None:
+        """Give requests the logits that they waited for."""
+        for state, logits in outputs:
             with self._own_errors([state]):
                 if (tokens := state.feed(logits)) is not None:
                     self._advance(state, tokens)
-        return batch
 
     def _advance(self, state: RequestState, tokens: list[int]) -> None:
         """Give a request the tokens of a round, and end it with its last one."""
@@ -213,13 +205,14 @@ class Scheduler:
         caches = state.sequence.caches
         # timings of shared offloaded rounds do not show what one request alone would cost
         if stats.concurrency == 1 or not caches.plan.uses_link:
-            self.sessions.record(caches, stats.rounds, stats.concurrency)
+            self.caches.sessions.record(caches, stats.rounds, stats.concurrency)
         self._finish(state, keep=True)
 
     def _finish(self, state: RequestState, keep: bool = False) -> None:
         """End a request, and free its caches; `keep`: a later request may continue them."""
         if state in self._running:
             self._running.remove(state)
+        self._forwards.forget(state)
         is_announced = self._is_batch and state.request.room is not None
         keep = keep and (self.caches.room is not None or is_announced)
         sequence = state.finish(keep)
@@ -236,20 +229,17 @@ class Scheduler:
         try:
             yield
         except Exception as error:
-            if isinstance(error, RankLost):
-                raise
-            if isinstance(error, TierForceError):
-                own = error
-            elif self.sessions.group.size == 1 and is_out_of_memory(error):
-                own = InsufficientMemoryError(f"out of memory: {one_line(error)}")
-            else:  # other ranks may be in the middle of the same forward and cannot continue
+            own = own_error(error, self.caches.sessions.group.size)
+            if own is None:
                 raise
             is_shared = isinstance(own, InsufficientMemoryError) and self.concurrency > 1
             for state in states:
                 is_unseen = self._is_batch or not state.tokens  # no token of it is shown yet
                 may_retry = is_shared and is_unseen and not state.runs_alone
                 size = len(state.request.prompt), state.request.max_new_tokens
-                if may_retry and self.sessions.planner.fits(*size, self.sessions.memory.whole):
+                if may_retry and self.caches.sessions.planner.fits(
+                    *size, self.caches.sessions.memory.whole
+                ):
                     self._finish(state)
                     state.restart_alone()
                     # before all but those that run alone, too

@@ -22,7 +22,7 @@ from offload.prefill.layer_major import Prefill, copy_prefix
 from offload.retrieval.cache import RetrievalCache
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.execution.executor import CopiedPrefix, Level
-from parallel.model.pipeline import PrefillStep, PrefillSteps, part_of_prefill, run_steps
+from parallel.model.pipeline import PrefillStep, PrefillSteps, finish, part_of_prefill
 from parallel.model.prompt_logprobs import PromptScorer
 
 
@@ -118,7 +118,7 @@ class SequenceState:
     def prefill(self) -> Tensor:
         """Prefill the prompt at once (`prefill_steps`); return the logits (1, V)."""
         self.capture_graphs()
-        return run_steps(self.prefill_steps())
+        return finish(self.prefill_steps())
 
     def prefill_steps(self, scorer: PromptScorer | None = None) -> PrefillSteps:
         """Copy or load a prefix, and prefill the rest of the prompt in steps.

@@ -46,6 +46,8 @@ def sampling_bytes(requirements: Requirements, rows: int) -> int:
     # While an inner level verifies, the levels above hold what it has drafted for them so far.
     levels = requirements.has_split + requirements.has_retrieval
     held = max(LOGIT_TENSORS * rows, outer + (levels - 1 + LOGIT_TENSORS) * inner)
+    if requirements.drafts_ahead:
+        held += outer
     block = PROBS_BYTES_PER_LOGIT * min(rows, PROBS_ROWS)
     logprobs = 4 * rows
     noise = 8 * noise_positions(requirements)  # float64

@@ -88,8 +88,9 @@ class Calibration:
         past.default_tested *= HISTORY_DECAY
         past.default_tested += tested * rejection_ratio(plan)
         predicted = predict(plan)
-        if predicted.drafted_s:
-            drafted_s = median_high(stats.draft_s / stats.drafted for stats in drafted)
+        timed = [stats for stats in drafted if stats.timed]
+        if predicted.drafted_s and timed:
+            drafted_s = median_high(stats.draft_s / stats.timed for stats in timed)
             self._record_drafting(strategy, drafted_s / predicted.drafted_s)
         whole_s = median_high(stats.verify_s for stats in drafted)
         drafting_s = median_high(stats.draft_s for stats in drafted)

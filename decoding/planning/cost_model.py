@@ -7,6 +7,7 @@ sources) and the acceptance rate, which depends on the models and the prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from decoding.config.defaults import HIGH_BYTE_SHARE, INNER_DRAFT, RECONSTRUCTION_TRAFFIC
 from decoding.planning.activations import prefill_chunk
@@ -15,6 +16,7 @@ from decoding.planning.forecast import Forecast
 from decoding.planning.forward_cost import ForwardCost, selection_s
 from decoding.planning.hardware_profile import HardwareProfile, Trust
 from decoding.planning.plan import Plan, ahead_bytes, effective_device_tokens
+from decoding.planning.request_spec import max_ahead
 from decoding.planning.requirements import Requirements
 from decoding.planning.round_cost import Acceptance, RoundCost
 from decoding.speculation.draft_length import RoundStats, best_length, expected_tokens
@@ -76,7 +78,7 @@ class CostModel:
             split_s=drafting * self.on_device_s(plan, 1) if needs.has_split else 0.0,
             retrieval_s=drafting * self.retrieval_s(plan),
             draft_s=drafting * self.draft_s(plan),
-            drafting_s=length * cost.drafted_s,
+            drafting_s=cost.drafting_s(length),
             num_draft_tokens=length,
             tokens_per_verification=cost.tokens(length),
             token_s=token_s,
@@ -119,17 +121,21 @@ class CostModel:
         """Return the cost of a round by the profile's rates, with measured acceptance."""
         acceptance = 1 - self.calibration.rejection(plan, 1 - self.acceptance.rate(plan))
         reconstruction_s = plan.concurrency * self._reconstruction_s(plan)
+
+        @cache  # asked for several times by each search for a draft length
+        def compute_s(drafted: int) -> float:
+            selection_s = self._selection_s(plan, expected_tokens(acceptance, drafted))
+            verification_s = self._verification_s(plan, drafted + 1)
+            return verification_s + reconstruction_s + plan.concurrency * selection_s
+
         return RoundCost(
             link_s=plan.concurrency * plan.link_bytes / self.hardware.link_in,
-            compute_s=lambda drafted: (
-                self._verification_s(plan, drafted + 1)
-                + reconstruction_s
-                + plan.concurrency * self._selection_s(plan, expected_tokens(acceptance, drafted))
-            ),
+            compute_s=compute_s,
             drafted_s=self._drafted_s(plan),
             acceptance=acceptance,
             uncovered_s=plan.uncovered_bytes / self.hardware.link_in,
             ahead_s=plan.concurrency * ahead_bytes(plan) / self.hardware.link_in,
+            max_ahead=max_ahead(plan.spec) if plan.uses_link else 0,
         )
 
     def _best_length(self, plan: Plan, cost: RoundCost) -> tuple[int, float]:

@@ -65,7 +65,7 @@ class RequestSpec:
         interval_tokens = self.max_new_tokens
         if POLICY_SPECS[settings.policy].reselects:
             interval = settings.selection_interval or SELECTION_INTERVAL_ON_DEVICE
-            interval_tokens = interval + 2 * needs.max_forward_tokens
+            interval_tokens = interval + 2 * needs.max_forward_tokens + max_ahead(self)
             if not settings.graphs:
                 interval_tokens = min(self.max_new_tokens, interval_tokens)
         budget = max(settings.chunk_size, min(needs.strategy.budget, self.tokens))
@@ -293,3 +293,16 @@ def _windowed_bytes(requirements: Requirements) -> int:
 def _query_heads(requirements: Requirements) -> int:
     """Return the largest number of query heads of a layer on a rank."""
     return max(each.heads * each.groups for each in requirements.layout.kinds)
+
+
+def max_ahead(spec: RequestSpec) -> int:
+    """Return how many tokens are drafted during a verification, at most; 0: none are.
+
+    The next draft, of all but the first of them, is no longer than any other. With the one that is
+    verified, they may be rejected: a draft model's window must not have slid past them.
+    """
+    needs = spec.requirements
+    if not needs.drafts_ahead:
+        return 0
+    longest = needs.settings.draft_length_range(needs.mode)[-1]
+    return min(longest, spec.draft.window - longest) if needs.has_draft else longest

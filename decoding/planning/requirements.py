@@ -101,6 +101,24 @@ class Requirements:
         return "draft" in LEVELS[self.mode]
 
     @property
+    def drafts_ahead(self) -> bool:
+        """Return whether drafts continue while a verification waits for the link.
+
+        Not with recurrent states, which go back by one draft only, or a prediction block, which
+        reads the target's own states: those are of verified tokens only.
+        """
+        wanted = self.settings.draft_ahead
+        if wanted is None:
+            wanted = self.settings.num_draft_tokens is None
+        layouts, is_predicted = [self.layout], False
+        if self.draft is not None and self.has_draft:
+            layouts.append(self.draft.kv_layout(self.draft_ranks, self.dtype))
+            is_predicted = self.draft.is_predictor
+        is_recurrent = any(layout.recurrent is not None for layout in layouts)
+        has_levels = bool(LEVELS[self.mode])
+        return wanted and has_levels and self.copies and not (is_predicted or is_recurrent)
+
+    @property
     def int8_retrieval(self) -> bool:
         """Return whether the retrieval cache stores 8-bit elements.
 
@@ -192,7 +210,10 @@ def largest_forward(requirements: Requirements) -> int:
 
 def noise_positions(requirements: Requirements) -> int:
     """Return the positions with cached noise: those of a longest draft; 0 without coupling."""
-    return requirements.max_forward_tokens if requirements.settings.deterministic else 0
+    if not requirements.settings.deterministic:
+        return 0
+    drafts = 2 if requirements.drafts_ahead else 1
+    return drafts * requirements.max_forward_tokens
 
 
 def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:

@@ -2,7 +2,7 @@
 
 time per token = (max(link, compute) of a verification + drafting) / tokens per verification
 
-While it is drafted, the transfer ring fills.
+While it is drafted, the transfer ring fills; while it waits for the link, the next one is drafted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from decoding.config.defaults import (
     UNCOVERED_EXPONENT,
 )
 from decoding.planning.plan import Plan, split_tokens
-from decoding.speculation.draft_length import best_length, expected_tokens
+from decoding.speculation.draft_length import best_length, expected_tokens, timed_tokens
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class RoundCost:
     # the first slot's copy, which compute-bound verifications without a draft cannot hide
     uncovered_s: float = 0.0
     ahead_s: float = 0.0  # transfer of what the ring holds: as much as a draft may hide
+    max_ahead: int = 0  # tokens that may be drafted during a verification
 
     def verification_s(self, drafted: int) -> float:
         """Return the seconds of a verification."""
@@ -44,6 +45,14 @@ class RoundCost:
         """Return what bounds a verification: link or compute."""
         link, compute = self._verification(drafted)
         return "link" if link >= compute else "compute"
+
+    def drafting_s(self, drafted: int) -> float:
+        """Return the seconds of a draft, but for those during the verification before it."""
+        if not self.drafted_s:
+            return 0.0
+        wait_s = max(0.0, self.link_s - self.ahead_s - self.compute_s(drafted))
+        meanwhile = min(self.max_ahead, wait_s / self.drafted_s)
+        return timed_tokens(drafted, self.acceptance, meanwhile) * self.drafted_s
 
     def link_ratio(self, verification_s: float, drafting_s: float) -> float:
         """Return the factor of the link's seconds that explains a link-bound verification.
@@ -73,7 +82,7 @@ class RoundCost:
     def best_length(self, lengths: Iterable[int]) -> tuple[int, float]:
         """Return the draft length with the fewest seconds per token, and those seconds."""
         return best_length(
-            lengths, self.acceptance, lambda n: self.verification_s(n) + n * self.drafted_s
+            lengths, self.acceptance, lambda n: self.verification_s(n) + self.drafting_s(n)
         )
 
 

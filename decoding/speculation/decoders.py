@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from decoding.speculation.coroutines import Steps
 from decoding.speculation.draft_length import MAX_CATCH_UP, DraftLength, RoundStats
 from decoding.speculation.logits_processors import LogitsProcessors
 from decoding.speculation.randomness import Randomness
-from decoding.speculation.rejection_sampler import Draft, to_host
+from decoding.speculation.rejection_sampler import Draft, concatenated, to_host
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.sequence import TokenSequence, common_prefix
 from offload.cache.base import Cache
@@ -71,6 +71,13 @@ class Proposer(ABC):
 
         Row i of the draft's probs is the exact distribution that token i was sampled from.
         """
+
+    def propose_some(self, n: int) -> Steps[Draft]:
+        """Append 1 to `n` draft tokens, as many as one forward of this level yields.
+
+        A level without a model may append none.
+        """
+        return (yield from self.propose(n))
 
     def sync(self, unverified: Sequence[int]) -> None:
         """Move to the end of the sequence, followed by unverified tokens of the levels above."""
@@ -168,6 +175,9 @@ class Autoregressive(Decoder):
         self.unverified += draft.tokens.tolist()
         return draft
 
+    def propose_some(self, n: int) -> Steps[Draft]:
+        return (yield from self.propose(1))
+
     def round(self, limit: int) -> Steps[list[int]]:
         draft = yield from self._sample(1)
         return self._commit(to_host(draft.tokens, draft.probs))
@@ -228,7 +238,11 @@ class SelfPrediction(Autoregressive):
 class Speculative(Decoder):
     """A level that samples from its model's distribution in fewer forwards.
 
-    `inner` drafts as many tokens as `length` says, and one forward verifies them all.
+    `inner` drafts as many tokens as `length` says, and one forward verifies them all. If that waits
+    for the host link, `inner` goes on in the meantime, as if all of the draft were accepted. If it
+    is, the forward also verifies the first of these tokens, and the rest begin the next draft. This
+    is PEARL's post-verify (Liu et al. 2024, arXiv 2408.11850, section 4.2), in the link's time in
+    place of a second device's.
     """
 
     def __init__(
@@ -245,25 +259,29 @@ class Speculative(Decoder):
         super().__init__(name, model, cache, inner.sequence, sampling, randomness)
         self.inner, self.length = inner, length
         self.clock: Callable[[], float] = time.perf_counter  # seconds, the basis of draft lengths
+        self.max_ahead = 0  # tokens that are drafted during a verification, at most
+        self._ahead = list[Draft]()  # the next draft's beginning
 
     def propose(self, n: int) -> Steps[Draft]:
-        start, done = len(self.unverified), 0
-        draft_probs: Tensor | None = None  # (n, V)
+        drafts, done = list[Draft](), 0
         while done < n:
-            tokens, probs = yield from self._verify(n - done)
-            self.unverified += tokens
-            if draft_probs is None:
-                draft_probs = probs.new_empty(n, probs.shape[1])
-            draft_probs[done : done + len(tokens)] = probs
-            del probs  # a view, which would keep the memory of all of the round's rows
-            done += len(tokens)
-        assert draft_probs is not None
-        draft_tokens = ints_to_device_async(self.unverified[start:], self.randomness.device)
-        return Draft(draft_tokens, draft_probs)
+            drafts.append((yield from self.propose_some(n - done)))
+            done += len(drafts[-1].tokens)
+        return concatenated(drafts)
+
+    def propose_some(self, n: int) -> Steps[Draft]:
+        tokens, probs = yield from self._verify(n)
+        self.unverified += tokens
+        # copied: a view would keep the memory of all of the round's rows
+        return Draft(ints_to_device_async(tokens, self.randomness.device), probs.clone())
 
     def round(self, limit: int) -> Steps[list[int]]:
         tokens, _ = yield from self._verify(limit)
         return self._commit(tokens)
+
+    def sync(self, unverified: Sequence[int]) -> None:
+        super().sync(unverified)
+        self._ahead = []
 
     def levels(self) -> list[Proposer]:
         return [self, *self.inner.levels()]
@@ -275,35 +293,70 @@ class Speculative(Decoder):
         distributions (A + 1, V) that they were sampled from.
         """
         started, num_unverified = self.clock(), len(self.unverified)
-        draft = yield from self._draft(min(self.length.next(), limit - 1))
+        draft, num_ahead = yield from self._draft(limit - 1)
         # every draft ends with a device synchronization, so none of its compute is left running
-        drafted = self.clock()
+        drafted, count = self.clock(), len(draft.tokens)
         pending = self._pending()  # (P,)
         tokens = torch.cat((pending, draft.tokens))
-        logits = yield self._forward(tokens, len(draft.tokens) + 1)
-        drafted_tokens = self.inner.unverified[num_unverified:][: len(draft.tokens)]
-        target_probs = self._probs(logits, drafted_tokens)  # (N + 1, V)
-        accepted, next_token = self.randomness.rejection_sample(
-            draft, target_probs, len(self.sequence) + num_unverified
-        )
+        ahead = list[Draft]()
+        room = min(self.max_ahead, limit - 1 - count) if count else 0
+        meanwhile = self._draft_ahead(room, ahead) if room > 0 else None
+        request = self._forward(tokens, count + 1)
+        logits = yield replace(request, meanwhile=meanwhile)
+        if meanwhile is not None:
+            meanwhile.close()
+        drafted_tokens = self.inner.unverified[num_unverified:]
+        target_probs = self._probs(logits, drafted_tokens[:count])  # (N + 1, V)
+        position = len(self.sequence) + num_unverified
+        accepted, next_token = self.randomness.rejection_sample(draft, target_probs, position)
+        self.cache.advance(len(pending) + accepted)
+        result = [*drafted_tokens[:accepted], next_token]
+        is_tested = accepted == count and bool(ahead)
+        num_meanwhile = sum(len(each.tokens) for each in ahead)
+        if is_tested:
+            first, rest = ahead[0].split(1)
+            is_accepted, result[-1] = self.randomness.verify_token(
+                first, target_probs[count], position + count
+            )
+            if is_accepted:
+                self._ahead = [rest, *ahead[1:]]
+                accepted += 1
+            count, num_ahead = count + 1, num_ahead + 1
         if self.on_logits:
-            self.on_logits(logits[: accepted + 1], target_probs[: accepted + 1])
+            self.on_logits(logits[: len(result)], target_probs[: len(result)])
         draft_s, verify_s = drafted - started, self.clock() - drafted
-        stats = RoundStats(len(draft.tokens), accepted, len(tokens), draft_s, verify_s)
+        counts = count, accepted, len(tokens)
+        stats = RoundStats(*counts, draft_s, verify_s, num_ahead, num_meanwhile, is_tested)
         self.rounds.append(stats)
         self.length.record(stats)
-        self.cache.advance(len(pending) + accepted)
         self.stats.forwards += 1
-        self.stats.proposed += len(draft.tokens)
+        self.stats.proposed += count
         self.stats.accepted += accepted
-        self.stats.produced += accepted + 1
-        end = num_unverified + accepted
-        accepted_tokens = self.inner.unverified[num_unverified:end]
-        return [*accepted_tokens, next_token], target_probs[: accepted + 1]
+        self.stats.produced += len(result)
+        return result, target_probs[: len(result)]
 
-    def _draft(self, n: int) -> Steps[Draft]:
-        if n == 0:
+    def _draft(self, limit: int) -> Steps[tuple[Draft, int]]:
+        """Draft up to `limit` tokens; return how many of them were drafted in advance, too."""
+        ahead, self._ahead = concatenated(self._ahead).split(limit)[0] if self._ahead else None, []
+        count = 0 if ahead is None else len(ahead.tokens)
+        n = min(self.length.next(), limit) - count
+        if n <= 0 and ahead is None:
             empty = torch.empty(0, dtype=torch.int64, device=self.randomness.device)
-            return Draft(empty, torch.empty(0, 0, device=self.randomness.device))
-        self.inner.sync(self.unverified)
-        return (yield from self.inner.propose(n))
+            return Draft(empty, torch.empty(0, 0, device=self.randomness.device)), 0
+        unverified = list(self.unverified)
+        if ahead is not None:
+            unverified += ahead.tokens.tolist()
+        self.inner.sync(unverified)
+        drafts = [] if ahead is None else [ahead]
+        if n > 0:
+            drafts.append((yield from self.inner.propose(n)))
+        return concatenated(drafts), count
+
+    def _draft_ahead(self, room: int, drafts: list[Draft]) -> Steps[None]:
+        """Append drafts of up to `room` tokens to `drafts`, after the one under verification."""
+        while room > 0:
+            draft = yield from self.inner.propose_some(room)
+            if not len(draft.tokens):
+                return
+            drafts.append(draft)
+            room -= len(draft.tokens)

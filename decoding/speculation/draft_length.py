@@ -31,6 +31,15 @@ def expected_tokens(acceptance: float, length: int) -> float:
     return (1 - acceptance ** (length + 1)) / (1 - acceptance)
 
 
+def timed_tokens(length: int, acceptance: float, meanwhile: float) -> float:
+    """Return the expected tokens of a draft that are not drafted during the verification before.
+
+    That drafts `meanwhile` tokens, the first of which it tests itself. The others begin the draft,
+    if that one and all before it are accepted.
+    """
+    return length - acceptance ** (length + 1) * min(length, max(0.0, meanwhile - 1))
+
+
 def best_length(
     lengths: Iterable[int], acceptance: float, round_s: Callable[[int], float]
 ) -> tuple[int, float]:
@@ -52,6 +61,15 @@ class RoundStats:
     rows: int  # query tokens of the verification forward
     draft_s: float
     verify_s: float
+    ahead: int = 0  # draft tokens that were drafted during a verification, this or the one before
+    meanwhile: int = 0  # tokens drafted during this verification
+    # whether the last draft token is the first of these, tested where a bonus token would follow
+    has_tested: bool = False
+
+    @property
+    def timed(self) -> int:
+        """Return the draft tokens that took `draft_s`."""
+        return self.drafted - self.ahead
 
 
 class DraftLength(ABC):
@@ -154,6 +172,7 @@ class Adaptive(DraftLength):
         self._next = 1
         self._accepted, self._tested = _PRIOR_TOKENS * _PRIOR_RATE, _PRIOR_TOKENS
         self._drafted = self._draft_s = 0.0
+        self._meanwhile = 0.0  # tokens drafted during a verification
         self._verify_s = ForwardSeconds()
 
     def reset(self, start: int) -> None:
@@ -173,17 +192,22 @@ class Adaptive(DraftLength):
         draft_s = stats.draft_s
         # limits outliers, such as a draft model that had to catch up
         if self._drafted:
-            draft_s = min(draft_s, 3 * stats.drafted * self._draft_s / self._drafted)
+            draft_s = min(draft_s, 3 * stats.timed * self._draft_s / self._drafted)
         self._accepted = _DECAY * self._accepted + stats.accepted
         self._tested = _DECAY * self._tested + stats.accepted + (stats.accepted < stats.drafted)
-        self._drafted = _DECAY * self._drafted + stats.drafted
-        self._draft_s = _DECAY * self._draft_s + draft_s
+        if stats.timed:
+            self._drafted = _DECAY * self._drafted + stats.timed
+            self._draft_s = _DECAY * self._draft_s + draft_s
+        self._meanwhile += (1 - _DECAY) * (stats.meanwhile - self._meanwhile)
+        if not self._drafted:
+            return
         per_token, verify_s = self._draft_s / self._drafted, self._verify_s.line()
-        self._next, _ = best_length(
-            range(1, self.max_length + 1),
-            self.acceptance,
-            lambda n: verify_s(n + 1) + n * per_token,
-        )
+
+        def round_s(n: int) -> float:
+            timed = timed_tokens(n, self.acceptance, self._meanwhile)
+            return verify_s(n + 1) + timed * per_token
+
+        self._next, _ = best_length(range(1, self.max_length + 1), self.acceptance, round_s)
 
     @property
     def acceptance(self) -> float:

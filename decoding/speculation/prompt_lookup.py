@@ -38,11 +38,20 @@ class PromptLookup(Proposer):
         self.ngram, self.vocab, self.device, self.inner = ngram, vocab, device, inner
 
     def propose(self, n: int) -> Steps[Draft]:
+        return (yield from self._propose(n, is_whole=True))
+
+    def propose_some(self, n: int) -> Steps[Draft]:
+        return (yield from self._propose(n, is_whole=False))
+
+    def levels(self) -> list[Proposer]:
+        return [self, *(self.inner.levels() if self.inner else [])]
+
+    def _propose(self, n: int, is_whole: bool) -> Steps[Draft]:
         continuation = self._possible(self._find(n))
-        if not continuation and self.inner is not None:
-            self.inner.sync(self.unverified)
-            draft = yield from self.inner.propose(n)
-            self.unverified += self.inner.unverified[len(self.unverified) :]
+        if not continuation and (inner := self.inner) is not None:
+            inner.sync(self.unverified)
+            draft = yield from (inner.propose(n) if is_whole else inner.propose_some(n))
+            self.unverified += inner.unverified[len(self.unverified) :]
             return draft
         self.unverified += continuation
         self.stats.forwards += bool(continuation)
@@ -50,9 +59,6 @@ class PromptLookup(Proposer):
         tokens = ints_to_device_async(continuation, self.device)
         probs = torch.zeros(len(continuation), self.vocab, device=self.device)
         return Draft(tokens, probs.scatter_(1, tokens[:, None], 1.0))
-
-    def levels(self) -> list[Proposer]:
-        return [self, *(self.inner.levels() if self.inner else [])]
 
     def _possible(self, continuation: list[int]) -> list[int]:
         """Return the beginning of a continuation that the request's processors allow."""

@@ -37,6 +37,15 @@ class Randomness(ABC):
         InvalidRequestError when a distribution it needs is NaN.
         """
 
+    def verify_token(self, draft: Draft, probs: Tensor, position: int) -> tuple[bool, int]:
+        """Return whether the draft's one token is accepted, and it or the recovered token.
+
+        The output follows probs (V,) for any draft. Raises as `rejection_sample`.
+        """
+        # the bonus token, of the second row, is dropped
+        accepted, recovered = self.rejection_sample(draft, probs.expand(2, -1), position)
+        return bool(accepted), int(draft.tokens) if accepted else recovered
+
 
 def make_randomness(sampling: Sampling, device: torch.device, noise_positions: int) -> Randomness:
     """Return the randomness of a request, seeded by its sampling options.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,19 @@ class Draft:
 
     tokens: Tensor  # (N,) int64
     probs: Tensor  # (N, V) float32; row i is the exact distribution tokens[i] was sampled from
+
+    def split(self, count: int) -> tuple[Draft, Draft]:
+        """Return the first `count` tokens and the rest, as views."""
+        first = Draft(self.tokens[:count], self.probs[:count])
+        return first, Draft(self.tokens[count:], self.probs[count:])
+
+
+def concatenated(drafts: Sequence[Draft]) -> Draft:
+    """Return drafts that follow each other as one."""
+    if len(drafts) == 1:
+        return drafts[0]
+    tokens, probs = zip(*((each.tokens, each.probs) for each in drafts), strict=True)
+    return Draft(torch.cat(tokens), torch.cat(probs))
 
 
 def rejection_sample(draft: Draft, target_probs: Tensor, generator: Generator) -> tuple[int, int]:

@@ -27,6 +27,13 @@ def write_tokens(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
     slots[1] = v.transpose(0, 1)
 
 
+def move_tokens(kv: Tensor, start: int, to: int, count: int) -> None:
+    """Move `count` tokens of a buffer kv (2, H, capacity, D) from slot `start` on to slot `to`."""
+    if start != to:
+        tokens = token_slice(kv, start, start + count).clone()
+        token_slice(kv, to, to + count).copy_(tokens)
+
+
 def attend_prefix(
     kv: Tensor, q: Tensor, tokens: int, traffic: ByteCounters, causal: bool = True
 ) -> Partial:

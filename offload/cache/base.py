@@ -79,9 +79,14 @@ class Cache(ABC):
         """Add the next `rows` tokens, already attended, to the sequence."""
         self.length += rows
 
-    def follow(self, length: int) -> None:
-        """Take over the length of a cache that this one is built from."""
-        self.length = self.verified = length
+    def follow(self, length: int, end: int | None = None) -> None:
+        """Take over the length of a cache that this one is built from.
+
+        If that is `end`, the end of its last forward, all tokens of that were accepted: those that
+        were drafted after them continue the sequence.
+        """
+        self.length = max(length, self.length) if length == end else length
+        self.verified = length
 
     def crop(self, length: int) -> None:
         """Shorten the sequence to its first `length` tokens, if it is longer."""
@@ -89,9 +94,9 @@ class Cache(ABC):
 
     def set_length(self, length: int) -> None:
         """Advance or crop to `length` tokens."""
-        if length >= self.length:
+        if length > self.length:
             self.advance(length - self.length)
-        else:
+        elif length < self.length:
             self.crop(length)
 
     def snapshot(self) -> dict[str, Any]:

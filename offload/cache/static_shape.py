@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offload.attention.head_major import token_slice
 from offload.cache.base import Cache
+from offload.cache.target_forward import TargetForward
 from offload.rotary import Rotary
 
 
@@ -42,6 +43,7 @@ class StaticCache(Cache):
     slots: int  # tokens per head that a forward may attend to, without the slot for padding
     window_offset = 0  # first slot of a layer's own buffer
     rotary: Rotary
+    target_forward: TargetForward | None = None  # the target's, if the cache observes it
 
     @abstractmethod
     def slot_and_position(self, start: int) -> tuple[int, int]:
@@ -70,6 +72,9 @@ class StaticCache(Cache):
 
     def has_room(self, rows: int) -> bool:
         """Return whether a forward of `rows` tokens would fit after the cached ones."""
+        # while layers differ, a forward has no one slot, or must not write all of its tokens
+        if self.target_forward is not None and not self.target_forward.is_over:
+            return False
         slot, position = self.slot_and_position(self.length)
         windowed = self.windowed_slot(self.length)
         if self.layout.window is not None and windowed.slot + rows > windowed.slots:

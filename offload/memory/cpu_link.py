@@ -31,6 +31,9 @@ class ZeroCopyLink(Link):
     def wait(self, ticket: None) -> None:
         pass
 
+    def is_complete(self, ticket: None) -> bool:
+        return True
+
     def device_available(self) -> int:
         return host_available()
 
@@ -104,6 +107,9 @@ class EmulatedLink(Link):
 
     def wait(self, ticket: threading.Event) -> None:
         ticket.wait()
+
+    def is_complete(self, ticket: threading.Event) -> bool:
+        return ticket.is_set()
 
     def drain(self) -> None:
         self._thread.drain()

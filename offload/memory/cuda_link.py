@@ -77,6 +77,9 @@ class CudaLink(Link):
     def wait(self, ticket: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(ticket)
 
+    def is_complete(self, ticket: torch.cuda.Event) -> bool:
+        return ticket.query()
+
     def drain(self) -> None:
         self._stream.synchronize()
         self._out_stream.synchronize()

@@ -76,6 +76,10 @@ class Link(ABC):
         """Order compute issued from now on after the copy."""
 
     @abstractmethod
+    def is_complete(self, ticket: Any) -> bool:
+        """Return whether a copy has completed, without waiting."""
+
+    @abstractmethod
     def device_available(self) -> int:
         """Return the bytes of device memory that can be allocated now."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -99,6 +100,14 @@ class TransferRing:
         self._held = filled.slot
         self.link.wait(filled.ticket)
         return filled.chunk
+
+    def has_arrived(self, count: int) -> bool:
+        """Return whether the next `count` chunks can be read without waiting.
+
+        If there are fewer slots: as many as these hold.
+        """
+        filled = islice(self._filled, min(count, len(self._slots)))
+        return all(self.link.is_complete(each.ticket) for each in filled)
 
     def release(self) -> None:
         """Refill the slot of the last chunk, if all reads of it have been issued.

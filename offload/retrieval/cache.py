@@ -16,12 +16,18 @@ from torch import Tensor
 
 from offload.attention import partial_attention
 from offload.attention.folding import Partial
-from offload.attention.head_major import attend_by_heads, token_slice, write_tokens
+from offload.attention.head_major import (
+    attend_by_heads,
+    move_tokens,
+    token_slice,
+    write_tokens,
+)
 from offload.cache.static_shape import SlotBuffers, StaticCache, WindowedSlot
+from offload.cache.target_forward import TargetForward
 from offload.layout import KVLayout
-from offload.retrieval.selection import SelectionPolicy, Selector
+from offload.retrieval.selection import Placement, SelectionPolicy, Selector
 from offload.retrieval.shape import RetrievalCacheSpec
-from offload.retrieval.store import make_store
+from offload.retrieval.store import RetrievalStore, make_store
 from offload.retrieval.windows import RetrievalWindows
 from offload.rotary import Rotary
 from offload.traffic import ByteCounters
@@ -37,6 +43,7 @@ class RetrievalCache(StaticCache):
     """
 
     _state: ClassVar[tuple[str, ...]] = ("length", "selector")
+    target_forward: TargetForward
 
     def __init__(
         self,
@@ -69,6 +76,7 @@ class RetrievalCache(StaticCache):
         self.slots = shape.slots
         self._store = make_store(layout.with_full_attention(len(full)), shape, device)
         self.window_offset = self._store.window_offset
+        self.target_forward = TargetForward(len(layout.attention_layers))
         self.reset(shape, policy, rotary, min_interval)
 
     @torch.inference_mode()
@@ -81,7 +89,7 @@ class RetrievalCache(StaticCache):
         """
         self.follow(0)
         self.traffic = ByteCounters()
-        self.shape = shape
+        self.target_forward.reset()
         self.selector = Selector(policy, shape, min_interval)
         self.rotary = rotary
         for tensor in self.state_tensors:
@@ -97,25 +105,28 @@ class RetrievalCache(StaticCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
         k = self.rotary.keys(k, start, layer)
         q = self.rotary.queries(q, start, layer)
+        end = start + len(q)
+        forward, placement = self.target_forward, self.selector.placement
+        is_passed = forward.is_over or forward.has_passed(layer)
+        if not is_passed and self.selector.previous is not None:
+            placement = self.selector.previous
+        exact = forward.exact(layer, start)
+        forward.drafted_end = max(forward.drafted_end, end)
         if layer in self._windows:
-            args = layer, q, k, v, start, self.selector.base, self.traffic
-            return self._windows.attend(*args)
-        _write(self, self._store.window(self._index[layer]), slice(None), k, v, start)
-        first = self.first_valid_slot()
-        slot, _ = self.slot_and_position(start)
+            base = placement.base
+            self._windows.write(layer, k[exact:], v[exact:], start + exact, base)
+            return self._windows.attend(layer, q, start, base, self.traffic)
+        first, slot = _slots(self._store, placement, start)
+        window = _window(self, layer)
+        write_tokens(window, k[exact:], v[exact:], slot + exact - self.window_offset)
         end = slot + len(q)
         self.traffic.attended += self._store.slot_bytes(first, end)
         groups = self._store.head_groups(self._index[layer], first, end)
         return attend_by_heads(q, k.shape[1], groups, partial(partial_attention, causal=True))
 
     def slot_and_position(self, start: int) -> tuple[int, int]:
-        base = self.selector.base
-        if start < base:
-            raise ValueError(
-                f"token {start} has no slot of its own: the selection covers the first {base}"
-            )
-        _, window = self._store.slots_of(self.selector.selected)
-        return window + start - base, start
+        _, slot = _slots(self._store, self.selector.placement, start)
+        return slot, start
 
     def windowed_slot(self, start: int) -> WindowedSlot:
         return self._windows.slot(start, self.selector.base)
@@ -151,27 +162,33 @@ class RetrievalCache(StaticCache):
 
     def on_forward(self, boundary: int, length: int, end: int) -> None:
         self.selector.begin(boundary, length, end)
-        self._windows.end = end
+        self.target_forward.begin(end)
 
     def on_attention(
         self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor
     ) -> None:
-        selector = self.selector
+        forward, selector = self.target_forward, self.selector
+        forward.complete_layer(layer)
+        end, drafted = forward.end, forward.drafted
+        placement, previous = selector.placement, selector.previous
+        own = token_slice(recent, recent.shape[2] - len(q), recent.shape[2])
         if layer in self._windows:
-            own = token_slice(recent, recent.shape[2] - len(q), recent.shape[2])
+            if previous is not None:
+                self._windows.move(layer, end, drafted, previous.base, placement.base)
             parts = [prefix, recent] if selector.is_selecting else [own]
-            self._windows.copy(layer, selector.base, parts)
+            self._windows.copy(layer, end, placement.base, parts)
         if layer not in self._index:
             return
-        count, tokens = prefix.shape[1:3]
-        window, start = recent, selector.base
-        if not selector.is_selecting:
-            # the target's exact KV replaces the KV that this level computed from a partial context
-            offset = recent.shape[2] - len(q)
-            window, start = token_slice(recent, offset, recent.shape[2]), tokens + offset
-        k, v = window.transpose(1, 2)
-        kv = self._store.window(self._index[layer])
-        _write(self, kv, slice(head, head + count), k, v, start)
+        window = _window(self, layer)[:, head : head + prefix.shape[1]]
+        if previous is not None and drafted:
+            slots = (_slots(self._store, each, end)[1] for each in (previous, placement))
+            before, after = (slot - self.window_offset for slot in slots)
+            move_tokens(window, before, after, drafted)
+        # the target's exact KV replaces the KV that this level computed from a partial context
+        exact = recent if selector.is_selecting else own
+        k, v = exact.transpose(1, 2)
+        _, slot = _slots(self._store, placement, end - len(k))
+        write_tokens(window, k, v, slot - self.window_offset)
         if not selector.is_selecting:
             return
         for first, part, chunks in selector.select_by_parts(layer, head, q, prefix, recent[0]):
@@ -181,16 +198,24 @@ class RetrievalCache(StaticCache):
         if length == 0:
             self.selector.reset()
         self.selector.check_crop(length)
-        self.follow(length)
+        self.follow(length, self.target_forward.end)
 
 
-def _write(
-    cache: RetrievalCache, kv: Tensor, heads: slice, k: Tensor, v: Tensor, start: int
-) -> None:
-    """Write k and v (T, h, D) of these heads to a layer's buffer, as the tokens from `start` on.
+def _slots(store: RetrievalStore, placement: Placement, start: int) -> tuple[int, int]:
+    """Return the first slot with a token, and that of the token at `start`.
 
-    Raises ValueError if they do not fit.
+    Raises ValueError if that has none.
     """
-    slot, _ = cache.slot_and_position(start)
-    window = token_slice(kv, 0, cache.slots - cache.window_offset)
-    write_tokens(window[:, heads], k, v, slot - cache.window_offset)
+    base, selected = placement
+    if start < base:
+        raise ValueError(
+            f"token {start} has no slot of its own: the selection covers the first {base}"
+        )
+    first, window = store.slots_of(selected)
+    return first, window + start - base
+
+
+def _window(cache: RetrievalCache, layer: int) -> Tensor:
+    """Return the slots (2, Hkv, n, D) of a layer's window, without the one for padding."""
+    kv = cache._store.window(cache._index[layer])
+    return token_slice(kv, 0, cache.slots - cache.window_offset)

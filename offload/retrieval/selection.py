@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,6 +162,13 @@ class AttentionScorePolicy(SelectionPolicy):
         return scores.clone()  # `select` modifies it
 
 
+class Placement(NamedTuple):
+    """Where a layer's tokens are."""
+
+    base: int  # position of the window's first token
+    selected: int  # number of selected tokens before it
+
+
 @dataclass
 class Selector:
     """Decides when chunks of the prefix are selected, and which; the state is one sequence's."""
@@ -173,13 +180,19 @@ class Selector:
     selected: int = 0  # number of selected tokens of that prefix
     selections: int = 0
     selected_at: int | None = None  # length of the sequence at the last selection
-    is_selecting: bool = False  # whether the target's current forward selects
+    is_selecting: bool = False  # whether the target's last forward selects
+    previous: Placement | None = None  # before that, if it differs
+
+    @property
+    def placement(self) -> Placement:
+        """Return where the tokens of a layer are that the target's last forward has passed."""
+        return Placement(self.base, self.selected)
 
     def reset(self) -> None:
         """Discard the sequence's state: the next forward selects."""
         self.policy = type(self.policy)()
         self.base = self.selected = self.selections = 0
-        self.selected_at = None
+        self.selected_at = self.previous = None
 
     def begin(self, boundary: int, length: int, end: int, recent: int | None = None) -> None:
         """Decide whether a forward of the target selects; arguments as in `on_forward`.
@@ -187,6 +200,7 @@ class Selector:
         `recent` tokens of the budget are not for selected ones: by default those after the
         boundary.
         """
+        previous, self.previous = self.placement, None
         # in decoding the first token of a forward is already accepted
         length += end > length
         self.is_selecting = self._is_due(length)
@@ -196,6 +210,8 @@ class Selector:
             self.selected = self.shape.selected(boundary, recent)
             self.selected_at = length
             self.selections += 1
+        if previous != self.placement:
+            self.previous = previous
 
     def select_by_parts(
         self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor

@@ -54,6 +54,7 @@ class SplitSelection:
         )
         self._chunks = torch.zeros(*sizes, selected, dtype=torch.int64, device=device)
         self._places = torch.zeros(*sizes, chunks, dtype=torch.int32, device=device)
+        self._counts = [0] * len(layers)  # selected chunks of each layer
         self.selector = Selector(policy, spec.selector, min_interval)
 
     @property
@@ -68,7 +69,8 @@ class SplitSelection:
 
     def selected_keys(self, layer: int) -> SelectedKeys | None:
         """Return the keys of a split layer that were selected last; None if there are none."""
-        index, chunks = self._index[layer], self.selector.selected // self._chunk
+        index = self._index[layer]
+        chunks = self._counts[index]
         if not chunks:
             return None
         return SelectedKeys(
@@ -82,12 +84,14 @@ class SplitSelection:
     def snapshot(self) -> dict[str, Any]:
         """Return the state that `restore` returns to."""
         tensors = [tensor.clone() for tensor in self.tensors]
-        return {"selector": deepcopy(self.selector), "tensors": tensors}
+        state = {"selector": self.selector, "counts": self._counts}
+        return {**deepcopy(state), "tensors": tensors}
 
     @torch.inference_mode()
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to the state of a snapshot."""
         self.selector = deepcopy(snapshot["selector"])
+        self._counts = list(snapshot["counts"])
         for tensor, saved in zip(self.tensors, snapshot["tensors"], strict=True):
             tensor.copy_(saved)
 
@@ -107,11 +111,12 @@ class SplitSelection:
     def on_advance(self, length: int) -> None:
         if length == 0:
             self.selector.reset()
+            self._counts = [0] * len(self._counts)
         self.selector.check_crop(length)
 
     def _store(self, index: int, head: int, keys: Tensor, chunks: Tensor) -> None:
         """Store chunks (h, n) of keys (h, N, D), those of a layer's heads from `head` on."""
-        count = chunks.shape[1]
+        self._counts[index] = count = chunks.shape[1]
         heads = slice(head, head + len(chunks))
         rows = torch.arange(len(chunks), device=keys.device)[:, None]
         by_chunk = keys.unflatten(1, (-1, self._chunk))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offload.attention.folding import Partial
-from offload.attention.head_major import token_slice, write_tokens
+from offload.attention.head_major import move_tokens, token_slice, write_tokens
 from offload.attention.window import attend_slots
 from offload.cache.static_shape import WindowedSlot
 from offload.layout import KVLayout
@@ -37,7 +37,6 @@ class RetrievalWindows:
         self.slots = shape.windowed_slots(self._window)
         buffers = layout.windowed.shape(len(layers), self.slots + 1)
         self.kv = torch.zeros(buffers, dtype=layout.dtype, device=device)
-        self.end = 0  # position after the last token of the target's current forward
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._index
@@ -51,31 +50,32 @@ class RetrievalWindows:
         first = max(0, self._before - base)
         return WindowedSlot(self._before + position - base, first, self.slots)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        start: int,
-        base: int,
-        traffic: ByteCounters,
-    ) -> Partial:
-        """Store the KV of the tokens at `start` and return their attention.
+    def write(self, layer: int, k: Tensor, v: Tensor, start: int, base: int) -> None:
+        """Store the KV of the tokens at `start`; k (T, Hkv, D) is rotated."""
+        slot, _, slots = self.slot(start, base)
+        write_tokens(token_slice(self.buffer(layer), 0, slots), k, v, slot)
 
-        q (T, Hq, D) and k (T, Hkv, D) are rotated.
-        """
-        kv, (slot, first, slots) = self.buffer(layer), self.slot(start, base)
-        write_tokens(token_slice(kv, 0, slots), k, v, slot)
+    def attend(
+        self, layer: int, q: Tensor, start: int, base: int, traffic: ByteCounters
+    ) -> Partial:
+        """Return the attention of the tokens at `start`; q (T, Hq, D) is rotated."""
+        kv, (slot, first, _) = self.buffer(layer), self.slot(start, base)
         end = slot + len(q)
         return attend_slots(token_slice(kv, first, end), q, end - first, traffic, self._window)
 
-    def copy(self, layer: int, base: int, parts: Sequence[Tensor]) -> None:
-        """Copy the target's tokens: parts (2, Hkv, n, D), which end with the current forward's.
+    def move(self, layer: int, start: int, tokens: int, base: int, new_base: int) -> None:
+        """Move tokens, from the one at `start` on, to their slots with another base."""
+        if not tokens:
+            return
+        kv = token_slice(self.buffer(layer), 0, self.slots)
+        move_tokens(kv, self.slot(start, base).slot, self.slot(start, new_base).slot, tokens)
+
+    def copy(self, layer: int, end: int, base: int, parts: Sequence[Tensor]) -> None:
+        """Copy the target's tokens up to `end`, parts (2, Hkv, n, D).
 
         Those that no query sees are left out.
         """
-        kv, end = self.buffer(layer), self.end
+        kv = self.buffer(layer)
         for part in reversed(parts):
             count = min(part.shape[2], self.slot(end, base).slot)
             slot = self.slot(end - count, base).slot

@@ -129,7 +129,7 @@ class TieredCache(Cache):
         self.onload_deferred()
         super().begin_forward(rows)
         unchanged = self.boundary
-        self._move_boundary()
+        self._move_boundary(rows)
         if self.buffers.ring is not None:
             chunks: list[Tensor] = []
             for layer in self.layers if self.boundary else ():
@@ -195,8 +195,12 @@ class TieredCache(Cache):
         super().advance(rows)
         _notify_advance(self.observers, self.length)
 
-    def _move_boundary(self) -> None:
-        """Move the boundary as far as possible, and write the tokens it moves past to the host."""
+    def _move_boundary(self, rows: int) -> None:
+        """Move the boundary as far as possible, and write the tokens it moves past to the host.
+
+        The tail keeps the `rows` tokens of a draft, too: during the forward others may be drafted
+        after them (`OnDeviceCache`).
+        """
         count = self.shape.boundary(self.length) - self.boundary
         if count <= 0:
             return
@@ -205,7 +209,7 @@ class TieredCache(Cache):
         if pending:  # copies run in order; the tails are about to be overwritten
             self.link.wait(pending[-1])
         self.boundary += count
-        tail_tokens = self.length - self.boundary
+        tail_tokens = min(self.length + rows - self.boundary, self.shape.tail - count)
         for layer in self.layers:
             layer.shift_tail(self.boundary, count, tail_tokens)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from offload.attention.folding import Partial
 from offload.cache.base import Cache
+from offload.cache.target_forward import TargetForward
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.split_selection import SplitSelection
 from offload.tiered.cache import TieredCache
@@ -38,6 +39,7 @@ class OnDeviceCache(Cache):
         super().__init__(target.layout)
         self.target = target
         self.retrieval, self.selection = retrieval, selection
+        self._target_forward = TargetForward(len(target.layout.attention_layers))
         target.observers.append(self)
 
     @property
@@ -54,7 +56,9 @@ class OnDeviceCache(Cache):
             return self.retrieval.attend(layer, q, k, v, start)
         q = target.rotary.queries(q, start, layer)
         k = target.rotary.keys(k, start, layer)
-        layer_kv.append(k, v, start, target.boundary)
+        # the KV that a forward of the target has written there is exact, and stays
+        exact = self._target_forward.exact(layer, start)
+        layer_kv.append(k[exact:], v[exact:], start + exact, target.boundary)
         end, boundary = start + len(q), target.boundary
         if isinstance(layer_kv, SplitLayer) and self.selection is not None:
             selected = self.selection.selected_keys(layer)
@@ -88,12 +92,12 @@ class OnDeviceCache(Cache):
     # -- observing the target ----------------------------------------------------------------------
 
     def on_forward(self, boundary: int, length: int, end: int) -> None:
-        pass
+        self._target_forward.begin(end)
 
     def on_attention(
         self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor
     ) -> None:
-        pass  # this level attends to the target's own KV
+        self._target_forward.complete_layer(layer)  # this level attends to the target's own KV
 
     def on_advance(self, length: int) -> None:
-        self.follow(length)
+        self.follow(length, self._target_forward.end)

@@ -94,7 +94,10 @@ class TieredLayer(ABC):
         return None
 
     def shift_tail(self, boundary: int, count: int, rest: int) -> None:
-        """Drop the first `count` tail tokens, now written back; `rest` follow the new boundary."""
+        """Drop the first `count` tail tokens, now written back.
+
+        The `rest` that follow the new boundary stay, those of a draft among them.
+        """
 
     @property
     def buffer(self) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -13,6 +13,7 @@ from offload.attention.folding import Partial, concatenated
 from offload.cache.base import Cache
 from offload.cache.prediction import PredictionCache
 from offload.recurrent.delta_rule import DeltaInputs
+from parallel.model.pipeline import LayerSteps, finish
 from parallel.model.transformer import KVCacheLike, Transformer
 
 
@@ -32,14 +33,17 @@ class ForwardRequest:
     """A forward pass to run: `model` on `tokens` (T,), after the content of `cache`.
 
     It returns logits (rows, V), those that follow each of the last `rows` tokens, which may be 0.
-    The tokens count
-    only once the cache is advanced.
+    The tokens count only once the cache is advanced.
+
+    While it waits for the host link, `meanwhile` may run, on other caches: it yields requests, and
+    is sent the logits of each. It need not run to its end.
     """
 
     model: ForwardFn
     cache: Cache
     tokens: Tensor
     rows: int
+    meanwhile: Generator[ForwardRequest, Tensor, None] | None = None
 
 
 class BatchedCache:
@@ -98,13 +102,23 @@ def run_forward(requests: Sequence[ForwardRequest]) -> list[Tensor]:
     if len(requests) == 1:
         (request,) = requests
         return [model(request.tokens, request.cache, request.rows)]
+    return finish(forward_steps(requests))
+
+
+def forward_steps(requests: Sequence[ForwardRequest]) -> LayerSteps[list[Tensor]]:
+    """Run `run_forward` in steps, in inference mode; return its logits."""
+    model = requests[0].model
     assert isinstance(model, Transformer)
+    if len(requests) == 1:
+        (request,) = requests
+        steps = model.forward_steps(request.tokens, request.cache, request.rows)
+        return [(yield from steps)]
     tokens = [request.tokens for request in requests]
     rows = [request.rows for request in requests]
     counts = [len(part) for part in tokens]
     cache = BatchedCache([request.cache for request in requests], counts, rows)
     # matrix products are computed once for the rows of all sequences
-    x = model.hidden_states(torch.cat(tokens), cache)
+    x = yield from model.hidden_state_steps(torch.cat(tokens), cache)
     cache.keep_hidden_states(x, sum(rows))
     parts = x.split(counts)
     last = [part[len(part) - count :] for part, count in zip(parts, rows, strict=True)]

@@ -26,7 +26,8 @@ from offload.cache.static_forward import Place, StaticForward
 from offload.cache.static_shape import StaticCache
 from offload.errors import TierForceError
 from parallel.config.parameter_count import MAX_GRAPH_TOKENS, MAX_STATIC_TOKENS
-from parallel.execution.batched_forward import ForwardRequest, run_forward
+from parallel.execution.batched_forward import ForwardRequest, forward_steps, run_forward
+from parallel.model.pipeline import LayerSteps
 from parallel.model.transformer import Transformer
 from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.process_group import TensorParallelGroup
@@ -105,10 +106,15 @@ class GraphRunner:
 
         Returns the logits of each. All ranks of the model call it with the same requests.
         """
-        model = requests[0].model
-        forwards = self._forwards.get(model) if isinstance(model, Transformer) else None
-        captured = forwards.find(requests) if forwards else None
+        captured = self._captured(requests)
         return run_forward(requests) if captured is None else captured.replay(requests)
+
+    def steps(self, requests: Sequence[ForwardRequest]) -> LayerSteps[list[Tensor]]:
+        """Run requests like `run`, layer by layer, in inference mode; a graph is one step."""
+        captured = self._captured(requests)
+        if captured is not None:
+            return captured.replay(requests)
+        return (yield from forward_steps(requests))
 
     @torch.inference_mode()
     def capture(
@@ -141,6 +147,11 @@ class GraphRunner:
         """Free the graphs on a cache, and forget it."""
         for forwards in self._forwards.values():
             forwards.release(cache)
+
+    def _captured(self, requests: Sequence[ForwardRequest]) -> _CapturedForward | None:
+        model = requests[0].model
+        forwards = self._forwards.get(model) if isinstance(model, Transformer) else None
+        return forwards.find(requests) if forwards else None
 
     def _capture(
         self,

@@ -8,10 +8,11 @@ between any two forwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from enum import IntEnum
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -20,13 +21,22 @@ from offload.errors import TierForceError
 from offload.memory.host import trim_heap
 from parallel.execution.batched_forward import ForwardRequest
 from parallel.execution.cuda_graphs import GraphRunner
+from parallel.execution.layered_forward import LayeredForward
 from parallel.model.pipeline import PrefillSteps, Progress
 from parallel.model.prompt_logprobs import PromptScorer
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup, ints_to_device_async
 
-_OTHER = 0  # in place of the number of sequences in a forward: another command follows
 _HEADER = 5  # numbers per sequence in a forward: sequence, level, cache length, rows, tokens
+
+
+class _Message(IntEnum):
+    """The first number of a message."""
+
+    OTHER = 0  # another command follows
+    FORWARD = 1
+    BEGIN = 2  # a forward that streams, and runs layer by layer
+    CONTINUE = 3  # its next layer
 
 
 @dataclass(frozen=True)
@@ -208,6 +218,7 @@ class Forward:
     """
 
     requests: Sequence[ForwardRequest]
+    kind: ClassVar[_Message] = _Message.FORWARD
 
     def run(self, executor: TensorParallelExecutor) -> list[Tensor]:
         return executor.graphs.run(self.requests)
@@ -219,7 +230,7 @@ class Forward:
             location = executor.locate(request.cache)
             headers += [*location, request.cache.length, request.rows, len(request.tokens)]
             tokens += request.tokens.tolist()
-        return [len(self.requests), *headers, *tokens]
+        return [self.kind, len(self.requests), *headers, *tokens]
 
     @classmethod
     def unpack(cls, executor: TensorParallelExecutor, numbers: list[int]) -> Forward:
@@ -237,6 +248,33 @@ class Forward:
         return cls(requests)
 
 
+@dataclass(frozen=True)
+class BeginForward(Forward):
+    """Begin a forward; `ContinueForward` runs each of its layers."""
+
+    kind: ClassVar[_Message] = _Message.BEGIN
+
+    def run(self, executor: TensorParallelExecutor) -> LayeredForward:  # type: ignore[override]
+        executor.forget_begun(request.cache for request in self.requests)
+        forward = LayeredForward(self.requests, executor.graphs.steps(self.requests))
+        if forward.logits is None:  # a replayed graph ends at once
+            executor.begun.append(forward)
+        return forward
+
+
+@dataclass(frozen=True)
+class ContinueForward:
+    """Run the next layer of a forward that has begun."""
+
+    index: int  # among these
+
+    def run(self, executor: TensorParallelExecutor) -> None:
+        forward = executor.begun.pop(self.index)
+        forward.run_layer()
+        if forward.logits is None:
+            executor.begun.insert(self.index, forward)
+
+
 class TensorParallelExecutor:
     """The open sequences, in the same order on all ranks, and the commands they run on them."""
 
@@ -246,6 +284,8 @@ class TensorParallelExecutor:
         self.sequences: list[OpenSequence] = []
         self.prefills: dict[OpenSequence, PrefillSteps] = {}  # unfinished ones
         self.open_sequence: Callable[[Open], object] | None = None  # in `worker_loop`
+        self.begun: list[LayeredForward] = []  # sharded ones, between two of their layers
+        self._channel = _Channel(self)
 
     def add(self, sequence: OpenSequence) -> None:
         """Register a sequence, and begin to prefill it, on all ranks."""
@@ -257,6 +297,7 @@ class TensorParallelExecutor:
         if not is_lost:
             self.finish_copies(sequence)
         self.sequences.remove(sequence)
+        self.forget_begun(level.cache for level in sequence.levels)
         if (steps := self.prefills.pop(sequence, None)) is not None:
             steps.close()
         sequence.close()
@@ -272,6 +313,11 @@ class TensorParallelExecutor:
                     sequence.copied = None
                     error.__context__ = None  # it and the traceback refer to the source
                     self.prefills[sequence] = _fail(error.with_traceback(None))
+
+    def forget_begun(self, caches: Iterable[Cache]) -> None:
+        """Forget forwards on these caches that have begun, but will not continue."""
+        used = list(caches)
+        self.begun = [forward for forward in self.begun if not forward.reads_any(used)]
 
     def set_lengths(self, index: int, lengths: Sequence[int]) -> None:
         """Set the lengths of a sequence's sharded caches, as on rank 0."""
@@ -307,11 +353,24 @@ class TensorParallelExecutor:
 
     def forward(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
         """Run requests of one model on all its ranks, as one forward; return logits (rows, V)."""
-        command = Forward(requests)
-        index, level = self.locate(requests[0].cache)
-        if self.group.size > 1 and self.sequences[index].levels[level].is_sharded:
-            self._send(command.pack(self))
+        if _is_sharded(self, requests):
+            self.send(Forward(requests))
         return self.graphs.run(requests)
+
+    def begin_forward(self, requests: Sequence[ForwardRequest]) -> LayeredForward:
+        """Begin to run requests as `forward`; `continue_forward` runs each layer of the model."""
+        if not _is_sharded(self, requests):
+            return LayeredForward(requests, self.graphs.steps(requests))
+        command = BeginForward(requests)
+        self.send(command)
+        return command.run(self)
+
+    def continue_forward(self, forward: LayeredForward) -> None:
+        """Run the next layer of a forward that has begun."""
+        if _is_sharded(self, forward.requests):
+            self.run(ContinueForward(self.begun.index(forward)))
+        else:
+            forward.run_layer()
 
     def prefill(
         self, sequence: OpenSequence, whole_layer: bool, progress: Progress | None = None
@@ -331,12 +390,7 @@ class TensorParallelExecutor:
     def send(self, command: Command) -> None:
         """Send a command to the other ranks, but do not run it on this one."""
         if self.group.size > 1:
-            self._send([_OTHER])
-            self.group.broadcast(command)
-
-    def _send(self, numbers: list[int]) -> None:
-        size = self._size()
-        self.group.broadcast_ints(numbers + [0] * (size - len(numbers)), size)
+            self._channel.send(command)
 
     # -- the other ranks ---------------------------------------------------------------------------
 
@@ -347,7 +401,7 @@ class TensorParallelExecutor:
         """
         self.open_sequence = open_sequence
         try:
-            while not isinstance(command := self._receive(), Stop):
+            while not isinstance(command := self._channel.receive(), Stop):
                 command.run(self)
                 if not self.sequences and not isinstance(command, Idle):
                     return True
@@ -355,18 +409,45 @@ class TensorParallelExecutor:
         finally:
             self.open_sequence = None  # it may refer to this executor's owner
 
-    def _receive(self) -> Command:
-        numbers = self.group.broadcast_ints([], self._size())
-        if numbers[0] != _OTHER:
-            return Forward.unpack(self, numbers)
+
+def _is_sharded(executor: TensorParallelExecutor, requests: Sequence[ForwardRequest]) -> bool:
+    """Return whether all ranks run requests of one model."""
+    index, level = executor.locate(requests[0].cache)
+    return executor.sequences[index].levels[level].is_sharded
+
+
+class _Channel:
+    """Commands from rank 0 to the other ranks; forwards, which are frequent, are integers."""
+
+    def __init__(self, executor: TensorParallelExecutor):
+        self._executor, self._group = executor, executor.group
+
+    def send(self, command: Command) -> None:
+        numbers, size = [int(_Message.OTHER)], self._size()
+        if isinstance(command, Forward):
+            numbers = command.pack(self._executor)
+        elif isinstance(command, ContinueForward):
+            numbers = [_Message.CONTINUE, command.index]
+        self._group.broadcast_ints(numbers + [0] * (size - len(numbers)), size)
+        if numbers[0] == _Message.OTHER:
+            self._group.broadcast(command)
+
+    def receive(self) -> Command:
+        kind, *numbers = self._group.broadcast_ints([], self._size())
+        if kind == _Message.CONTINUE:
+            return ContinueForward(numbers[0])
+        if kind != _Message.OTHER:
+            command_type = BeginForward if kind == _Message.BEGIN else Forward
+            return command_type.unpack(self._executor, numbers)
         placeholder: Command | None = None
-        command = self.group.broadcast(placeholder)
+        command = self._group.broadcast(placeholder)
         assert command is not None
         return command
 
     def _size(self) -> int:
         """Return the numbers in a message: room for a forward of all sequences."""
-        return 1 + len(self.sequences) * (_HEADER + self.max_tokens)
+        sequences, tokens = len(self._executor.sequences), self._executor.max_tokens
+        return 2 + sequences * (_HEADER + tokens)
 
 
 def sharded_lengths(sequence: OpenSequence) -> list[int]:

@@ -29,16 +29,18 @@ class PrefillStep(NamedTuple):
 
 
 PrefillSteps = Generator[PrefillStep, None, Tensor]  # returns the logits (1, V)
+# a decoding forward: yields each layer before it runs, and returns a T
+LayerSteps = Generator[int, None, T]
 
 
-def run_steps(steps: PrefillSteps) -> Tensor:
-    """Run all steps of a prefill, and return the logits (1, V)."""
+def finish(steps: Generator[object, None, T]) -> T:
+    """Run all steps, and return the result."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            logits: Tensor = end.value
-            return logits
+            result: T = end.value
+            return result
 
 
 def part_of_prefill(steps: PrefillSteps, done: int, part: int, tokens: int) -> PrefillSteps:

@@ -6,6 +6,7 @@ Levels differ only in the cache that attention uses.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Protocol, cast
 
 import torch
@@ -42,11 +43,12 @@ from parallel.model.layers import (
 from parallel.model.moe import MlpAndExperts, SparseMoE
 from parallel.model.pipeline import (
     Chunk,
+    LayerSteps,
     PrefillStep,
     PrefillSteps,
+    finish,
     in_chunks,
     pipelined,
-    run_steps,
 )
 from parallel.model.prompt_logprobs import PromptScorer
 from parallel.model.residual import Branch, Mlp, sigmoid_gated
@@ -305,33 +307,44 @@ class Transformer(Module):
         Returns logits (rows, V) float32 that follow each of the last `rows` tokens, which may be
         none. The tokens' KV is written, but they count only once the caller advances the cache.
         """
+        return finish(self.forward_steps(tokens, cache, rows))
+
+    def forward_steps(self, tokens: Tensor, cache: KVCacheLike, rows: int) -> LayerSteps[Tensor]:
+        """Run `forward` in steps, in inference mode; return its logits."""
         if cache.is_batch_invariant:
-            return self._forward_batch_invariant(tokens, cache, rows)
-        x = self.hidden_states(tokens, cache)
+            return (yield from self._batch_invariant_steps(tokens, cache, rows))
+        x = yield from self.hidden_state_steps(tokens, cache)
         cache.keep_hidden_states(x, rows)
         return self.logits(x[len(x) - rows :])
 
-    def _forward_batch_invariant(self, tokens: Tensor, cache: KVCacheLike, rows: int) -> Tensor:
-        """Run `forward` in blocks of rows that start at fixed positions of the sequence."""
+    def _batch_invariant_steps(
+        self, tokens: Tensor, cache: KVCacheLike, rows: int
+    ) -> LayerSteps[Tensor]:
+        """Run `forward_steps` in blocks of rows that start at fixed positions of the sequence."""
         lead = cache.length % ROW_BLOCK
         end = lead + len(tokens)
         padded = F.pad(tokens, (lead, -end % ROW_BLOCK))
         first = (end - rows) // ROW_BLOCK * ROW_BLOCK  # start of the blocks that need logits
         padded_cache = PaddedCache(cache, slice(lead, end))
+        x = yield from self.hidden_state_steps(padded, padded_cache)
         with batch_invariant():
-            x = self.hidden_states(padded, padded_cache)
             logits = self.logits(x[first:])
         padded_cache.keep_hidden_states(x, rows)
         return logits[end - rows - first : end - first]
 
-    @torch.inference_mode()
-    def hidden_states(self, tokens: Tensor, cache: KVCacheLike) -> Tensor:
-        """Run tokens (T,) like `forward`; return hidden states (T, hidden) after the final norm."""
-        cache.begin_forward(len(tokens))
-        x = self._inputs(tokens, cache)
-        for layer in self.layers:
-            x = layer(x, cache, cache.length)
-        return cast(Tensor, self.norm(x))
+    def hidden_state_steps(self, tokens: Tensor, cache: KVCacheLike) -> LayerSteps[Tensor]:
+        """Run tokens (T,) like `forward_steps`; return hidden states (T, hidden), normalized."""
+        # entered in every step, and left before others run
+        blocks = batch_invariant if cache.is_batch_invariant else nullcontext
+        with blocks():
+            cache.begin_forward(len(tokens))
+            x = self._inputs(tokens, cache)
+        for index, layer in enumerate(self.layers):
+            yield index
+            with blocks():
+                x = layer(x, cache, cache.length)
+        with blocks():
+            return cast(Tensor, self.norm(x))
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
@@ -345,7 +358,7 @@ class Transformer(Module):
 
     def prefill(self, tokens: Tensor, cache: PrefillCacheLike, max_chunk: int) -> Tensor:
         """Prefill a prompt at once (`prefill_steps`); return the logits (1, V)."""
-        return run_steps(self.prefill_steps(tokens, cache, max_chunk))
+        return finish(self.prefill_steps(tokens, cache, max_chunk))
 
     @torch.inference_mode()
     def prefill_steps(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import torch
@@ -191,11 +192,29 @@ def forward(request: ForwardRequest) -> Tensor:
     return request.model(request.tokens, request.cache, request.rows)
 
 
+def forward_meanwhile(rng: random.Random) -> Callable[[ForwardRequest], Tensor]:
+    """Return `forward`, with up to 7 forwards of what may run meanwhile before it."""
+
+    def run_both(request: ForwardRequest) -> Tensor:
+        logits: Tensor | None = None
+        for _ in range(rng.randrange(8) if request.meanwhile is not None else 0):
+            try:
+                inner = request.meanwhile.send(logits)  # type: ignore[arg-type, union-attr]
+            except StopIteration:
+                break
+            logits = forward(inner)
+        return forward(request)
+
+    return run_both
+
+
 def propose(level: Proposer, n: int) -> Draft:
     return run(level.propose(n), forward)
 
 
-def generate(decoder: Decoder, tokens: int) -> list[int]:
+def generate(
+    decoder: Decoder, tokens: int, forward: Callable[[ForwardRequest], Tensor] = forward
+) -> list[int]:
     """Return the next `tokens` tokens, decoded round by round as in the engine."""
     generated: list[int] = []
     while len(generated) < tokens:

@@ -187,7 +187,7 @@ def test_the_plan_requires_what_the_sequence_allocates(
             needs.target.tail, 2
         )
         assert [needs.draft] == drafts
-        shape, spec = retrieval.shape, POLICIES[policy].spec
+        shape, spec = retrieval.selector.shape, POLICIES[policy].spec
         # 4 query heads for 2 KV heads
         selection = shape.scratch_bytes(layout, spec.query_rows * 2)
         selection += spec.state_bytes(layout, shape.context, shape.chunk)

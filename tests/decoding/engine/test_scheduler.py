@@ -88,13 +88,13 @@ class ForwardCounter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.rows: dict[int, list[int]] = {}
-        hidden_states = Transformer.hidden_states
+        steps = Transformer.hidden_state_steps
 
         def count(model: Transformer, tokens: Tensor, cache: Any) -> Tensor:
             self.rows.setdefault(id(model), []).append(len(tokens))
-            return hidden_states(model, tokens, cache)
+            return steps(model, tokens, cache)
 
-        monkeypatch.setattr(Transformer, "hidden_states", count)
+        monkeypatch.setattr(Transformer, "hidden_state_steps", count)
 
     def take(self) -> dict[int, list[int]]:
         """Return the counts by model since the last call."""
@@ -300,15 +300,15 @@ def test_requests_run_alone_after_memory_ran_out(
     batch = requests(FULL, SIZES)
     with models.engine("retrieval", **SMALL) as engine:
         expected = run_alone(engine, batch)
-        hidden_states, failed = Transformer.hidden_states, list[int]()
+        steps, failed = Transformer.hidden_state_steps, list[int]()
 
         def fail_if_long(model: Transformer, tokens: Tensor, cache: Any) -> Tensor:
             if len(tokens) > 9:
                 failed.append(len(tokens))
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return hidden_states(model, tokens, cache)
+            return steps(model, tokens, cache)
 
-        monkeypatch.setattr(Transformer, "hidden_states", fail_if_long)
+        monkeypatch.setattr(Transformer, "hidden_state_steps", fail_if_long)
         completions = run_batch(engine, batch, 4)
         assert tokens(completions) == expected
         assert len(failed) == 1  # the interrupted forward is not retried

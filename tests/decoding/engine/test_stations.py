@@ -16,7 +16,7 @@ from support.engines import SMALL, Pair
 from support.models import random_tokens
 
 ROOT = Path(__file__).parents[3]
-MAX_STATIONS = 20
+MAX_STATIONS = 22
 
 
 def stations() -> list[tuple[str, str]]:

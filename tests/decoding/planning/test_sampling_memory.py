@@ -15,8 +15,10 @@ from decoding.planning.activations import sampling_bytes
 from decoding.planning.requirements import Requirements, noise_positions
 from decoding.speculation import decoders
 from decoding.speculation.coroutines import run
+from decoding.speculation.decoders import Speculative
 from decoding.speculation.logits_processors import make_processors
 from decoding.speculation.randomness import make_randomness
+from parallel.execution.batched_forward import ForwardRequest
 from support.live_bytes import LiveBytes
 from support.planning import case_of
 from support.slow import slow_except
@@ -58,6 +60,13 @@ def requirements_of(mode: str, **options: Any) -> Requirements:
     return Requirements(target, case.draft, mode, settings, torch.bfloat16, 1, 1, True)
 
 
+def forward_after_drafts(request: ForwardRequest) -> Tensor:
+    """Run a forward of a toy model, after all that may be drafted meanwhile."""
+    if request.meanwhile is not None:
+        run(request.meanwhile, forward)
+    return forward(request)
+
+
 def round_bytes(needs: Requirements, sampling: Sampling) -> int:
     """Return the most bytes that are live in a round of a longest draft, all of it accepted.
 
@@ -70,10 +79,12 @@ def round_bytes(needs: Requirements, sampling: Sampling) -> int:
     model = WideToy(VOCAB, scale=0.1)  # flat: on a CPU, too, all of a row is sorted
     decoder = nest([model] * (levels + 1), lengths, sampling, randomness)
     apply_processors(decoder, make_processors(sampling, torch.tensor(PROMPT)))
+    assert isinstance(decoder, Speculative)
+    decoder.max_ahead = lengths[0] if needs.drafts_ahead else 0
     logprobs = list[Tensor]()
     decoder.on_logits = lambda logits, _: logprobs.append(logits.log_softmax(-1))
     with LiveBytes() as live:
-        tokens = run(decoder.round(1000), forward)
+        tokens = run(decoder.round(1000), forward_after_drafts)
     assert len(tokens) == lengths[0] + 1
     return live.peak
 

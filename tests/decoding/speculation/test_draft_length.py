@@ -5,13 +5,19 @@ acceptance rate and known seconds.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from decoding import Settings
 from decoding.config.defaults import MAX_DRAFT, MAX_SPLIT_DRAFT
-from decoding.speculation.draft_length import Adaptive, Fixed, RoundStats, draft_lengths
+from decoding.speculation.draft_length import (
+    Adaptive,
+    DraftLength,
+    Fixed,
+    RoundStats,
+    draft_lengths,
+)
 
 MAX_LENGTH = 64
 
@@ -71,6 +77,39 @@ def test_lengths_converge_near_the_best(world: World, start: int, noise: float) 
             rates.append(world.tokens_per_second(length.next()))
         length.record(world.round(length.next(), rng, noise))
     assert sum(rates) / len(rates) > 0.93 * world.best
+
+
+def speed_ahead(world: World, length: DraftLength, meanwhile: int, rounds: int = 3000) -> float:
+    """Return the tokens per second of rounds with `meanwhile` tokens drafted in a verification."""
+    rng, ahead, tokens, seconds = random.Random(1), 0, 0, 0.0
+    for _ in range(rounds):
+        n = max(length.next(), ahead)
+        timed = world.round(n, rng)
+        is_tested = timed.accepted == n
+        is_kept = is_tested and rng.random() < world.rate
+        stats = replace(
+            timed,
+            drafted=n + is_tested,
+            accepted=timed.accepted + is_kept,
+            draft_s=(n - ahead) * world.draft,
+            ahead=ahead + is_tested,
+            meanwhile=meanwhile,
+        )
+        length.record(stats)
+        tokens += timed.accepted + 1
+        seconds += stats.draft_s + stats.verify_s
+        ahead = meanwhile - 1 if is_kept else 0
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("meanwhile", [1, 8, 40])
+@pytest.mark.parametrize("rate", [0.9, 0.99])
+def test_lengths_with_tokens_drafted_ahead_converge_near_the_best(
+    rate: float, meanwhile: int
+) -> None:
+    world = World(rate, draft=0.02, verify=0.8)
+    best = max(speed_ahead(world, Fixed(n), meanwhile) for n in range(1, MAX_LENGTH + 1, 3))
+    assert speed_ahead(world, adaptive(32), meanwhile) > 0.95 * best
 
 
 def test_lengths_adapt_to_changes_within_a_request() -> None:

@@ -4,6 +4,7 @@ and however deep they nest.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,9 +19,10 @@ from decoding.speculation.coroutines import Steps
 from decoding.speculation.decoders import Decoder, Speculative
 from decoding.speculation.draft_length import DraftLength
 from decoding.speculation.logits_processors import LogitsProcessors, make_processors
-from decoding.speculation.randomness import make_randomness
+from decoding.speculation.randomness import Randomness, make_randomness
 from decoding.speculation.rejection_sampler import Draft
 from offload.errors import InvalidRequestError
+from parallel.execution.batched_forward import ForwardRequest
 from support.distributions import BROKEN, LIKELY, frequencies, p_value
 from support.grammars import allowed, toy_mask
 from support.slow import slow_except
@@ -32,6 +34,8 @@ from support.toys import (
     Toy,
     apply_processors,
     continuation_index,
+    forward,
+    forward_meanwhile,
     generate,
     nest,
     restart,
@@ -60,7 +64,10 @@ def hierarchy(below: str) -> list[Toy]:
 
 @torch.inference_mode()  # as engines do
 def continuation_counts(
-    decoder: Decoder, tokens: int = TOKENS, processors: Callable[[], LogitsProcessors] | None = None
+    decoder: Decoder,
+    tokens: int = TOKENS,
+    processors: Callable[[], LogitsProcessors] | None = None,
+    forward: Callable[[ForwardRequest], Tensor] = forward,
 ) -> Tensor:
     """Return how often each continuation of the prompt is sampled, (V ** tokens,).
 
@@ -71,7 +78,7 @@ def continuation_counts(
         restart(decoder)
         if processors is not None:
             apply_processors(decoder, processors())
-        indices.append(continuation_index(generate(decoder, tokens)))
+        indices.append(continuation_index(generate(decoder, tokens, forward)))
     return frequencies(indices, VOCAB**tokens)
 
 
@@ -97,6 +104,42 @@ def test_output_of_three_levels_follows_the_target_distribution(
         p_value(continuation_counts(decoder), models[0].continuation_probs(sampling, TOKENS))
         > LIKELY
     )
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize(
+    ("outer", "inner", "below", "sampling"),
+    slow_except(
+        [
+            (1, 1, "skewed", FULL),
+            (1, 2, "skewed", NUCLEUS),
+            (1, 3, "sharp draft", FULL),
+            (2, 1, "skewed", FULL),
+        ],
+        *(0, 1),
+    ),
+)
+def test_output_with_drafts_ahead_follows_the_target_distribution(
+    outer: int,
+    inner: int,
+    below: str,
+    sampling: Sampling,
+    is_exact: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A level drafts on during some verifications, up to any point, in rounds of its own too."""
+    if not is_exact:  # the first token ahead is kept without a test
+        monkeypatch.setattr(
+            Randomness, "verify_token", lambda _, draft, *arguments: (True, int(draft.tokens))
+        )
+    models = hierarchy(below)
+    decoder = nest(models, [outer, inner], sampling, generator(outer + 10 * inner))
+    assert isinstance(decoder, Speculative)
+    decoder.max_ahead = 3
+    counts = continuation_counts(decoder, forward=forward_meanwhile(random.Random(0)))
+    expected = models[0].continuation_probs(sampling, TOKENS)
+    assert p_value(counts, expected) > LIKELY if is_exact else p_value(counts, expected) < BROKEN
+    assert sum(stats.ahead for stats in decoder.rounds) > SAMPLES // 10
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -90,6 +91,49 @@ def test_every_forward_equals_brute_force(
     assert_close(forward(middle, probe), reference.attend(concat(sequence, probe), 3))
     assert target.boundary - before >= 2 * BLOCK
     assert middle.selector.selections == (1 if policy == "static" else 1 + len(lengths))
+
+
+@both_stores
+@every_policy
+@pytest.mark.parametrize(("accepted", "start"), [(DRAFT + 1, 0), (DRAFT + 1, 2), (3, 1)])
+@pytest.mark.parametrize("prompt", [40, 70])
+def test_tokens_are_drafted_while_the_target_selects(
+    policy: str, quantised: bool, prompt: int, accepted: int, start: int
+) -> None:
+    """A layer keeps its selection until the target has passed it, and its tokens always."""
+    shape = replace(SHAPE, quantised=quantised)
+    target, middle = cache_pair(make_test_link("view"), 1, shape, policy)
+    known, drafted, verified = random_qkv(prompt), random_qkv(DRAFT), random_qkv(DRAFT + 1)
+    before = prefill_both(target, shape, policy, known)
+    forward(middle, drafted)
+    middle.advance(DRAFT)
+    after, sequence = deepcopy(before), concat(known, verified)
+    target.begin_forward(DRAFT + 1)
+    if policy != "static":
+        after.select(sequence, DRAFT + 1, target.boundary)
+    ahead = random_qkv(0)
+    for layer, qkv in enumerate(verified):
+        if layer < start:  # nothing is drafted yet
+            target.attend(layer, *qkv, target.length)
+            continue
+        token = random_qkv(1)
+        ahead = concat(ahead, token)  # the first one is the last that the target verifies
+        out = forward(middle, token)
+        middle.advance(1)
+        passed = after.attend(concat(sequence, [tuple(x[1:] for x in each) for each in ahead]), 1)
+        others = before.attend(concat(known, drafted, ahead), 1)
+        if layer > start or layer == 0:
+            assert_close(out, torch.cat((passed[:layer], others[layer:])) if layer else others)
+        target.attend(layer, *qkv, target.length)
+    target.advance(accepted)
+    probe = random_qkv(2)
+    if accepted <= DRAFT:
+        assert middle.length == target.length
+        continued = concat(known, first_tokens(verified, accepted))
+    else:
+        assert middle.length == target.length + len(verified) - 1 - start
+        continued = concat(sequence, [tuple(x[1:] for x in each) for each in ahead])
+    assert_close(forward(middle, probe), after.attend(concat(continued, probe), 2))
 
 
 @both_stores
@@ -381,8 +425,8 @@ def test_a_reset_cache_is_like_a_new_one(quantised: bool) -> None:
         target, middle = cache_pair(make_test_link("view"), 2, replace(shape, context=100))
         target.rotary = middle.rotary = ROTARY
         if is_reset:
-            assert used.shape.has_buffers_of(middle.shape)
-            used.reset(middle.shape, POLICIES["attention"](), ROTARY, 1)
+            assert used.selector.shape.has_buffers_of(middle.selector.shape)
+            used.reset(middle.selector.shape, POLICIES["attention"](), ROTARY, 1)
             target.observers[:] = [used]
             middle = used
         prefill(target, sequence, 32)
@@ -392,7 +436,7 @@ def test_a_reset_cache_is_like_a_new_one(quantised: bool) -> None:
     assert torch.equal(outs[0], outs[2])
     assert torch.equal(outs[1], outs[3])
     assert used.buffers(1)[0].data_ptr() == buffer
-    assert not used.shape.has_buffers_of(replace(used.shape, budget=44))
+    assert not used.selector.shape.has_buffers_of(replace(used.selector.shape, budget=44))
 
 
 @both_stores

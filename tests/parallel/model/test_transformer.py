@@ -19,7 +19,7 @@ from offload.prefill.layer_major import Prefill
 from offload.tiered.cache import TieredCache
 from offload.tiered.shape import TieredCacheSpec
 from parallel.model.loading import load_model
-from parallel.model.pipeline import PrefillStep, run_steps
+from parallel.model.pipeline import PrefillStep, finish
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 from support.families import OTHERS
@@ -278,7 +278,7 @@ def test_layer_major_prefill_matches_token_major(
         prefilled = model.prefill_steps(tokens, prefill, chunk)
         while not steps or steps[-1].done < steps[-1].total:
             steps.append(next(prefilled))
-        last = run_steps(prefilled)
+        last = finish(prefilled)
     all_rows = run_in_parts(model, tokens, other, [7] * 12 + [6])
     assert_close(all_rows, reference_logits(folder, tokens))
     assert_close(last, all_rows[-1:])

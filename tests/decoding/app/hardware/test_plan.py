@@ -89,7 +89,7 @@ def test_planned_bytes_are_allocated_by_the_engine(mode: str, resident: int, pai
         drafts = [level.cache for level in session.levels if level.name == "draft"]
         assert tiers["draft cache"] == sum(cache.device_bytes for cache in drafts)
         if session.retrieval is not None:  # includes selection scratch and policy state
-            shape, spec = session.retrieval.shape, session.retrieval.selector.policy.spec
+            shape, spec = session.retrieval.selector.shape, session.retrieval.selector.policy.spec
             selection = shape.scratch_bytes(session.target.layout, spec.query_rows)
             selection += spec.state_bytes(session.target.layout, shape.context, shape.chunk)
             assert tiers["retrieval cache"] == session.retrieval.device_bytes + selection
@@ -150,7 +150,8 @@ def test_json_document(tmp_path: Path, pair: Pair) -> None:
 
 
 def test_first_document_uses_the_same_strategy_on_a_measured_machine(tmp_path: Path) -> None:
-    numbers = NUMBERS | {"reconstruct_rate": 6e9, "high_bits_rate": 2e10}
+    rates = {"reconstruct_rate": 6e9, "high_bits_rate": 2e10}
+    numbers = NUMBERS | rates | {"device_memory": 215e6}
     (tmp_path / "mine.json").write_text(json.dumps(numbers))
     options = ["--hardware", str(tmp_path / "mine.json"), "--context", "16384"]
     document = json.loads(plan(tmp_path, *options, "--json").out)
@@ -217,7 +218,7 @@ def test_split_alternative_is_shown_if_layers_are_offloaded(tmp_path: Path) -> N
     assert best["forecast"] == alone["forecast"]
     assert best["hierarchical"] == shown["forecast"]
     assert best["forecast"]["token_s"] < shown["forecast"]["token_s"]
-    short, float32 = ["--context", "2048"], ["--context", "3600", "--dtype", "float32"]
+    short, float32 = ["--context", "2048"], ["--context", "3500", "--dtype", "float32"]
     assert (
         json.loads(plan(tmp_path, *options, *short, "--json").out)["plan"]["resident_layers"] == 6
     )
