@@ -65,7 +65,7 @@ def build_decoder(
             outer.clock = clock
             inner = outer
     assert isinstance(inner, Decoder)
-    if isinstance(inner, Speculative) and needs.drafts_ahead and caches.plan.uses_link:
+    if isinstance(inner, Speculative) and caches.plan.uses_link:
         inner.max_ahead = max_ahead(caches.plan.spec)
     inner.sync([])
     return inner

@@ -27,13 +27,8 @@ class TargetForward:
         """Return whether no layer is left."""
         return not self.end or len(self._passed) == self._layers
 
-    def reset(self) -> None:
-        """Forget it."""
-        self.end = self.drafted_end = 0
-        self._passed.clear()
-
     def begin(self, end: int) -> None:
-        """Begin another one, with query tokens up to `end`."""
+        """Begin another one, with query tokens up to `end`; 0: forget the last one."""
         self.end = self.drafted_end = end
         self._passed.clear()
 

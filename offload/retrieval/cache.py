@@ -89,7 +89,7 @@ class RetrievalCache(StaticCache):
         """
         self.follow(0)
         self.traffic = ByteCounters()
-        self.target_forward.reset()
+        self.target_forward.begin(0)
         self.selector = Selector(policy, shape, min_interval)
         self.rotary = rotary
         for tensor in self.state_tensors:
