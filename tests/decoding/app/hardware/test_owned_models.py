@@ -32,7 +32,7 @@ OVER_LINK = ("arithmetic", "link")
 ONE, TWO = "1x4090", "2x4090"
 JOBS = [
     Job("Qwen3.8-27B", ONE, 262_144, (17, 18.5), (17, 21), (150, 250), (50, 110), OVER_LINK),
-    Job("Gemma-3-27B", ONE, 131_072, (17, 18.5), (9, 13), (45, 80), (35, 75), OVER_LINK),
+    Job("Gemma-3-27B", ONE, 131_072, (17, 18.5), (12, 16), (45, 80), (35, 75), OVER_LINK),
     Job(
         "gpt-oss-20b",
         ONE,
