@@ -54,6 +54,7 @@ class Window(SelectionPolicy):
         heads, tokens, _ = sample.keys.shape
         chunks = tokens // chunk
         ages = torch.arange(chunks, dtype=torch.float32, device=sample.keys.device)
+        ages[0] = torch.inf
         return ages.repeat(heads, 1)
 
 

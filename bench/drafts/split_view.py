@@ -44,12 +44,14 @@ class EmulatedSplitView(OnDeviceCache):
         """
         layout = replace(target.layout, dtype=SPLIT_DTYPE)
         full = [each for each in layout.attention_layers if layout.window_of(each) is None]
-        device, selection = target.link.device, None
+        selection = None
         if spec is not None:
-            selection = SplitSelection(layout, spec, POLICIES["attention"](), full, device)
+            selection = SplitSelection(
+                layout, spec, POLICIES["attention"](), full, target.link.device
+            )
         super().__init__(target, None, selection)
         layer = LayerSpec(layout, target.shape.capacity, SPLIT)
-        self._split = {index: SplitKV.allocate(layer, device) for index in full}
+        self._split = {index: SplitKV.allocate(layer, target.link) for index in full}
         self._tokens = 0  # split tokens
         self._first = 0  # the first of them that the target's current forward has split
 

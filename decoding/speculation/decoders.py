@@ -124,16 +124,21 @@ class Decoder(Proposer):
         # at least one token stays pending: a forward needs a query token
         self.cache.crop(min(matched, len(self.sequence) + len(unverified) - 1))
 
-    def _pending(self) -> Tensor:
-        """Return the tokens (P,) whose KV the cache lacks."""
+    def _pending(self) -> list[int]:
+        """Return the tokens whose KV the cache lacks."""
         start = self.cache.length
         unverified = self.unverified[max(0, start - len(self.sequence)) :]
-        tokens = [*self.sequence.tokens_from(start), *unverified]
-        return ints_to_device_async(tokens, self.randomness.device)
+        return [*self.sequence.tokens_from(start), *unverified]
 
     def _forward(self, tokens: Tensor, num_logits: int) -> ForwardRequest:
         """Return the request of a forward on tokens (T,), which follow the cached ones."""
         return ForwardRequest(self.model, self.cache, tokens, num_logits)
+
+    def _forward_ids(self, ids: list[int], num_logits: int) -> ForwardRequest:
+        """Return the request of a forward on tokens that the host knows."""
+        tokens = ints_to_device_async(ids, self.randomness.device)
+        request = self._forward(tokens, num_logits)
+        return replace(request, ids=ids) if request.tokens is tokens else request
 
     def _probs(self, logits: Tensor, draft: Sequence[int]) -> Tensor:
         """Return the distributions (T, V) of logits (T, V).
@@ -186,13 +191,15 @@ class Autoregressive(Decoder):
         sampled, sampled_probs = list[Tensor](), list[Tensor]()
         draft = list[int]()  # the sampled tokens, if logits depend on them
         position = len(self.sequence) + len(self.unverified)
-        tokens = yield from self._catch_up()
+        request = self._forward_ids((yield from self._catch_up()), 1)
         for _ in range(n):
-            logits = yield self._forward(tokens, 1)
+            if sampled:
+                request = self._forward(sampled[-1], 1)
+            logits = yield request
             probs = self._probs(logits, draft)  # (1, V)
             if self.on_logits:
                 self.on_logits(logits, probs)
-            self.cache.advance(len(tokens))
+            self.cache.advance(len(request.tokens))
             # (1,), left on the device: no synchronization until the draft is complete
             tokens = self.randomness.draw(probs[0], position + len(sampled))
             if self.processors.reads_tokens:
@@ -203,17 +210,17 @@ class Autoregressive(Decoder):
         self.stats.produced += n
         return Draft(torch.cat(sampled), torch.cat(sampled_probs))
 
-    def _catch_up(self) -> Steps[Tensor]:
+    def _catch_up(self) -> Steps[list[int]]:
         """Prefill pending tokens until the rest fit into one forward, and return the rest.
 
         A level that has not drafted for a while has many pending tokens.
         """
-        tokens = self._pending()
-        while len(tokens) > MAX_CATCH_UP:
-            yield self._forward(tokens[:MAX_CATCH_UP], 0)
+        ids = self._pending()
+        while len(ids) > MAX_CATCH_UP:
+            yield self._forward_ids(ids[:MAX_CATCH_UP], 0)
             self.cache.advance(MAX_CATCH_UP)
-            tokens = tokens[MAX_CATCH_UP:]
-        return tokens
+            ids = ids[MAX_CATCH_UP:]
+        return ids
 
 
 class SelfPrediction(Autoregressive):
@@ -296,17 +303,16 @@ class Speculative(Decoder):
         draft, num_ahead = yield from self._draft(limit - 1)
         # every draft ends with a device synchronization, so none of its compute is left running
         drafted, count = self.clock(), len(draft.tokens)
-        pending = self._pending()  # (P,)
-        tokens = torch.cat((pending, draft.tokens))
+        pending = self._pending()
+        drafted_tokens = self.inner.unverified[num_unverified : num_unverified + count]
         ahead = list[Draft]()
         room = min(self.max_ahead, limit - 1 - count) if count else 0
         meanwhile = self._draft_ahead(room, ahead) if room > 0 else None
-        request = self._forward(tokens, count + 1)
+        request = self._forward_ids([*pending, *drafted_tokens], count + 1)
         logits = yield replace(request, meanwhile=meanwhile)
         if meanwhile is not None:
             meanwhile.close()
-        drafted_tokens = self.inner.unverified[num_unverified:]
-        target_probs = self._probs(logits, drafted_tokens[:count])  # (N + 1, V)
+        target_probs = self._probs(logits, drafted_tokens)  # (N + 1, V)
         position = len(self.sequence) + num_unverified
         accepted, next_token = self.randomness.rejection_sample(draft, target_probs, position)
         self.cache.advance(len(pending) + accepted)
@@ -325,7 +331,7 @@ class Speculative(Decoder):
         if self.on_logits:
             self.on_logits(logits[: len(result)], target_probs[: len(result)])
         draft_s, verify_s = drafted - started, self.clock() - drafted
-        counts = count, accepted, len(tokens)
+        counts = count, accepted, len(request.tokens)
         stats = RoundStats(*counts, draft_s, verify_s, num_ahead, num_meanwhile, is_tested)
         self.rounds.append(stats)
         self.length.record(stats)

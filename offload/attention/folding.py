@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from offload.self_test import Kernels, run_self_test
+
+_SHAPE = 5, 6  # rows and heads of the self-test
+_TOLERANCE = 2e-2  # 16 bits round the result
 
 # out (T, Hq, D) in q's dtype, lse (T, Hq) float32, natural logarithm
 Partial = tuple[Tensor, Tensor]
@@ -41,7 +48,16 @@ def merge(parts: list[Partial]) -> Partial:
     if len(parts) == 1:
         return parts[0]
     if len(parts) == 2 and parts[0][1].is_cuda:
-        return _merge_two(*parts)
+        first, (out, lse) = parts
+        kernels, _ = merge_kernels(lse.device.type, out.dtype, out.shape[-1])
+        if kernels is None or out.dim() != 3:  # an operator's parts have a batch
+            return _merge_two(*parts)
+        merged: Partial = kernels.merge_parts(out[None], lse[None], first)
+        return merged
+    return _merge_stacked(parts)
+
+
+def _merge_stacked(parts: list[Partial]) -> Partial:
     part_outs, part_lses = zip(*parts, strict=True)
     outs = torch.stack(part_outs)
     lses = torch.stack(part_lses)
@@ -50,6 +66,35 @@ def merge(parts: list[Partial]) -> Partial:
     weights = (lses - total).exp().nan_to_num(0)
     merged = (weights[..., None] * outs.float()).sum(0)
     return merged.to(outs.dtype), total
+
+
+@cache
+def merge_kernels(device: str, dtype: torch.dtype, dim: int) -> Kernels:
+    """Return `offload.attention.merge_kernel` if it can be used, or None, and the reason.
+
+    Args:
+        device: type of the device.
+        dtype: of the attention.
+        dim: head dimension.
+    """
+    return run_self_test("offload.attention.merge_kernel", _test_merge, device, dtype, dim)
+
+
+def _test_merge(kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int) -> None:
+    """Raise RuntimeError if the kernel's results differ from those of plain operations."""
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for empty in range(3):  # a row of each part is empty, and one of all
+        out = torch.randn(_SHAPE[1], _SHAPE[0], dim, generator=generator).transpose(0, 1)
+        lse = torch.randn(_SHAPE, generator=generator) * 3
+        out[[empty, -1]], lse[[empty, -1]] = 0, -torch.inf
+        parts.append((out.to(device, dtype), lse.to(device)))
+    outs, lses = (torch.stack(each) for each in zip(*parts[1:], strict=True))
+    actual = kernels.merge_parts(outs, lses, parts[0])
+    for found, expected in zip(actual, _merge_stacked(parts), strict=True):
+        # a log-sum-exp is infinite where all parts are empty
+        if not torch.allclose(found.float(), expected.float(), rtol=0, atol=_TOLERANCE):
+            raise RuntimeError(f"merged attention in {dtype} is wrong")
 
 
 def _merge_two(first: Partial, second: Partial) -> Partial:

@@ -18,13 +18,14 @@ def token_slice(kv: Tensor, start: int, end: int) -> Tensor:
 
 def write_tokens(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
     """Write k and v (T, H, D) into a buffer kv (2, H, capacity, D) from slot `at` on."""
-    end = at + len(k)
-    # torch would silently drop a single row: one row broadcasts to none
-    if end > kv.shape[2]:
-        raise ValueError(f"{len(k)} tokens at slot {at} do not fit a buffer of {kv.shape[2]}")
-    slots = token_slice(kv, at, end)
+    slots = _slots(kv, at, len(k))
     slots[0] = k.transpose(0, 1)
     slots[1] = v.transpose(0, 1)
+
+
+def copy_tokens(kv: Tensor, tokens: Tensor, at: int) -> None:
+    """Copy tokens (2, H, T, D) into a buffer kv (2, H, capacity, D) from slot `at` on."""
+    _slots(kv, at, tokens.shape[2]).copy_(tokens)
 
 
 def move_tokens(kv: Tensor, start: int, to: int, count: int) -> None:
@@ -63,3 +64,15 @@ def attend_by_heads(
         k, v = kv.transpose(1, 2)
         outs.append(attend(by_head[:, heads].flatten(1, 2), k, v))
     return concatenated(outs, dim=1)
+
+
+def _slots(kv: Tensor, at: int, count: int) -> Tensor:
+    """Return `count` slots of a buffer kv (2, H, capacity, D), from `at` on.
+
+    Raises ValueError if it has fewer: torch would silently drop a single row, which broadcasts to
+    none.
+    """
+    end = at + count
+    if end > kv.shape[2]:
+        raise ValueError(f"{count} tokens at slot {at} do not fit a buffer of {kv.shape[2]}")
+    return token_slice(kv, at, end)

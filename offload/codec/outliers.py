@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from offload.codec.format import UNREAD_BLOCKS
+
 _NO_POSITION = 2**31 - 1  # greater than all positions
 _MAX_PENDING = 64  # unsorted pieces: each takes a block of the allocator
+
+
+ReadLater = Callable[[Tensor], Callable[[], Tensor]]
+
+
+def _read_now(x: Tensor) -> Callable[[], Tensor]:
+    return lambda: x
+
+
+class _Block(NamedTuple):
+    """Tokens whose outliers are still to be read."""
+
+    kv: Tensor  # (2, Hkv, T, D)
+    mask: Tensor  # likewise, bool
+    start: int  # position of the first one
+    counts: Callable[[], Tensor]  # returns how many each list gets, (2 * Hkv,)
 
 
 @dataclass(frozen=True)
@@ -37,18 +57,27 @@ class Outliers:
     """Outliers of a layer (2, Hkv, capacity, D), on the device.
 
     There is a list for the keys and one for the values of each head, sorted by position. New
-    elements are sorted on access, or once many are pending: sorting waits for the device. The
-    memory grows if there are more outliers than planned for.
+    elements are sorted on access, or once many are pending. How many of a block are outliers is
+    read a few blocks later, so that the host need not wait for the device. The memory grows if
+    there are more than planned for.
     """
 
-    def __init__(self, capacity: int, heads: int, device: torch.device):
-        """Allocate memory for `capacity` elements of a layer with `heads` KV heads."""
+    def __init__(
+        self, capacity: int, heads: int, device: torch.device, read_later: ReadLater = _read_now
+    ):
+        """Allocate memory for `capacity` elements of a layer with `heads` KV heads.
+
+        `read_later` is the link's (`Link.read_later`).
+        """
         self._heads = heads
         self._device = device
+        self._read_later = read_later
+        self._unread = deque[_Block]()
         self._counts = [0] * (2 * heads)  # lengths of the lists: keys by head, then values
         self._starts: Tensor | None = None  # first element of each, and their end, for a kernel
         self._tokens = 0  # tokens seen so far
-        self._pending: list[tuple[Tensor, SparseValues]] = []  # list indices (n,), elements
+        # list indices (n,), elements, and how many each list gets
+        self._pending: list[tuple[Tensor, SparseValues, list[int]]] = []
         self._allocate(capacity)
 
     @property
@@ -68,29 +97,47 @@ class Outliers:
     def append(self, kv: Tensor, mask: Tensor, start: int) -> None:
         """Store the elements of kv (2, Hkv, T, D), tokens from `start` on, that `mask` selects.
 
-        They replace the outliers of these tokens. Raises torch.OutOfMemoryError if the device
-        cannot hold them.
+        They replace the outliers of these tokens. kv must not change before `sort`. Raises
+        torch.OutOfMemoryError if the device cannot hold them.
         """
         tokens, dim = kv.shape[2:]
         if start < self._tokens:  # tokens that are overwritten
             self._remove(start * dim, (start + tokens) * dim)
         self._tokens = max(self._tokens, start + tokens)
-        part, head, token, dimension = mask.nonzero().unbind(1)
-        patterns = kv.view(torch.int16)[part, head, token, dimension]
-        positions = ((start + token) * dim + dimension).int()
-        self._pending.append((part * self._heads + head, SparseValues(positions, patterns)))
-        if len(self._pending) == _MAX_PENDING:
-            self.sort()
+        counts = self._read_later(mask.flatten(0, 1).flatten(1).sum(1))
+        self._unread.append(_Block(kv, mask, start, counts))
+        if len(self._unread) > UNREAD_BLOCKS:
+            self._read_block()
+        if len(self._pending) >= _MAX_PENDING:
+            self._sort_pending()
 
     def sort(self) -> None:
-        """Move pending elements to their lists; elements appended later have greater positions."""
+        """Read what is left of the KV that was passed to `append`, and move elements to lists.
+
+        Those that are appended later have greater positions.
+        """
+        while self._unread:
+            self._read_block()
+        self._sort_pending()
+
+    def _read_block(self) -> None:
+        """Read the outliers of the oldest block that is left."""
+        kv, mask, start, read_counts = self._unread.popleft()
+        counts = read_counts().tolist()
+        found = mask.nonzero_static(size=sum(counts))  # `nonzero` would wait for the device
+        part, head, token, dimension = found.unbind(1)
+        patterns = kv.view(torch.int16)[part, head, token, dimension]
+        positions = ((start + token) * kv.shape[3] + dimension).int()
+        values = SparseValues(positions, patterns)
+        self._pending.append((part * self._heads + head, values, counts))
+
+    def _sort_pending(self) -> None:
         if not self._pending:
             return
-        indices, pieces = zip(*self._pending, strict=True)
+        indices, pieces, counts = zip(*self._pending, strict=True)
         self._pending = []
-        lists = torch.cat(indices)
-        order = lists.argsort(stable=True)
-        sizes = lists.bincount(minlength=2 * self._heads).tolist()
+        order = torch.cat(indices).argsort(stable=True)
+        sizes = [sum(each) for each in zip(*counts, strict=True)]
         elements = SparseValues.concatenated(pieces)
         positions = elements.positions[order].split(sizes)
         patterns = elements.patterns[order].split(sizes)

@@ -1,4 +1,4 @@
-"""Fused GPU kernels for the retrieval cache: scores of chunks, and tokens in 8 bits.
+"""Fused GPU kernels for selected tokens: scores of chunks, tokens in 8 bits, and low bits of keys.
 
 Heads that are streamed arrive one by one, and plain operations would take dozens of launches for
 each: more time than its transfer.
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from offload.codec.format import SplitFormat
 from offload.codec.int8 import LARGEST, scale_limits
 from offload.kernels.tiles import UPCAST
 from offload.layout import ceil_div
@@ -34,11 +35,19 @@ def supports(query_tokens: int, groups: int, chunk: int) -> bool:
     )
 
 
-def chunk_scores(q: Tensor, keys: Tensor, recent: Tensor, count: int, chunk: int) -> Tensor:
+def chunk_scores(
+    q: Tensor,
+    keys: Tensor,
+    recent: Tensor,
+    count: int,
+    chunk: int,
+    previous: Tensor | None = None,
+    decay: float = 0.0,
+) -> Tensor:
     """Return the score (H, C) float32 of each of the C chunks of `chunk` keys of the prefix.
 
     It is the attention that the chunk gets: the maximum over query tokens for each key, averaged
-    over query heads. See `offload.retrieval.selection`.
+    over query heads; plus `decay` times its previous score. See `offload.retrieval.selection`.
 
     Args:
         q: (T, Hq, D) in 16 bits, rotated; `count` of them are sampled, evenly spaced.
@@ -46,6 +55,9 @@ def chunk_scores(q: Tensor, keys: Tensor, recent: Tensor, count: int, chunk: int
         recent: (H, M, D), M >= T, the keys after it; the last T are those of the queries.
         count: number of query tokens, at most T and 8.
         chunk: keys per chunk, a power of 2 of at most 64.
+        previous: (H, c) float32, the scores of the first c chunks at another time; those of a head
+            are contiguous.
+        decay: see above.
     """
     rows, query_heads, dim = q.shape
     heads, tokens, _ = keys.shape
@@ -85,6 +97,10 @@ def chunk_scores(q: Tensor, keys: Tensor, recent: Tensor, count: int, chunk: int
         tokens,
         splits + 1,
         keys.stride(0),
+        previous,
+        0 if previous is None else previous.shape[1],
+        0 if previous is None else previous.stride(0),
+        decay,
         CHUNK=chunk,
         TILES=_SCORED_KEYS // _KEYS,
         **sizes,
@@ -125,6 +141,35 @@ def store_int8(prefix: Tensor, chunks: Tensor, chunk: int, codes: Tensor, scales
         LARGEST_SCALE=largest,
         TOKENS=_TOKENS,
         DIM=triton.next_power_of_2(dim),
+    )
+
+
+def store_lows(fmt: SplitFormat, keys: Tensor, chunks: Tensor, chunk: int, lows: Tensor) -> None:
+    """Store the low bits of chunks of keys, as `offload.codec.selected_keys.pack` does.
+
+    Args:
+        fmt: the elements' split format.
+        keys: (h, N, D), in the dtype that was split; the tokens of a head are contiguous.
+        chunks: (h, n), the indices of the chunks.
+        chunk: tokens per chunk.
+        lows: (h, n * chunk, D * low_bits / 8) uint8, written; likewise.
+    """
+    heads, tokens, width = lows.shape
+    _store_lows[ceil_div(tokens, _TOKENS), heads](
+        keys.view(torch.int16),
+        chunks,
+        lows,
+        tokens,
+        chunk,
+        keys.shape[2],
+        width,
+        keys.stride(0),
+        chunks.stride(0),
+        chunks.stride(1),
+        lows.stride(0),
+        LOW_BITS=fmt.low_bits,
+        TOKENS=_TOKENS,
+        DIM=triton.next_power_of_2(width),
     )
 
 
@@ -178,6 +223,7 @@ def _raise_peak(peak, total, candidate):
 
 
 _INTEGERS = ["rows", "count", "tokens", "split_keys", "splits", "q_row", "q_head"]
+_PREVIOUS = ["previous", "previous_chunks", "previous_head", "decay"]
 
 
 # Specialising on argument values would compile another kernel in the middle of a request.
@@ -228,7 +274,7 @@ def _sum_weights(
     tl.store(lses + (split * heads + head) * ROWS + row, peak + tl.log(total))
 
 
-@triton.jit(do_not_specialize=_INTEGERS)
+@triton.jit(do_not_specialize=_INTEGERS + _PREVIOUS)
 def _score(
     q,
     rows,
@@ -243,6 +289,10 @@ def _score(
     tokens,
     splits,
     key_head,
+    previous,
+    previous_chunks,
+    previous_head,
+    decay,
     GROUPS: tl.constexpr,
     MEMBERS: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -279,6 +329,9 @@ def _score(
         mean = tl.sum(highest, 0) / GROUPS
         sums = tl.sum(tl.reshape(mean, (PER_TILE, CHUNK)), 1)
         chunk = start // CHUNK + tl.arange(0, PER_TILE)
+        if previous is not None:
+            pointers = previous + head * previous_head + chunk
+            sums += decay * tl.load(pointers, mask=chunk < previous_chunks, other=0.0)
         tl.store(results + head * chunks + chunk, sums, mask=chunk < chunks)
 
 
@@ -337,3 +390,42 @@ def _store_int8(
     pointers = pointers + slot[:, None] * dim + column[None, :]
     tl.store(pointers, steps.to(tl.int8), mask=both)
     tl.store(scales + part * scales_part + head * scales_head + slot, stored, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "chunk", "width", "chunks_head", "chunks_place", "low_head"]
+)
+def _store_lows(
+    keys,
+    chunks,
+    lows,
+    tokens,
+    chunk,
+    dim,
+    width,
+    key_head,
+    chunks_head,
+    chunks_place,
+    low_head,
+    LOW_BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Store the low bits of a few selected keys of one head."""
+    HALF: tl.constexpr = 1 << (LOW_BITS - 1)
+    MASK: tl.constexpr = (1 << LOW_BITS) - 1
+    head = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mask = slot < tokens
+    place = slot // chunk
+    index = tl.load(chunks + head * chunks_head + place * chunks_place, mask=mask, other=0)
+    token = index.to(tl.int32) * chunk + slot % chunk
+    column = tl.arange(0, DIM)
+    both = mask[:, None] & (column < width)[None, :]
+    pointers = keys + head * key_head + token[:, None] * dim + column[None, :]
+    packed = (tl.load(pointers, mask=both, other=0).to(tl.int32) + HALF) & MASK
+    if LOW_BITS == 4:  # the other half of the dimensions is in the upper bits
+        second = (tl.load(pointers + width, mask=both, other=0).to(tl.int32) + HALF) & MASK
+        packed = packed | (second << 4)
+    pointers = lows + head * low_head + slot[:, None] * width + column[None, :]
+    tl.store(pointers, packed.to(tl.uint8), mask=both)

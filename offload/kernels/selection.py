@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from itertools import product
-from subprocess import CalledProcessError
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +17,9 @@ from offload.codec.int8 import LARGEST, dequantise, quantise
 from offload.codec.outliers import Outliers
 from offload.codec.selected_keys import SelectedKeys, pack
 from offload.codec.split_float import SplitFloatCodec
-from offload.errors import is_out_of_memory, one_line
 from offload.kernels.batch_invariant_shape import KEY_BLOCK
 from offload.rotary import rotate
+from offload.self_test import Kernels, run_self_test
 
 _HEADS, _TOKENS = 2, 300  # size of the self-test
 _RECENT = 20  # keys of it that are not split
@@ -38,8 +34,6 @@ _BATCH_INVARIANT_TOKENS, _BATCH_INVARIANT_ROWS = (
 )  # several blocks of keys and rows
 _TOLERANCE = 2e-2  # attention in bfloat16 rounds its weights, too
 _TOLERANCE_IN_32_BITS = 1e-4
-
-Kernels = tuple[ModuleType | None, str]  # the kernels to use, or None, and the reason
 
 
 @cache
@@ -105,38 +99,6 @@ def slot_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Kern
     if dtype.itemsize != 2:
         return None, f"there are none for {dtype}"
     return run_self_test("offload.kernels.slot_attention", _test_slots, device, dtype, dim, groups)
-
-
-def run_self_test(name: str, test: Callable[..., None], device: str, *shape: Any) -> Kernels:
-    """Return a module of kernels if they pass `test`, and the reason; all of them are CUDA's.
-
-    Args:
-        name: of the module.
-        test: raises an error if its kernels are wrong; it gets the module, the device and `shape`.
-        device: type of the device.
-        shape: for the test.
-
-    Raises out-of-memory errors (`is_out_of_memory`): they do not mean that the kernels are wrong.
-    """
-    if device != "cuda":
-        return None, f"there are none for {device}"
-    try:
-        kernels = import_module(name)
-        test(kernels, torch.device(device), *shape)
-    # whichever error a compiler or driver raises, plain operations work without the kernels
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return None, _reason(error)
-    return kernels, "the self-test passed"
-
-
-def _reason(error: Exception) -> str:
-    """Return why kernels cannot be used, and what to install if triton cannot compile."""
-    reason = f"{type(error).__name__}: {one_line(error)}"
-    if isinstance(error, CalledProcessError | FileNotFoundError) or "C compiler" in reason:
-        reason += "; triton needs gcc and Python.h here: install gcc and python3-dev"
-    return reason
 
 
 def _test_split(
@@ -249,7 +211,15 @@ def _test_retrieval(
         )  # (R, H, G, N)
         expected = weights.amax(0).mean(1).unflatten(1, (-1, _CHUNK)).sum(-1)
         _check_close(f"selection in {dtype}", actual / expected.amax(), expected / expected.amax())
+        args = q, prefix[0], recent, count, _CHUNK
+        previous = actual[:, :-1]
+        added = kernels.chunk_scores(*args, previous, 0.5)
+        actual[:, :-1] *= 1.5
+        _check_close(
+            f"earlier scores in {dtype}", added / expected.amax(), actual / expected.amax()
+        )
     chunks = torch.tensor([[3, 0, 7], [5, 2, 0]], device=device)
+    _test_stored_lows(kernels, prefix[0], chunks)
     size = chunks.shape[1] * _CHUNK
     codes = torch.zeros(2, _HEADS, size + 8, dim, dtype=torch.int8, device=device)
     scales = torch.zeros(2, _HEADS, size + 8, 1, dtype=dtype, device=device)
@@ -262,6 +232,20 @@ def _test_retrieval(
     step = expected.abs().amax(-1, keepdim=True) / LARGEST
     if not ((actual - expected).abs() <= 0.51 * step + 1e-2 * expected.abs()).all():
         raise RuntimeError(f"elements of {dtype} are quantised incorrectly")
+
+
+def _test_stored_lows(kernels: ModuleType, keys: Tensor, chunks: Tensor) -> None:
+    """Raise RuntimeError if low bits of chunks (H, n) of keys (H, N, D) are stored incorrectly."""
+    fmt = split_format(keys.dtype)
+    assert fmt is not None
+    size = chunks.shape[1] * _CHUNK
+    width = fmt.low_key_bytes(keys.shape[2])
+    stored = torch.zeros(_HEADS, size + 8, width, dtype=torch.uint8, device=keys.device)
+    kernels.store_lows(fmt, keys, chunks, _CHUNK, stored[:, 8:])
+    heads = torch.arange(_HEADS, device=keys.device)[:, None]
+    selected = keys.unflatten(1, (-1, _CHUNK))[heads, chunks].flatten(1, 2)
+    if stored[:, :8].any() or not torch.equal(stored[:, 8:], pack(fmt, selected)):
+        raise RuntimeError(f"low bits of {keys.dtype} are stored incorrectly")
 
 
 def _test_slots(

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from offload.attention.folding import Partial
+from offload.attention.merge_kernel import merge_parts
 from offload.codec.format import SplitFormat
 from offload.codec.selected_keys import SelectedKeys
 from offload.kernels.tiles import FEW_ROWS, UPCAST, bit_patterns, launch_options, tile_sizes
@@ -89,7 +90,7 @@ def attend(
         UPCAST=UPCAST,
         **launch_options(block, columns, has_low_bits=selected is not None),
     )
-    return _merged(outs, lses, recent)
+    return merge_parts(outs, lses, recent)
 
 
 def _selected_arguments(selected: SelectedKeys | None) -> tuple[Any, ...]:
@@ -99,28 +100,6 @@ def _selected_arguments(selected: SelectedKeys | None) -> tuple[Any, ...]:
     lows, places = selected.lows, selected.places
     tokens = lows.stride(0) // lows.shape[2]  # from the start of a head to that of the next
     return lows, places, tokens, places.stride(0), places.shape[1], selected.chunk
-
-
-def _merged(outs: Tensor, lses: Tensor, recent: Partial) -> Partial:
-    """Merge attention over splits of the keys, (S, T, Hq, D) and (S, T, Hq), and over others."""
-    splits, rows, query_heads, dim = outs.shape
-    recent_out, recent_lse = recent
-    out = torch.empty(rows, query_heads, dim, dtype=recent_out.dtype, device=outs.device)
-    lse = torch.empty(rows, query_heads, dtype=torch.float32, device=outs.device)
-    _merge[rows, query_heads](
-        outs,
-        lses,
-        recent_out,
-        recent_lse,
-        out,
-        lse,
-        splits,
-        dim,
-        *recent_out.stride()[:2],
-        *recent_lse.stride(),
-        DIM=triton.next_power_of_2(dim),
-    )
-    return out, lse
 
 
 # Not specialised: these differ between forwards, or between the self-test and a model.
@@ -246,54 +225,3 @@ def _attend(
     lse = peak + tl.log(total)
     tl.store(outs + base * dim + q_element, out, mask=q_mask)
     tl.store(lses + base + q_row, lse, mask=row_mask)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "splits",
-        "recent_row",
-        "recent_head",
-        "recent_lse_row",
-        "recent_lse_head",
-    ]
-)
-def _merge(
-    outs,
-    lses,
-    recent_out,
-    recent_lse,
-    merged,
-    lse,
-    splits,
-    dim,
-    recent_row,
-    recent_head,
-    recent_lse_row,
-    recent_lse_head,
-    DIM: tl.constexpr,
-):
-    """Merge the parts of one row and query head, by the online softmax."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    rows = tl.num_programs(0)
-    heads = tl.num_programs(1)
-    column = tl.arange(0, DIM)
-    mask = column < dim
-    pointers = recent_out + row * recent_row + head * recent_head + column
-    weighted = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    peak = tl.load(recent_lse + row * recent_lse_row + head * recent_lse_head)
-    total = tl.full((), 1.0, tl.float32)
-    for split in range(splits):
-        entry = (split * rows + row) * heads + head
-        part_lse = tl.load(lses + entry)
-        part = tl.load(outs + entry.to(tl.int64) * dim + column, mask=mask, other=0.0)
-        new_peak = tl.maximum(peak, part_lse)
-        weight = tl.exp(part_lse - new_peak)
-        rescale = tl.exp(peak - new_peak)
-        weighted = weighted * rescale + part * weight
-        total = total * rescale + weight
-        peak = new_peak
-    entry = row * heads + head
-    out = (weighted / total).to(merged.dtype.element_ty)
-    tl.store(merged + entry * dim + column, out, mask=mask)
-    tl.store(lse + entry, peak + tl.log(total))

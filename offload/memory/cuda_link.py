@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -66,6 +66,16 @@ class CudaLink(Link):
             for destination, source in copies_by_head(copy, kv):
                 destination.copy_(source)
         return copy
+
+    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
+        copy = x.to("cpu", non_blocking=True)  # torch pins the memory of such a copy
+        arrival = torch.cuda.current_stream(self.device).record_event()
+
+        def wait() -> Tensor:
+            arrival.synchronize()
+            return copy
+
+        return wait
 
     def _start(self, stream: torch.cuda.Stream, pairs: Sequence[Copy]) -> torch.cuda.Event:
         stream.wait_stream(torch.cuda.current_stream(self.device))

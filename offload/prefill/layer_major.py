@@ -22,6 +22,8 @@ from offload.tiered.layer import TieredLayer
 from offload.tiered.recurrent import RecurrentLayer
 from offload.tiered.windowed import WindowedLayer
 
+_STORED_BYTES = 512 << 10  # a head's keys or values in one copy: shorter ones are slow
+
 
 class Prefill:
     """A context that adds tokens to a cache: a prompt, or another turn.
@@ -32,9 +34,9 @@ class Prefill:
     `attend` or `store` is called for all chunks of a layer before any of the next layer, in order;
     `attend` for the last one. Positions count from the first of these tokens. The KV of a layer
     that is not on the device is built in the staging buffer, shared by all such layers, and copied
-    to the host block by block as it is computed. KV that the layer already held is loaded into the
-    staging buffer once, at the start; none of the prompt's own is read back. A layer with a window
-    keeps its last tokens, and its chunks see those.
+    to the host as it is computed, in blocks of at least 512 KiB of a head. KV that the layer
+    already held is loaded into the staging buffer once, at the start; none of the prompt's own is
+    read back. A layer with a window keeps its last tokens, and its chunks see those.
     """
 
     def __init__(self, cache: TieredCache, tokens: int):
@@ -47,6 +49,8 @@ class Prefill:
         # staged blocks in flight to the host (first token, ticket), of this layer and the previous
         self._in_flight: deque[tuple[int, Any]] = deque()
         self._previous_in_flight: deque[tuple[int, Any]] = deque()
+        self._stored = 0  # the first tokens, which this layer has been passed
+        self._staged: TieredLayer | None = None  # the layer whose KV is in the staging buffer
 
     def __enter__(self) -> Prefill:
         """Raise ValueError if the cache has no room for the tokens."""
@@ -67,7 +71,7 @@ class Prefill:
         if kind is not None:
             return
         for layer in self._cache.layers:
-            layer.finish_prefill()
+            layer.finish_store()
         self._cache.link.drain()
         self._cache.advance(self.tokens)
         if self._cache.recurrent is not None:
@@ -152,7 +156,7 @@ class Prefill:
             assert segment is not None
             layer_kv.begin_load(segment)
         if layer_kv.is_split:
-            kv = self._acquire_staging()
+            kv = self._acquire_staging(layer_kv)
             self._wait_for_staging(self.tokens)
         for block in blocks:
             copies = (
@@ -174,17 +178,25 @@ class Prefill:
         kv = layer_kv.buffer
         if kv is None:
             assert self._staging is not None
-            kv = self._acquire_staging() if at == self._cached else self._staging
+            kv = self._acquire_staging(layer_kv) if at == self._cached else self._staging
             self._wait_for_staging(end)
-        if at == self._cached and at:
-            self._load_cached(layer_kv, kv)
+        if at == self._cached:
+            self._stored = at
+            if at:
+                self._load_cached(layer_kv, kv)
         write_tokens(kv, k, v, at)
-        self._store(layer_kv, kv, at, end)
+        head_bytes = (end - self._stored) * k.shape[2] * k.element_size()
+        if head_bytes >= _STORED_BYTES or end == self._cached + self.tokens:
+            self._store(layer_kv, kv, self._stored, end)
+            self._stored = end
         return kv
 
-    def _acquire_staging(self) -> Tensor:
+    def _acquire_staging(self, layer_kv: TieredLayer) -> Tensor:
         """Return the staging buffer, from which the previous layer's blocks are still in flight."""
         assert self._staging is not None
+        if self._staged is not None:
+            self._staged.finish_store()
+        self._staged = layer_kv
         self._previous_in_flight.extend(self._in_flight)
         self._in_flight.clear()
         return self._staging

@@ -8,9 +8,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from offload.kernels.selection import Kernels, run_self_test
 from offload.layout import RecurrentShape
 from offload.recurrent.delta_rule import DeltaRows, outputs_in_chunks
+from offload.self_test import Kernels, run_self_test
 
 _TOKENS = 200  # three chunks and a part of one
 _TOLERANCE = 0.02  # largest error relative to the results; bfloat16 rounds by 0.004

@@ -18,6 +18,7 @@ from offload.attention import partial_attention
 from offload.attention.folding import Partial
 from offload.attention.head_major import (
     attend_by_heads,
+    copy_tokens,
     move_tokens,
     token_slice,
     write_tokens,
@@ -186,9 +187,8 @@ class RetrievalCache(StaticCache):
             move_tokens(window, before, after, drafted)
         # the target's exact KV replaces the KV that this level computed from a partial context
         exact = recent if selector.is_selecting else own
-        k, v = exact.transpose(1, 2)
-        _, slot = _slots(self._store, placement, end - len(k))
-        write_tokens(window, k, v, slot - self.window_offset)
+        _, slot = _slots(self._store, placement, end - exact.shape[2])
+        copy_tokens(window, exact, slot - self.window_offset)
         if not selector.is_selecting:
             return
         for first, part, chunks in selector.select_by_parts(layer, head, q, prefix, recent[0]):

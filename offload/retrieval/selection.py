@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -49,18 +50,22 @@ class QuerySample:
         by_head = self._rows[self._ends - 1].unflatten(1, (len(self.keys), -1))  # (R, Hkv, G, D)
         return by_head.permute(1, 2, 0, 3) * self._rows.shape[-1] ** -0.5
 
-    def chunk_attention(self, chunk: int) -> Tensor:
-        """Attention to chunks of the prefix, (Hkv, C) float32.
+    def chunk_attention(self, chunk: int, previous: Tensor | None = None) -> Tensor:
+        """Attention to chunks of the prefix, (Hkv, C) float32, plus decayed scores.
 
         A key's is its maximum over query tokens, averaged over the query heads that share it.
+        `previous` scores (Hkv, c) are those of the first chunks.
         """
-        _, query_heads, dim = self._rows.shape
-        groups = query_heads // len(self.keys)
-        kernels, _ = retrieval_kernels(self.keys.device.type, self.keys.dtype, dim, groups)
-        if kernels is not None and kernels.supports(self._count, groups, chunk):
-            return kernels.chunk_scores(self._rows, self.keys, self._recent, self._count, chunk)
+        groups = self._rows.shape[1] // len(self.keys)
+        kernels = scoring_kernels(self.keys, self._count, groups, chunk)
+        if kernels is not None:
+            args = self._rows, self.keys, self._recent, self._count, chunk
+            return kernels.chunk_scores(*args, previous, SCORE_DECAY)
         weights = self.attention.amax(2).mean(1)  # (Hkv, N)
-        return weights.unflatten(1, (-1, chunk)).sum(-1)
+        scores = weights.unflatten(1, (-1, chunk)).sum(-1)
+        if previous is not None:
+            scores[:, : previous.shape[1]].add_(previous, alpha=SCORE_DECAY)
+        return scores
 
     @cached_property
     def attention(self) -> Tensor:
@@ -101,25 +106,37 @@ class QuerySample:
         return scores.contiguous().unflatten(1, self.q.shape[1:3])
 
 
+def scoring_kernels(keys: Tensor, count: int, groups: int, chunk: int) -> ModuleType | None:
+    """Return `offload.kernels.retrieval` if it can score chunks of keys (Hkv, N, D), or None.
+
+    Each KV head has `count` query tokens of `groups` query heads.
+    """
+    kernels, _ = retrieval_kernels(keys.device.type, keys.dtype, keys.shape[-1], groups)
+    if kernels is None or not kernels.supports(count, groups, chunk):
+        return None
+    return kernels
+
+
 class SelectionPolicy(ABC):
     """A ranking of the prefix's chunks, for all layers and heads of one sequence."""
 
     spec: ClassVar[PolicySpec]
+    scores_by_attention = False  # whether there are kernels for it, without scratch memory
 
     @abstractmethod
     def scores(self, sample: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
         """Return the score (Hkv, C) float32 of each of the C whole chunks of `chunk` tokens.
 
-        The sample's KV heads are `head`, `head` + 1, ... of the layer.
+        The sample's KV heads are `head`, `head` + 1, ... of the layer. The first chunk's score is
+        infinite.
         """
 
     def select(self, sample: QuerySample, layer: int, head: int, chunk: int, count: int) -> Tensor:
         """Return the indices (Hkv, count) of the chunks to keep per KV head.
 
-        Chunk 0, the sink, is always kept.
+        Chunk 0, the sink, is always kept: its score is infinite.
         """
         scores = self.scores(sample, layer, head, chunk)
-        scores[:, 0] = torch.inf
         return scores.topk(count, dim=1, sorted=False).indices
 
 
@@ -135,7 +152,9 @@ class MeanKeyPolicy(SelectionPolicy):
         means = _mean_keys(sample.keys, chunk)
         logits = sample.q.flatten(1, 2).float() @ means.transpose(1, 2)  # (Hkv, G, C)
         # in logarithms, so that chunks of negligible weight are still ordered
-        return logits.log_softmax(-1).logsumexp(1)
+        scores = logits.log_softmax(-1).logsumexp(1)
+        scores[:, 0] = torch.inf
+        return scores
 
 
 class AttentionScorePolicy(SelectionPolicy):
@@ -147,19 +166,32 @@ class AttentionScorePolicy(SelectionPolicy):
     """
 
     spec = POLICY_SPECS["attention"]
+    scores_by_attention = True
 
     def __init__(self) -> None:
-        # (layer, KV head) -> scores (C,); by head, because heads arrive in groups of any size
-        self._previous_scores: dict[tuple[int, int], Tensor] = {}
+        # a layer's last scores (Hkv, C), and those of its heads so far: they arrive in order, in
+        # groups of any size
+        self._last: dict[int, Tensor] = {}
+        self._parts: dict[int, list[Tensor]] = {}
 
     def scores(self, sample: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
-        scores = sample.chunk_attention(chunk)
-        keys = [(layer, index) for index in range(head, head + len(scores))]
-        if keys[0] in self._previous_scores:  # those of all heads have the same length
-            previous = torch.stack([self._previous_scores[key] for key in keys])
-            scores[:, : previous.shape[1]] += SCORE_DECAY * previous
-        self._previous_scores.update(zip(keys, scores, strict=True))
-        return scores.clone()  # `select` modifies it
+        parts = self._parts.setdefault(layer, [])
+        if not head:
+            if parts and layer not in self._last:  # only now it is known that they are all
+                self._last[layer] = torch.cat(parts)
+            parts.clear()
+        last = self._last.get(layer)
+        if last is not None and len(last) < head + len(sample.keys):
+            last = None  # a forward that ended early
+        previous = None if last is None else last[head : head + len(sample.keys)]
+        scores = sample.chunk_attention(chunk, previous)
+        if previous is None:
+            scores[:, 0] = torch.inf  # and for good, since it is added to all later ones
+        parts.append(scores)
+        if last is not None and sum(map(len, parts)) == len(last):
+            self._last[layer] = scores if len(parts) == 1 else torch.cat(parts)
+            parts.clear()
+        return scores
 
 
 class Placement(NamedTuple):
@@ -218,12 +250,17 @@ class Selector:
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the chunks (h, n) of a few heads, after the first of them and their prefix.
 
-        The arguments, those of `select`, are of more heads; `OBSERVED_KEYS` keys are scored at a
-        time.
+        The arguments, those of `select`, are of more heads. Plain operations score
+        `OBSERVED_KEYS` keys at a time, fused kernels all.
         """
         count, tokens = prefix.shape[1:3]
         group = q.shape[1] // count  # query heads per KV head
         step = max(1, OBSERVED_KEYS // max(1, tokens))  # KV heads
+        rows = min(self.policy.spec.query_rows, len(q), recent.shape[1])
+        if self.policy.scores_by_attention and scoring_kernels(
+            prefix[0], rows, group, self.shape.chunk
+        ):
+            step = count
         for first in range(0, count, step):
             last = first + step
             queries = q[:, first * group : last * group]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from offload.codec.format import split_format
 from offload.codec.selected_keys import SelectedKeys, pack
+from offload.kernels.selection import retrieval_kernels
 from offload.layout import KVLayout
 from offload.retrieval.selection import SelectionPolicy, Selector
 from offload.retrieval.shape import SplitSelectionSpec
@@ -55,6 +56,9 @@ class SplitSelection:
         self._chunks = torch.zeros(*sizes, selected, dtype=torch.int64, device=device)
         self._places = torch.zeros(*sizes, chunks, dtype=torch.int32, device=device)
         self._counts = [0] * len(layers)  # selected chunks of each layer
+        self._kernels, _ = retrieval_kernels(
+            device.type, layout.dtype, layout.head_dim, layout.groups
+        )
         self.selector = Selector(policy, spec.selector, min_interval)
 
     @property
@@ -118,10 +122,13 @@ class SplitSelection:
         """Store chunks (h, n) of keys (h, N, D), those of a layer's heads from `head` on."""
         self._counts[index] = count = chunks.shape[1]
         heads = slice(head, head + len(chunks))
-        rows = torch.arange(len(chunks), device=keys.device)[:, None]
-        by_chunk = keys.unflatten(1, (-1, self._chunk))
-        selected = by_chunk[rows, chunks].flatten(1, 2)
-        self._lows[index, heads, : count * self._chunk] = pack(self._format, selected)
+        lows = self._lows[index, heads, : count * self._chunk]
+        if self._kernels is not None:
+            self._kernels.store_lows(self._format, keys, chunks, self._chunk, lows)
+        else:
+            rows = torch.arange(len(chunks), device=keys.device)[:, None]
+            by_chunk = keys.unflatten(1, (-1, self._chunk))
+            lows.copy_(pack(self._format, by_chunk[rows, chunks].flatten(1, 2)))
         self._chunks[index, heads, :count] = chunks
         places = self._places[index, heads].fill_(-1)
         order = torch.arange(count, dtype=places.dtype, device=places.device)

@@ -17,7 +17,7 @@ from offload.attention.head_major import token_slice
 from offload.codec.int8 import dequantise, quantise
 from offload.kernels.selection import retrieval_kernels
 from offload.layout import KVLayout
-from offload.retrieval.shape import QUANTISED_ELEMENTS, RetrievalCacheSpec
+from offload.retrieval.shape import OBSERVED_KEYS, QUANTISED_ELEMENTS, RetrievalCacheSpec
 
 
 class RetrievalStore(ABC):
@@ -95,9 +95,15 @@ class FullPrecisionStore(RetrievalStore):
         yield slice(None), token_slice(self.kv[index], first, end)
 
     def select(self, index: int, head: int, prefix: Tensor, chunks: Tensor) -> None:
-        heads = slice(head, head + len(chunks))
-        selected = token_slice(self.kv[index, :, heads], 0, chunks.shape[1] * self._chunk)
-        copy_chunks(selected, prefix, self._chunk, chunks)
+        tokens = chunks.shape[1] * self._chunk
+        step = max(
+            1, OBSERVED_KEYS // max(1, tokens)
+        )  # heads, whose tokens are copied twice on a GPU
+        for first in range(0, len(chunks), step):
+            part = slice(first, first + step)
+            heads = slice(head + first, head + first + len(chunks[part]))
+            selected = token_slice(self.kv[index, :, heads], 0, tokens)
+            copy_chunks(selected, prefix[:, part], self._chunk, chunks[part])
 
     def slot_bytes(self, first: int, end: int) -> int:
         return self._layout.bytes(end - first, 1)

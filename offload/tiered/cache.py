@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offload.attention.folding import Partial
 from offload.cache.base import AttentionObserver, Cache
+from offload.codec.format import SPLIT_TOKENS, UNREAD_BLOCKS
 from offload.errors import InsufficientMemoryError
 from offload.kernels.group_attention import BATCH_INVARIANT, FAST
 from offload.layout import STATE_CHUNK
@@ -204,7 +205,13 @@ class TieredCache(Cache):
         count = self.shape.boundary(self.length) - self.boundary
         if count <= 0:
             return
-        tickets = [layer.offload_block(self.boundary, count) for layer in self.layers]
+        tickets = []
+        step = max(1, UNREAD_BLOCKS * SPLIT_TOKENS // count)  # layers: this bounds scratch memory
+        for first in range(0, len(self.layers), step):
+            part = self.layers[first : first + step]
+            tickets += [layer.offload_block(self.boundary, count) for layer in part]
+            for layer in part:
+                layer.finish_store()
         pending = [ticket for ticket in tickets if ticket is not None]
         if pending:  # copies run in order; the tails are about to be overwritten
             self.link.wait(pending[-1])
@@ -321,7 +328,7 @@ def _make_layers(
         if spec.format is None:
             layers.append(OffloadedLayer(host, tail, buffers.ring, shape.slot_heads, traffic))
         else:
-            split_kv = SplitKV.allocate(spec, link.device)
+            split_kv = SplitKV.allocate(spec, link)
             shared = (buffers.ring, buffers.reconstruct, traffic)
             layers.append(SplitLayer(host, tail, *shared, split_kv, buffers.writeback))
     return layers

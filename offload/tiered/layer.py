@@ -112,8 +112,8 @@ class TieredLayer(ABC):
         """
         raise NotImplementedError
 
-    def finish_prefill(self) -> None:
-        """Finish deferred work. Called once, after `store` has received the whole prompt."""
+    def finish_store(self) -> None:
+        """Read what is left of the KV that was passed to `store`, or `offload_block` took."""
 
     def load(self, kv: Tensor, length: int, boundary: int) -> Any:
         """Start loading the first `length` tokens into kv (2, Hkv, N, D), `buffer` or staging.

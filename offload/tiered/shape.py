@@ -12,6 +12,8 @@ from offload.codec.format import (
     PLAIN_SPLIT_TOKENS,
     SPLIT_BYTES,
     SPLIT_TOKENS,
+    UNREAD_BLOCKS,
+    WRITEBACK_BYTES,
     SplitFormat,
     split_format,
 )
@@ -19,6 +21,7 @@ from offload.layout import KVLayout, ceil_div
 
 _MIN_COPY_BYTES = 2 << 20  # copies of this size or more run at line rate
 _MAX_RING_BYTES = 1 << 30
+_MAX_CHUNKS = 8  # slots that a layer fills: each is attended to, and selected from, on its own
 # kinds of layers
 RESIDENT, SPLIT, OFFLOADED, WINDOWED = "resident", "split", "streamed", "windowed"
 RECURRENT = "recurrent"
@@ -179,12 +182,13 @@ class TieredCacheSpec:
     ) -> TieredCacheSpec:
         """Return the spec without resident layers, with a transfer ring that suits the sequence.
 
-        A slot has enough heads for a copy of all their keys or values to be 2 MB or more. There are
-        three slots, or two if three would exceed 1 GB, and as many more as fit in the memory of one
-        layer, which prefill needs anyway.
+        A slot has enough heads for a copy of all their keys or values to be 2 MB or more, and for a
+        layer to need no more than 8. There are three slots, or two if three would exceed 1 GB, and
+        as many more as fit in the memory of one layer, which prefill needs anyway.
         """
         head = layout.bytes(capacity, 1) // layout.heads
-        heads = min(layout.heads, max(1, ceil_div(2 * _MIN_COPY_BYTES, head)))
+        smallest = max(ceil_div(2 * _MIN_COPY_BYTES, head), ceil_div(layout.heads, _MAX_CHUNKS))
+        heads = min(layout.heads, smallest)
         slots = 3 if 3 * heads * head <= _MAX_RING_BYTES else 2
         slots = max(slots, layout.heads // heads)
         return cls(
@@ -299,15 +303,16 @@ class TieredCacheSpec:
         largest = max(layer.streamed_bytes for layer in self.counts) // layout.dtype.itemsize
         slot = self.slot_heads * (largest // layout.heads)
         slots = self.slots * slot if self.streams else 0
+        written = ceil_div(WRITEBACK_BYTES, layout.head_dim)  # tokens
+        splitting = SPLIT_BYTES * min(PLAIN_SPLIT_TOKENS, capacity)
+        splitting += min(UNREAD_BLOCKS * SPLIT_TOKENS, capacity)  # a byte for each element
         return SharedBuffers(
             tails=layout.shape(self.offloaded_layers, self.tail),
             reconstruct=(2, self.slot_heads if split else 0, capacity, layout.head_dim),
-            writeback=(2, planes * min(SPLIT_TOKENS, capacity) * row),
+            writeback=(2, planes * min(max(SPLIT_TOKENS, written), capacity) * row),
             slot_numel=slot,
             ring_numel=max(slots, 2 * capacity * row if self.streams or split else 0),
-            splitting_bytes=2 * SPLIT_BYTES * min(PLAIN_SPLIT_TOKENS, capacity) * row
-            if split
-            else 0,
+            splitting_bytes=2 * row * splitting if split else 0,
         )
 
     def deferred_bytes(self, tokens: int) -> int:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,12 +45,12 @@ class SplitKV:
     def allocate(
         cls,
         spec: LayerSpec,
-        device: torch.device,
+        link: Link,
     ) -> SplitKV:
         """Allocate the memory of one layer, except for deferred high bytes."""
         assert spec.format is not None
-        layout = spec.layout
-        outliers = Outliers(spec.outliers, layout.heads, device)
+        layout, device = spec.layout, link.device
+        outliers = Outliers(spec.outliers, layout.heads, device, link.read_later)
         buffer = spec.planes_shape(spec.format.high_planes)
         high_bytes = None
         if spec.kind == SPLIT and not spec.deferred:
@@ -156,41 +156,77 @@ class SplitKV:
         return [offsets[head : head + heads] for offsets in self.offsets]
 
 
+class _Staged(NamedTuple):
+    """Planes of a layer in a writeback buffer, not written to the host yet."""
+
+    host: HostLayer
+    planes: Tensor  # (P, Hkv, room, D)
+    at: int  # position of the first token
+    tokens: int
+
+
 class WritebackBuffers:
-    """Alternating device buffers from which the link copies byte planes to the host."""
+    """Alternating device buffers from which the link copies byte planes to the host.
+
+    Planes of one layer are gathered until a buffer is full: short copies are slow.
+    """
 
     def __init__(self, shape: tuple[int, int], link: Link):
         """Allocate buffers of this shape (2, bytes)."""
         self._link = link
         buffers = torch.empty(shape, dtype=torch.uint8, device=link.device)
         self._free: deque[tuple[Tensor, Any]] = deque((buffer, None) for buffer in buffers)
+        self._staged: _Staged | None = None  # in the first of them
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer, _ in self._free)
 
-    def write(self, kv: Tensor, split_kv: SplitKV, host: HostLayer, at: int) -> Any:
+    def write(self, kv: Tensor, split_kv: SplitKV, host: HostLayer, at: int) -> None:
         """Split kv (2, Hkv, T, D), the tokens from `at` on, and start writing planes to the host.
 
-        Returns the last ticket; None if there are no tokens.
+        The last of them only start with `flush`.
         """
-        ticket = None
         step = PLAIN_SPLIT_TOKENS if split_kv.kernels is None else SPLIT_TOKENS
         for start in range(0, kv.shape[2], step):
-            planes = split_kv.split(token_slice(kv, start, start + step), at + start)
-            ticket = self._write_planes(planes, host, at + start)
-        return ticket
+            block = token_slice(kv, start, start + step)
+            self._stage(split_kv.split(block, at + start), host, at + start)
 
-    def _write_planes(self, planes: Tensor, host: HostLayer, at: int) -> Any:
-        """Start writing planes (P, Hkv, T, D) to host slots from `at` on; return the ticket."""
-        buffer, ticket = self._free.popleft()
-        if ticket is not None:
-            self._link.wait(ticket)
-        staged = buffer[: planes.numel()].view(planes.shape)
-        staged.copy_(planes)
-        ticket = host.write(staged, at)
+    def flush(self) -> Any:
+        """Start writing what is left; return the ticket of that, None if there is nothing."""
+        if self._staged is None:
+            return None
+        host, planes, at, tokens = self._staged
+        self._staged = None
+        buffer, _ = self._free.popleft()
+        ticket = host.write(token_slice(planes, 0, tokens), at)
         self._free.append((buffer, ticket))
         return ticket
+
+    def _stage(self, planes: Tensor, host: HostLayer, at: int) -> None:
+        """Copy planes (P, Hkv, T, D) of the tokens from `at` on to a buffer."""
+        staged, count = self._staged, planes.shape[2]
+        if (
+            staged is None
+            or staged.host is not host
+            or staged.at + staged.tokens != at
+            or staged.tokens + count > staged.planes.shape[2]
+        ):
+            self.flush()
+            staged = self._begin(planes, host, at)
+        end = staged.tokens + count
+        token_slice(staged.planes, staged.tokens, end).copy_(planes)
+        self._staged = staged._replace(tokens=end)
+
+    def _begin(self, planes: Tensor, host: HostLayer, at: int) -> _Staged:
+        """Return a buffer without tokens, for planes like these (P, Hkv, T, D)."""
+        buffer, ticket = self._free[0]
+        if ticket is not None:
+            self._link.wait(ticket)
+        count, heads, _, dim = planes.shape
+        room = len(buffer) // (count * heads * dim)
+        whole = buffer[: count * heads * room * dim].view(count, heads, room, dim)
+        return _Staged(host, whole, at, 0)
 
 
 class SplitLayer(OffloadedLayer):
@@ -260,14 +296,16 @@ class SplitLayer(OffloadedLayer):
         return split_kv.attend(q, boundary, recent, selected)
 
     def offload_block(self, boundary: int, count: int) -> Any:
-        return self._writeback.write(self._tail.tokens(count), self._split_kv, self._host, boundary)
+        self._writeback.write(self._tail.tokens(count), self._split_kv, self._host, boundary)
+        return self._writeback.flush()
 
     def store(self, kv: Tensor, start: int, boundary: int) -> Any:
         prefix = self._tail.store(kv, start, boundary)
         self._writeback.write(prefix, self._split_kv, self._host, start)
-        return None  # the copies read other buffers than kv
+        return None  # the copies read other buffers than kv; for the rest see `finish_store`
 
-    def finish_prefill(self) -> None:
+    def finish_store(self) -> None:
+        self._writeback.flush()
         self._split_kv.outliers.sort()
 
     def load(self, kv: Tensor, length: int, boundary: int) -> Any:

@@ -43,6 +43,7 @@ class ForwardRequest:
     cache: Cache
     tokens: Tensor
     rows: int
+    ids: Sequence[int] | None = None  # the same tokens, if the host knows them
     meanwhile: Generator[ForwardRequest, Tensor, None] | None = None
 
 

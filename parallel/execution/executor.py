@@ -229,7 +229,8 @@ class Forward:
         for request in self.requests:
             location = executor.locate(request.cache)
             headers += [*location, request.cache.length, request.rows, len(request.tokens)]
-            tokens += request.tokens.tolist()
+            # reading them from the device waits for it
+            tokens += request.tokens.tolist() if request.ids is None else request.ids
         return [self.kind, len(self.requests), *headers, *tokens]
 
     @classmethod

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from offload.kernels.selection import Kernels, run_self_test
+from offload.self_test import Kernels, run_self_test
 from parallel.formats.plane_format import GROUP, PlaneFormat
 from parallel.weights.planes import Planes
 from parallel.weights.routing import Routing

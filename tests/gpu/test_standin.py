@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from offload.attention.folding import merge
 from offload.errors import InsufficientMemoryError
 from offload.memory.cuda_link import CudaLink
 from standin import Machine, Race, standin
+from standin.fused import fused_kernels
+from support.interpreter import require_interpreter
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
@@ -126,6 +130,48 @@ def test_every_wait_of_the_host_is_counted(machine: Machine) -> None:
     machine.waits.clear()
     x.clone()[x > 0] = x
     assert machine.waits
+
+
+def test_a_copy_to_the_host_arrives_with_its_event(machine: Machine) -> None:
+    x = torch.arange(3, device=GPU)
+    first = (x + 1).to("cpu", non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+    second = (x + 2).to("cpu", non_blocking=True)
+    assert not machine.waits
+    assert max(first) < 0  # unset
+    event.synchronize()  # the stream still has work
+    assert not machine.waits
+    assert first.tolist() == [1, 2, 3]
+    assert max(second) < 0
+    torch.cuda.current_stream().record_event().synchronize()
+    assert len(machine.waits) == 1
+    assert second.tolist() == [2, 3, 4]
+
+
+def test_launches_are_counted(machine: Machine) -> None:
+    x = torch.ones(4, device=GPU)
+    machine.launches.clear()
+    x.view(2, 2).add_(1)
+    (x * 2).to("cpu", non_blocking=True)
+    assert len(machine.launches) == 3
+    graph, _ = capture(lambda: x.mul_(2).add_(1))
+    machine.launches.clear()
+    graph.replay()
+    assert machine.launches == ["replay"]
+    assert x.tolist() == [5] * 4
+
+
+def test_fused_kernels_are_launches_that_are_ordered(machine: Machine) -> None:
+    require_interpreter()
+    parts = [(torch.ones(1, 2, 16, device=GPU), torch.zeros(1, 2, device=GPU)) for _ in range(2)]
+    with fused_kernels(machine):
+        machine.launches.clear()
+        out, lse = merge(parts)
+        assert machine.launches[-1] == "_merge"
+        with torch.cuda.stream(torch.cuda.Stream(GPU)), pytest.raises(Race):
+            out.add_(1)
+    assert out.tolist() == [[[1.0] * 16] * 2]
+    assert lse.tolist() == [[pytest.approx(math.log(2))] * 2]
 
 
 def test_uninitialized_memory_is_poisoned(machine: Machine) -> None:

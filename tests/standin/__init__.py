@@ -20,22 +20,56 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from offload.attention import folding
 from offload.kernels import selection
+from offload.recurrent import selection as recurrent_selection
 from parallel.ranks import cuda_shared_sum
+from parallel.weights import selection as weight_selection
 from standin.clocks import Race, Timeline
 from standin.dispatch import OnGpu
 from standin.graphs import capture_type, graph_type
 from standin.machine import Machine
 
+# functions that test fused kernels, and those that select them
+SELF_TESTS: dict[ModuleType, dict[str, Any]] = {
+    folding: {"_test_merge": folding.merge_kernels},
+    selection: {
+        "_test_split": selection.split_kernels,
+        "_test_batch_invariant": selection.batch_invariant_kernels,
+        "_test_retrieval": selection.retrieval_kernels,
+        "_test_slots": selection.slot_kernels,
+    },
+    recurrent_selection: {"_test_prompts": recurrent_selection.prompt_kernels},
+    weight_selection: {"_test_planes": weight_selection.plane_kernels},
+}
 _CUDA, _META = 1, 14  # torch/headeronly/core/DeviceType.h
 __all__ = ["Machine", "Race", "gpu_or_standin", "standin"]
+
+
+class Event:
+    """`torch.cuda.Event`, recorded on a stream."""
+
+    def __init__(self, machine: Machine, timeline: Timeline):
+        self.machine, self.timeline, self.mark = machine, timeline, timeline.mark()
+
+    def query(self) -> bool:
+        self.machine.learn(self.mark)
+        return True
+
+    def synchronize(self) -> None:
+        """Wait; it counts if the stream has had no work since, and so runs out of it."""
+        machine, what = self.machine, "Event.synchronize"
+        machine.check_not_capturing(what)
+        if self.timeline.steps == self.mark[self.timeline]:
+            machine.waits.append(what)
+        machine.learn(self.mark)
 
 
 class Stream:
@@ -52,14 +86,14 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.timeline.wait_for(other.timeline.mark())
 
-    def wait_event(self, event: dict[Timeline, int]) -> None:
-        self.timeline.wait_for(event)
+    def wait_event(self, event: Event) -> None:
+        self.timeline.wait_for(event.mark)
 
-    def record_event(self) -> dict[Timeline, int]:
-        return self.timeline.mark()
+    def record_event(self) -> Event:
+        return Event(self.machine, self.timeline)
 
     def query(self) -> bool:
-        self.machine.host.wait_for(self.timeline.mark())
+        self.machine.learn(self.timeline.mark())
         return True
 
     def synchronize(self) -> None:
@@ -143,6 +177,7 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
         "get_device_name": lambda device=None: "a stand-in",
         "get_device_properties": lambda device: SimpleNamespace(
             total_memory=machine.memory,
+            multi_processor_count=128,
             pci_domain_id=0,
             pci_bus_id=machine.bus,
             pci_device_id=0,
@@ -221,9 +256,9 @@ def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[M
         stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         # torch.tensor creates its result on the host, and copies it like any other tensor.
         torch._C._set_only_lift_cpu_tensors(True)
-        for name in ("split", "batch_invariant", "retrieval", "slots"):
-            self_test = f"_test_{name}"
-            stack.enter_context(patch.object(selection, self_test, _fail_self_test))
+        for module, names in SELF_TESTS.items():
+            for name in names:
+                stack.enter_context(patch.object(module, name, _fail_self_test))
         stack.enter_context(OnGpu(machine))
         yield machine
     gc.collect()

@@ -147,6 +147,8 @@ class OnGpu(TorchDispatchMode):
                 unwrap(source), dtype=kwargs.get("dtype"), memory_format=layout
             )
             to = self._new(empty, func) if on_gpu else empty
+            if non_blocking and not on_gpu:
+                return self._copy_later(source, to)
         what = f"{func} from {source.device.type} to {to.device.type}"
         if isinstance(to, GpuTensor) and isinstance(source, GpuTensor):
             accesses = [(to.block, region_of(to), True), (source.block, region_of(source), False)]
@@ -169,6 +171,17 @@ class OnGpu(TorchDispatchMode):
         machine.run(what, accesses, lambda: unwrap(to).copy_(unwrap(source)))
         if not (non_blocking and pinned):
             machine.wait(machine.current, what)
+        return to
+
+    def _copy_later(self, source: Tensor, to: Tensor) -> Tensor:
+        """Copy to memory that torch pins for it: unset until the host has waited for the stream."""
+        machine, what = self.machine, "copy to pinned memory"
+        machine.check_not_capturing(what)
+        value = to.clone()
+        reads: list[Use] = [(source.block, region_of(source), False)]
+        machine.run(what, reads, lambda: value.copy_(unwrap(source)))
+        poison(to)
+        machine.arrivals.append((machine.current, machine.current.steps, value, to))
         return to
 
     def _pin(self, func: Any, x: Tensor) -> Any:
@@ -215,6 +228,7 @@ def is_supported(func: Any) -> bool:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return (
         torch.version.cuda is None
+        or func in KERNELS
         or func.namespace != "aten"
         or any(has(func.name(), key) for key in _KERNELS)
     )

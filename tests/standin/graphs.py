@@ -90,6 +90,7 @@ class Graph:
         assert not self.invalid
         assert not self.is_reset
         self.machine.check_not_capturing("replay")
+        launches = len(self.machine.launches)
         with _disable_current_modes():
             for node in self.nodes:
                 results = self.machine.run(node.what, node.memory(), node.work)
@@ -97,6 +98,7 @@ class Graph:
                     node.out, tensors_in(results) if node.out else (), strict=True
                 ):
                     out.copy_(value)
+        self.machine.launches[launches:] = ["replay"]
 
 
 class Capture(AbstractContextManager[None]):

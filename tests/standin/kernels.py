@@ -101,11 +101,19 @@ def matmul_out_dtype(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) @ y.to(dtype)
 
 
+def rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    _require(weight is None or weight.dtype == x.dtype, "other dtypes are not normalized in one")
+    return torch.rms_norm(x, shape, weight, eps)
+
+
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention.default: flash,
     aten._scaled_dot_product_efficient_attention.default: efficient,
     aten.bmm.dtype: matmul_out_dtype,
     aten.mm.dtype: matmul_out_dtype,
+    aten.rms_norm.default: rms_norm,
 }
 CPU_ONLY = {aten._scaled_dot_product_flash_attention_for_cpu.default}
 # operations that wait for the device, since the host needs a number or a shape of their result

@@ -50,6 +50,9 @@ class Machine:
         self.allocated = self.peak = 0
         self.pinned: dict[int, tuple[int, Block]] = {}  # address: bytes, and their accesses
         self.waits: list[str] = []  # operations for which the host waited for the device
+        # copies to the host: their stream and its step, the numbers, and the memory they appear in
+        self.arrivals: list[tuple[Timeline, int, Tensor, Tensor]] = []
+        self.launches: list[str] = []  # kernels, copies and replays of graphs
         self.faults: list[str] = []  # errors found where no exception can be raised
         self.capture: Any = None  # the graph being captured
         self.is_stuck = False  # a capture failed, and is still open in the allocator
@@ -128,7 +131,20 @@ class Machine:
         """Make the host wait for a stream."""
         self.check_not_capturing(what)
         self.waits.append(what)
-        self.host.wait_for(timeline.mark())
+        self.learn(timeline.mark())
+
+    def learn(self, mark: dict[Timeline, int]) -> None:
+        """Let the host know that these steps are done."""
+        self.host.wait_for(mark)
+        waiting = []
+        for arrival in self.arrivals:
+            timeline, step, value, memory = arrival
+            if step <= self.host.steps_known_of(timeline):
+                with torch.inference_mode():  # it may be an inference tensor
+                    memory.copy_(value)
+            else:
+                waiting.append(arrival)
+        self.arrivals = waiting
 
     def wait_for_all(self) -> None:
         for timeline in self.streams:
@@ -151,5 +167,6 @@ class Machine:
         if self.error is not None:
             error, self.error = self.error, None
             raise RuntimeError(error)
+        self.launches.append(what)
         self.step(self.current, what, accesses)
         return work()

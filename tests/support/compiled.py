@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from offload.attention import merge_kernel
 from offload.codec.int8 import LARGEST, scale_limits
 from offload.kernels import batch_invariant as batch_invariant_kernels
 from offload.kernels import retrieval as retrieval_kernels
@@ -52,13 +53,16 @@ MULTIPLES |= {
 MULTIPLES |= {"key_head", "columns", "stride"}
 POINTERS = {"kv": "*i16", "high": "*u8", "low": "*u8", "offsets": "*i32", "out": "*i16"}
 POINTERS |= {"outliers": "*u8", "positions": "*i32", "patterns": "*i16", "starts": "*i32"}
-POINTERS |= {"outs": "*fp32", "lses": "*fp32", "recent_lse": "*fp32", "lse": "*fp32"}
+POINTERS |= {"outs": "*fp32", "lses": "*fp32", "other_lse": "*fp32", "lse": "*fp32"}
 POINTERS |= {"table": "*i64", "places": "*i64", "totals": "*fp32"}
 POINTERS |= {"scale": "fp32", "chunks": "*i64", "codes": "*i8", "results": "*fp32"}
-ELEMENT_POINTERS = ("q", "prefix", "recent", "attended", "recent_out", "merged", "keys", "scales")
+POINTERS |= {"previous": "*fp32", "decay": "fp32"}
+ELEMENT_POINTERS = ("q", "prefix", "recent", "attended", "other_out", "merged", "keys", "scales")
 ELEMENT_POINTERS += ("k", "v", "cos", "sin", "turned")
 # arguments of attention over high bytes that are None without selected keys
 SELECTED = ("lows", "places", "low_tokens", "places_head", "place_count", "chunk")
+# arguments of chunk scores that are None without previous ones
+PREVIOUS = ("previous",)
 # batch-invariant attention: dtype, head dimension, and query heads per KV head
 BATCH_INVARIANT_SHAPES = {
     80: [("fp16", 128, 1)],
@@ -154,8 +158,12 @@ def compile_retrieval_kernels(capability: int, element: str) -> None:
         for causal in (False, True):
             causal_sizes = sizes | {"CAUSAL": causal}
             compile_kernel(retrieval_kernels._sum_weights, element, capability, causal_sizes)
-        compile_kernel(retrieval_kernels._score, element, capability, sizes)
+        for previous in ({}, dict.fromkeys(PREVIOUS)):
+            compile_kernel(retrieval_kernels._score, element, capability, sizes | previous)
         compile_kernel(retrieval_kernels._store_int8, element, capability, sizes)
+        low_bits = sizes | SPLIT[element]
+        lows = {"keys": "*i16", "lows": "*u8"}
+        compile_kernel(retrieval_kernels._store_lows, element, capability, low_bits, lows)
 
 
 def compile_slot_kernels(capability: int, shapes: int | None) -> None:
@@ -215,8 +223,11 @@ if __name__ == "__main__":
     if part != "others":
         sizes = SIZES | SPLIT[element] | {"MIN_HIGH": 8, "MAX_HIGH": 0x7E}
         elements = split_kernels._split, split_kernels._write_outliers, split_kernels._reconstruct
-        for kernel in (*elements, split_attention._merge):
+        for kernel in elements:
             compile_kernel(kernel, element, capability, sizes)
+        for outs in ("fp32", element):  # parts of split layers, and others
+            pointers = {"outs": f"*{outs}"}
+            compile_kernel(merge_kernel._merge, element, capability, sizes, pointers)
         compile_split_kernels(capability, shapes)
     if part != "split":
         compile_batch_invariant_kernels(capability, shapes)

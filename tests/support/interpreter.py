@@ -18,10 +18,15 @@ def import_interpreted(name: str) -> Any:
     """
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled on a machine with a GPU")
+    require_interpreter()
+    return import_module(name)
+
+
+def require_interpreter() -> None:
+    """Skip the test with versions of triton and numpy whose interpreter does not run."""
     if _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
         # github.com/triton-lang/triton/issues/9171
         pytest.skip("the interpreter of triton before 3.7 does not run with numpy 2.4 or later")
-    return import_module(name)
 
 
 def _version(name: str) -> tuple[int, ...]:

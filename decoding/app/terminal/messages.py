@@ -19,7 +19,7 @@ from decoding.planning.plan import Plan
 from decoding.planning.requirements import predictor_notes, weight_notes, whole_weight_bytes
 from offload.dtypes import dtype_name
 from offload.errors import InsufficientMemoryError
-from offload.kernels.selection import Kernels
+from offload.self_test import Kernels
 from parallel.config.parameter_count import recurrent_layers, windowed_layers
 from parallel.config.text_model import wrapper_notes
 from parallel.formats.plane_format import PlaneFormat

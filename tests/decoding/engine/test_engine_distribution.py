@@ -220,4 +220,6 @@ def score_by_position(
 ) -> Tensor:
     """Score chunks by position, in place of `SelectionPolicy.scores`."""
     heads, tokens, _ = rows.keys.shape
-    return torch.arange(tokens // chunk).float().repeat(heads, 1)
+    scores = torch.arange(tokens // chunk).float()
+    scores[0] = torch.inf
+    return scores.repeat(heads, 1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from offload.codec.format import OUTLIER_BYTES, SplitFormat, split_format
+from offload.codec.format import OUTLIER_BYTES, UNREAD_BLOCKS, SplitFormat, split_format
 from offload.codec.outliers import Outliers
 from offload.codec.split_float import SplitFloatCodec
 
@@ -147,6 +149,30 @@ def test_outliers_are_appended_in_any_number_of_pieces() -> None:
     copy = torch.zeros(2, 2, 200, 8).bfloat16()
     outliers.to_host().apply(copy, 1, 2)
     assert torch.equal(copy, out[:, 1:])
+
+
+def test_blocks_are_read_later() -> None:
+    """How many outliers they have is not waited for; sorting reads the rest."""
+    counted, answered = [], []
+
+    def read_later(x: Tensor) -> Callable[[], Tensor]:
+        counted.append(x)
+        return lambda: answered.append(x) or x
+
+    outliers = Outliers(500, 2, torch.device("cpu"), read_later)
+    kv = torch.randn(2, 2, 70, 8).bfloat16()
+    mask = torch.rand(kv.shape) < 0.2
+    expected = torch.where(mask, kv, 0)
+    for start in range(0, 70, 10):
+        part = slice(start, start + 10)
+        outliers.append(kv[:, :, part], mask[:, :, part], start)
+    assert (len(counted), len(answered)) == (7, 7 - UNREAD_BLOCKS)
+    outliers.sort()
+    assert len(answered) == 7
+    kv.zero_()  # from now on it may change
+    out = torch.zeros(2, 2, 70, 8).bfloat16()
+    outliers.apply(out, 0, 2)
+    assert torch.equal(out, expected)
 
 
 @every_dtype

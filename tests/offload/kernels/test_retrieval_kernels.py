@@ -58,6 +58,10 @@ def test_chunk_scores_match_plain_operations(
     torch.testing.assert_close(actual / scale, expected / scale, atol=3e-2, rtol=3e-2)
     exact = QuerySample(q.float(), keys.float(), recent.float(), 8).chunk_attention(chunk)
     torch.testing.assert_close(actual, exact, atol=1e-4, rtol=1e-3)
+    earlier = torch.rand(3, tokens // chunk)[1:, :-1]  # a part of more heads, and a shorter prefix
+    added = kernels.chunk_scores(q, keys, recent, min(rows, 8), chunk, earlier, 0.9)
+    exact[:, :-1] += 0.9 * earlier
+    torch.testing.assert_close(added, exact, atol=1e-4, rtol=1e-3)
 
 
 def test_unsupported_shapes_use_plain_operations(
@@ -123,6 +127,10 @@ def test_self_test_detects_wrong_kernels(
     ) -> None:
         quantise(x[:, :, : codes.shape[2]], codes, scales)  # the first tokens, not the chunks
 
+    monkeypatch.setattr(kernels, "store_lows", lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"low bits of .* are stored incorrectly"):
+        selection._test_retrieval(kernels, CPU, torch.bfloat16, 32, 2)
+    monkeypatch.undo()
     monkeypatch.setattr(kernels, "store_int8", wrong_scale)
     with pytest.raises(RuntimeError, match="are quantised incorrectly"):
         selection._test_retrieval(kernels, CPU, torch.bfloat16, 32, 2)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
+from threading import Event
 
 import pytest
 import torch
 from torch import Tensor
 
-from offload.memory.link import Link
+from offload.memory.cpu_link import EmulatedLink
+from offload.memory.link import Copy, Link
+from offload.prefill import layer_major
 from offload.prefill.layer_major import Prefill
 from offload.retrieval.shape import RetrievalCacheSpec
+from offload.tiered import shape as tiered_shape
 from offload.tiered.cache import TieredCache
 from support.driving import (
     BFLOAT16,
@@ -26,7 +32,7 @@ from support.driving import (
     random_qkv,
     tiered_cache,
 )
-from support.links import every_link, make_test_link, worst_link
+from support.links import CPU, every_link, make_test_link, worst_link
 from support.slow import slow_except
 
 every_seed = pytest.mark.parametrize("seed", slow_except([0, 1]))
@@ -83,6 +89,47 @@ def check_turns(cache: TieredCache, reference: TieredCache, seed: int, close: bo
         assert cache.length == reference.length == len(sequence[0][0])
         tolerance = 1e-5 if close else 3e-2
         torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+class RecordingLink(EmulatedLink):
+    """Records the bytes of each copy to the host."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, rate=1e12)
+        self.sizes = list[int]()
+
+    def copy(self, pairs: Sequence[Copy]) -> Event:
+        self.sizes += [source.nbytes for _, source in pairs]
+        return super().copy(pairs)
+
+    def copy_out(self, pairs: Sequence[Copy]) -> Event:
+        self.sizes += [source.nbytes for _, source in pairs]
+        return super().copy_out(pairs)
+
+
+@pytest.mark.parametrize("split", [0, 2])
+def test_prompts_leave_for_the_host_in_long_copies(
+    split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of less than the size wanted is the last one of its layer."""
+    wanted = 40 * BFLOAT16.head_dim  # 40 tokens of a byte, or 20 of two
+    monkeypatch.setattr(layer_major, "_STORED_BYTES", wanted)
+    monkeypatch.setattr(tiered_shape, "WRITEBACK_BYTES", wanted)
+    link = RecordingLink()
+    cache = tiered_cache(link, 0, split=split, layout=BFLOAT16)
+    tokens = random_qkv(150, BFLOAT16)
+    prefill(cache, tokens, chunk=7)
+    counts = Counter(size >= wanted * 7 // 8 for size in link.sizes)  # blocks of 7 do not fill it
+    last = BFLOAT16.layers * BFLOAT16.heads * 2
+    assert counts[True] >= 3 * counts[False]
+    assert counts[False] <= last
+    # and every element is there
+    reference = tiered_cache(make_test_link("view"), BFLOAT16.layers, layout=BFLOAT16)
+    reference.rotary = cache.rotary
+    prefill(reference, tokens, chunk=7)
+    turn = random_qkv(3, BFLOAT16)
+    torch.testing.assert_close(forward(cache, turn), forward(reference, turn), atol=3e-2, rtol=3e-2)
+    link.close()
 
 
 @every_seed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from torch import Tensor
@@ -174,11 +176,11 @@ def test_the_state_of_a_policy_takes_the_bytes_of_its_spec() -> None:
     layout = KVLayout(1, HEADS, DIM, torch.float32)
     policy = POLICIES["attention"]()
     policy.select(sample("attention", random_inputs(4, 60)), 0, 0, 4, 4)
-    held = {
-        tensor.untyped_storage().data_ptr(): tensor for tensor in policy._previous_scores.values()
-    }
-    taken = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
-    assert taken == policy.spec.state_bytes(layout, 60, 4) > 0
+    for _ in range(2):  # the second time they replace the first ones
+        held = [*policy._last.values(), *chain(*policy._parts.values())]
+        taken = sum(tensor.untyped_storage().nbytes() for tensor in held)
+        assert taken == policy.spec.state_bytes(layout, 60, 4) > 0
+        policy.select(sample("attention", random_inputs(4, 60)), 0, 0, 4, 4)
     keeping_scores = [
         name for name, spec in POLICY_SPECS.items() if spec.state_bytes(layout, 60, 4)
     ]
