@@ -302,6 +302,7 @@ def _load_predictor(
         ranks=ranks,
         draft_ranks=ranks,
         copies=machine.copies,
+        multiprocessors=target.group.multiprocessors,
     )
     prompt = max(1, (settings.context or config.context_limit) - NEW_TOKENS)
     share = USABLE_SHARE if settings.device_memory is None else 1.0  # as in `Runtime.memory`

@@ -167,6 +167,7 @@ class Runtime:
             ranks=self.target.group.size,
             draft_ranks=self.draft.group.size if self.draft is not None else 1,
             copies=self.link.copies,
+            multiprocessors=self.target.group.multiprocessors,
             rank=self.target.group.rank,
         )
 

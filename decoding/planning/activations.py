@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from decoding.config.defaults import (
     LOGIT_TENSORS,
     MAX_PREFILL_CHUNK,
@@ -14,6 +16,12 @@ from decoding.planning.requirements import Requirements, noise_positions
 from offload.layout import STATE_CHUNK, STATE_TOKENS, RecurrentShape, ceil_div
 from parallel.config.parameter_count import MAX_STATIC_TOKENS, head_shape
 from parallel.config.weight_sizes import weight_sizes
+
+# query tokens times heads of a block of flash-attention 2 for head dimensions of up to 128 (an RTX
+# 4090 has blocks of half that size for causal attention: full multiprocessors here are full there)
+ATTENTION_ROWS = 128
+_ALONE = 0.78  # rate of a block that has its multiprocessor alone, measured on an H200
+_SIMILAR_UTILISATION = 0.03
 
 
 def activation_elements(requirements: Requirements) -> int:
@@ -109,10 +117,34 @@ def unpacked_expert_bytes(requirements: Requirements) -> int:
 
 
 def prefill_chunk(requirements: Requirements) -> int:
-    """Return the tokens per prefill chunk: enough for efficient matmuls in bounded memory."""
+    """Return the tokens per prefill chunk: enough for efficient matmuls in bounded memory.
+
+    On a GPU it is the size, of the larger half of those, whose attention leaves fewest
+    multiprocessors idle; the same on all ranks.
+    """
     if requirements.settings.prefill_chunk:
         return requirements.settings.prefill_chunk
     step = PREFILL_CHUNK_STEP
     token_bytes = activation_elements(requirements) * requirements.dtype.itemsize
     max_tokens = PREFILL_ACTIVATION_BYTES // token_bytes
-    return max(step, min(MAX_PREFILL_CHUNK, max_tokens // step * step))
+    largest = max(step, min(MAX_PREFILL_CHUNK, max_tokens // step * step))
+    if (multiprocessors := requirements.multiprocessors) is None:
+        return largest
+    shape = head_shape(requirements.target, windowed=False)
+    heads = ceil_div(shape.heads, requirements.ranks) * shape.groups
+    sizes = range(largest, max(step, largest // 2) - 1, -step)
+    shares = {tokens: attention_utilisation(tokens * heads, multiprocessors) for tokens in sizes}
+    enough = max(shares.values()) - _SIMILAR_UTILISATION
+    return next(tokens for tokens, share in shares.items() if share >= enough)
+
+
+def attention_utilisation(rows: int, multiprocessors: int) -> float:
+    """Return the share of a GPU's rate at which attention of so many rows of heads runs.
+
+    A kernel has a block for `ATTENTION_ROWS` of them, and each multiprocessor an equal number of
+    blocks, which it computes together; in the end some have one less. One alone does not hide its
+    own latencies. Within 7% this is what an H200 takes for 7 sizes and 4 numbers of heads
+    (docs/results/gpu.md, part chunks).
+    """
+    blocks = rows / (ATTENTION_ROWS * multiprocessors)
+    return blocks / ceil(blocks) * (_ALONE if blocks <= 1 else 1.0)

@@ -86,6 +86,7 @@ class HardwareProfile:
     chunk_s: float = 0.0
     # bytes/s of the tensor of a large all-reduce through memory that the ranks share; not used
     shared_all_reduce_rate: float | None = None
+    multiprocessors: float | None = None  # those of a GPU; None: not known
     forward_s: float = 0.0  # time of a short forward beside its layers
     # time in which the host launches a layer of a forward that is not captured: it takes no less;
     # 0, as on a CPU

@@ -44,6 +44,8 @@ def profile(
         "gpus": group.size,
         "host_memory": group.broadcast(Machine.detect().host_available),
     }
+    if group.multiprocessors is not None:
+        numbers["multiprocessors"] = group.multiprocessors
     own, alone, machine = _measure_rank(group, config, dtype)
     numbers |= _slowest(group.gather(own)) | _all_reduces(group)
     source = _source(group, model, dtype)

@@ -71,6 +71,8 @@ class TensorParallelGroup:
         self.device = device or torch.device("cpu")
         self.watchdog = watchdog
         self.graph_capturer = GraphCapturer(self.device)
+        # those of each rank's GPU, at least; None on CPUs, and if they are not known
+        self.multiprocessors = _multiprocessors(self.device) if size == 1 else None
 
     @classmethod
     def from_environment(
@@ -119,6 +121,8 @@ class TensorParallelGroup:
         group = cls(info.rank, info.size, torch_device, watchdog)
         if creates_group and gpus:
             _check_distinct_gpus(group)
+            found = group.gather(_multiprocessors(torch_device))
+            group.multiprocessors = min(each for each in found if each is not None)
             for count in _TESTED_SUM_SIZES:
                 with group.sync_errors():  # a sum may be wrong on a single rank
                     _test_nccl(group, count)
@@ -349,6 +353,13 @@ def _usable_gpus(device: str, ranks: int) -> int:
             f"{ranks} ranks, but only {gpus} GPUs: use `gpus` {gpus}, or `device` cpu."
         )
     return gpus
+
+
+def _multiprocessors(device: torch.device) -> int | None:
+    """Return the number of a GPU's multiprocessors; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _check_distinct_gpus(group: TensorParallelGroup) -> None:

@@ -27,6 +27,7 @@ ROWS = {
     "matmul_3": ("extra query tokens, forward of 3", "TFLOP/s"),
     "matmul_5": ("extra query tokens, forward of 5", "TFLOP/s"),
     "matmul_33": ("extra query tokens, forward of 33", "TFLOP/s"),
+    "multiprocessors": ("multiprocessors of a GPU", ""),
     "layer_s": ("overhead per layer of a short forward", "microseconds"),
     "eager_layer_s": ("a layer of a short forward without CUDA graphs", "microseconds"),
     "chunk_s": ("overhead per key block and head, with --deterministic", "microseconds"),
@@ -37,7 +38,14 @@ ROWS = {
     "all_reduce_rate": ("large all-reduce, NCCL or gloo", "GB/s"),
     "shared_all_reduce_rate": ("large all-reduce, shared memory", "GB/s"),
 }
-_SCALES = {"GB/s": 1e-9, "billion/s": 1e-9, "TFLOP/s": 1e-12, "GB": 1e-9, "microseconds": 1e6}
+_SCALES = {
+    "GB/s": 1e-9,
+    "billion/s": 1e-9,
+    "TFLOP/s": 1e-12,
+    "GB": 1e-9,
+    "microseconds": 1e6,
+    "": 1.0,
+}
 
 
 def table(measured: dict[str, Any], device: str) -> Table:

@@ -1,0 +1,51 @@
+"""Prefill's chunk: as many tokens as fill the multiprocessors of a GPU in attention."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.harness.dimensions import LLAMA_7B, config_of
+from decoding import Settings
+from decoding.app.hardware.model_on_machine import requirements_on
+from decoding.planning.activations import attention_utilisation, prefill_chunk
+from decoding.planning.hardware_profile import HardwareProfile
+
+ROOT = Path(__file__).parents[3]
+H200 = 132  # multiprocessors
+HEADS = {"7B": 32, "7B on 2": 16, "8B": 32, "8B on 2": 16}  # per GPU
+
+
+def test_utilisation_is_what_an_h200_was_measured_at() -> None:
+    """7 numbers of rows for 4 numbers of heads, between 208 and 357 TFLOP/s."""
+    measured = json.loads((ROOT / "docs/results/gpu-kernels-h200.json").read_text())["rows"]
+    rates = {row["what"]: row["value"] for row in measured if row["part"] == "chunks"}
+    rates = {what: rate for what, rate in rates.items() if what.endswith(" rows")}
+    assert len(rates) == 28
+    for what, rate in rates.items():
+        model, rows = what.removesuffix(" rows").split(", ")
+        share = attention_utilisation(int(rows.replace(",", "")) * HEADS[model], H200)
+        assert share * 360 == pytest.approx(rate, rel=0.08), what
+
+
+@pytest.mark.parametrize(
+    ("gpus", "multiprocessors", "tokens"),
+    # 2,304 tokens on two GPUs, and 1,536 on one, are as many as there is memory for
+    [(2, None, 2304), (2, 128, 2048), (2, H200, 2048), (1, 128, 1536), (1, 90, 1024)],
+)
+def test_a_chunk_leaves_few_multiprocessors_idle(
+    gpus: int, multiprocessors: int | None, tokens: int
+) -> None:
+    machine = replace(
+        HardwareProfile.from_name(f"{gpus}x4090"),
+        multiprocessors=multiprocessors,
+        device_memory=80e9,
+    )
+    settings = Settings(mode="plain", dtype="bfloat16")
+    needs = requirements_on(machine, config_of(LLAMA_7B), None, settings)
+    assert prefill_chunk(needs) == tokens
+    fixed = replace(needs, settings=replace(settings, prefill_chunk=300))
+    assert prefill_chunk(fixed) == 300
