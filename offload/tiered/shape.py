@@ -303,7 +303,8 @@ class TieredCacheSpec:
         largest = max(layer.streamed_bytes for layer in self.counts) // layout.dtype.itemsize
         slot = self.slot_heads * (largest // layout.heads)
         slots = self.slots * slot if self.streams else 0
-        written = ceil_div(WRITEBACK_BYTES, layout.head_dim)  # tokens
+        # tokens; a short sequence has few, or the buffer would take as much memory as a layer
+        written = min(ceil_div(WRITEBACK_BYTES, layout.head_dim), capacity // 8)
         splitting = SPLIT_BYTES * min(PLAIN_SPLIT_TOKENS, capacity)
         splitting += min(UNREAD_BLOCKS * SPLIT_TOKENS, capacity)  # a byte for each element
         return SharedBuffers(

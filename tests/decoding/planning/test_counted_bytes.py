@@ -24,7 +24,6 @@ from offload.layout import RecurrentShape, SlidingWindow
 from offload.retrieval.policy_specs import POLICY_SPECS
 from offload.retrieval.shape import RetrievalCacheSpec, SplitSelectionSpec
 from offload.retrieval.split_selection import SplitSelection
-from offload.tiered import shape
 from offload.tiered.device_view import OnDeviceCache
 from offload.tiered.shape import TieredCacheSpec
 from parallel.model.loading import random_model
@@ -223,12 +222,8 @@ def test_planned_bytes_of_windows_are_allocated(seed: int, windowed: int) -> Non
 @pytest.mark.parametrize(
     ("mode", "deferred"), [*((mode, 1) for mode in MODES), ("split", 3), ("split-hierarchical", 4)]
 )
-def test_bytes_of_deferred_layers_are_planned(
-    mode: str, deferred: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_of_deferred_layers_are_planned(mode: str, deferred: int) -> None:
     """The memory fits two layers, with any split layers, only after prefill."""
-    # buffers of a short prompt's high bytes would take more memory than they leave
-    monkeypatch.setattr(shape, "WRITEBACK_BYTES", 0)
     case = tiny(3)
     settings = replace(in_mode(case.settings, mode), gpu_kv_layers=2, prefill_chunk=2000)
     case = replace(case, settings=settings, prompt=2000)

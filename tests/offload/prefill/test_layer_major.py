@@ -112,21 +112,21 @@ def test_prompts_leave_for_the_host_in_long_copies(
     split: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy of less than the size wanted is the last one of its layer."""
-    wanted = 40 * BFLOAT16.head_dim  # 40 tokens of a byte, or 20 of two
+    wanted = 24 * BFLOAT16.head_dim  # 24 tokens of a byte, or 12 of two
     monkeypatch.setattr(layer_major, "_STORED_BYTES", wanted)
     monkeypatch.setattr(tiered_shape, "WRITEBACK_BYTES", wanted)
     link = RecordingLink()
     cache = tiered_cache(link, 0, split=split, layout=BFLOAT16)
     tokens = random_qkv(150, BFLOAT16)
-    prefill(cache, tokens, chunk=7)
-    counts = Counter(size >= wanted * 7 // 8 for size in link.sizes)  # blocks of 7 do not fill it
+    prefill(cache, tokens, chunk=6)
+    counts = Counter(size >= wanted for size in link.sizes)
     last = BFLOAT16.layers * BFLOAT16.heads * 2
     assert counts[True] >= 3 * counts[False]
     assert counts[False] <= last
     # and every element is there
     reference = tiered_cache(make_test_link("view"), BFLOAT16.layers, layout=BFLOAT16)
     reference.rotary = cache.rotary
-    prefill(reference, tokens, chunk=7)
+    prefill(reference, tokens, chunk=6)
     turn = random_qkv(3, BFLOAT16)
     torch.testing.assert_close(forward(cache, turn), forward(reference, turn), atol=3e-2, rtol=3e-2)
     link.close()

@@ -151,7 +151,7 @@ def test_json_document(tmp_path: Path, pair: Pair) -> None:
 
 def test_first_document_uses_the_same_strategy_on_a_measured_machine(tmp_path: Path) -> None:
     rates = {"reconstruct_rate": 6e9, "high_bits_rate": 2e10}
-    numbers = NUMBERS | rates | {"device_memory": 215e6}
+    numbers = NUMBERS | rates | {"device_memory": 222e6}
     (tmp_path / "mine.json").write_text(json.dumps(numbers))
     options = ["--hardware", str(tmp_path / "mine.json"), "--context", "16384"]
     document = json.loads(plan(tmp_path, *options, "--json").out)
