@@ -12,7 +12,7 @@ from decoding.config.defaults import (
     LOOKUP_NGRAM,
 )
 from decoding.engine.session import SequenceState
-from decoding.planning.request_spec import max_ahead
+from decoding.planning.plan import tokens_ahead
 from decoding.planning.requirements import Requirements
 from decoding.speculation.decoders import (
     Autoregressive,
@@ -65,8 +65,8 @@ def build_decoder(
             outer.clock = clock
             inner = outer
     assert isinstance(inner, Decoder)
-    if isinstance(inner, Speculative) and caches.plan.uses_link:
-        inner.max_ahead = max_ahead(caches.plan.spec)
+    if isinstance(inner, Speculative):
+        inner.max_ahead = tokens_ahead(caches.plan)
     inner.sync([])
     return inner
 

@@ -138,12 +138,12 @@ def prefill_chunk(requirements: Requirements) -> int:
     return next(tokens for tokens, share in shares.items() if share >= enough)
 
 
-def attention_utilisation(rows: int, multiprocessors: int) -> float:
+def attention_utilisation(rows: int, multiprocessors: float) -> float:
     """Return the share of a GPU's rate at which attention of so many rows of heads runs.
 
     A kernel has a block for `ATTENTION_ROWS` of them, and each multiprocessor an equal number of
     blocks, which it computes together; in the end some have one less. One alone does not hide its
-    own latencies. Within 7% this is what an H200 takes for 7 sizes and 4 numbers of heads
+    own latencies. Within 8% this is what an H200 takes for 7 sizes and 4 numbers of heads
     (docs/results/gpu.md, part chunks).
     """
     blocks = rows / (ATTENTION_ROWS * multiprocessors)

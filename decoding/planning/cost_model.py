@@ -15,8 +15,7 @@ from decoding.planning.calibration import Calibration
 from decoding.planning.forecast import Forecast
 from decoding.planning.forward_cost import ForwardCost, selection_s
 from decoding.planning.hardware_profile import HardwareProfile, Trust
-from decoding.planning.plan import Plan, ahead_bytes, effective_device_tokens
-from decoding.planning.request_spec import max_ahead
+from decoding.planning.plan import Plan, ahead_bytes, effective_device_tokens, tokens_ahead
 from decoding.planning.requirements import Requirements
 from decoding.planning.round_cost import Acceptance, RoundCost
 from decoding.speculation.draft_length import RoundStats, best_length, expected_tokens
@@ -135,7 +134,7 @@ class CostModel:
             acceptance=acceptance,
             uncovered_s=plan.uncovered_bytes / self.hardware.link_in,
             ahead_s=plan.concurrency * ahead_bytes(plan) / self.hardware.link_in,
-            max_ahead=max_ahead(plan.spec) if plan.uses_link else 0,
+            max_ahead=tokens_ahead(plan),
         )
 
     def _best_length(self, plan: Plan, cost: RoundCost) -> tuple[int, float]:

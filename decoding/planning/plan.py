@@ -12,7 +12,7 @@ from decoding.config.defaults import (
 )
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.memory_plan import MemoryPlan, Phases, device_breakdown, plan_memory
-from decoding.planning.request_spec import RequestSpec
+from decoding.planning.request_spec import RequestSpec, max_ahead
 from decoding.planning.requirements import Requirements
 from offload.codec.format import split_format
 from offload.errors import InsufficientMemoryError
@@ -196,6 +196,11 @@ def ahead_bytes(plan: Plan) -> int:
     if not needs.copies:
         return 0
     return min(plan.link_bytes, spec.slots * spec.buffers.slot_numel * needs.dtype.itemsize)
+
+
+def tokens_ahead(plan: Plan) -> int:
+    """Return how many tokens are drafted during a verification, at most."""
+    return max_ahead(plan.spec) if plan.uses_link else 0
 
 
 def split_tokens(plan: Plan) -> int:

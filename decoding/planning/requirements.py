@@ -49,7 +49,7 @@ class Requirements:
     ranks: int
     draft_ranks: int  # tensor-parallel ranks of the draft model
     copies: bool  # whether offloaded KV is copied over the link
-    multiprocessors: int | None = None  # those of a rank's GPU; None on a CPU
+    multiprocessors: float | None = None  # those of a rank's GPU; None on a CPU
     rank: int | None = None  # None: the last rank, which holds no less than any other
 
     def __post_init__(self) -> None:

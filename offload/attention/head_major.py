@@ -30,7 +30,7 @@ def copy_tokens(kv: Tensor, tokens: Tensor, at: int) -> None:
 
 def move_tokens(kv: Tensor, start: int, to: int, count: int) -> None:
     """Move `count` tokens of a buffer kv (2, H, capacity, D) from slot `start` on to slot `to`."""
-    if start != to:
+    if count and start != to:
         tokens = token_slice(kv, start, start + count).clone()
         token_slice(kv, to, to + count).copy_(tokens)
 

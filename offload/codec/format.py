@@ -13,7 +13,6 @@ OUTLIER_SHARE = 1 / 512
 OUTLIER_BYTES = 6  # a 32-bit position and the element
 SPLIT_TOKENS = 1024  # tokens split at a time by a kernel
 UNREAD_BLOCKS = 4  # as many blocks have outliers that the host has not counted yet
-WRITEBACK_BYTES = 512 << 10  # a head's part of a plane that is written to the host at once
 PLAIN_SPLIT_TOKENS = 256  # and by plain operations, which need more memory per element
 SPLIT_BYTES = 32  # working memory of plain operations, per element
 

@@ -154,8 +154,8 @@ class Outliers:
 
         In one launch if there are `kernels`, `offload.kernels.split_float`.
         """
+        self.sort()
         if kernels is not None:
-            self.sort()
             if self._starts is None:
                 starts = list(accumulate(self._counts, initial=0))
                 self._starts = torch.tensor(starts, dtype=torch.int32, device=self._device)
@@ -172,11 +172,11 @@ class Outliers:
 
     def _remove(self, start: int, end: int) -> None:
         """Remove the outliers at positions from `start` to `end`."""
+        self.sort()
         self._replace([[values.outside(start, end)] for values in self._lists()])
 
     def _lists(self) -> list[SparseValues]:
-        """Return the sorted outliers: the keys of each head, then the values of each."""
-        self.sort()
+        """Return those that are in lists: the keys of each head, then the values of each."""
         total = sum(self._counts)
         positions = self._positions[:total].split(self._counts)
         patterns = self._patterns[:total].split(self._counts)

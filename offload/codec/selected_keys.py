@@ -44,6 +44,12 @@ class SelectedKeys:
             rows.index_copy_(0, chunks, selected)
 
 
+def gather_chunks(x: Tensor, chunks: Tensor, chunk: int) -> Tensor:
+    """Return the chunks (H, n) of x (..., H, N, D), one after the other (..., H, n * chunk, D)."""
+    heads = torch.arange(len(chunks), device=x.device)[:, None]
+    return x.unflatten(-2, (-1, chunk))[..., heads, chunks, :, :].flatten(-3, -2)
+
+
 def pack(fmt: SplitFormat, keys: Tensor) -> Tensor:
     """Return the low bits (..., D * low_bits / 8) uint8 of keys (..., D).
 

@@ -335,6 +335,18 @@ def _score(
         tl.store(results + head * chunks + chunk, sums, mask=chunk < chunks)
 
 
+@triton.jit
+def _selected_tokens(chunks, place_stride, chunk, tokens, TOKENS: tl.constexpr):
+    """Return this program's slots (TOKENS,), which are valid, and the tokens selected for them.
+
+    `chunks` points to the indices of one head's chunks.
+    """
+    slot = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mask = slot < tokens
+    index = tl.load(chunks + slot // chunk * place_stride, mask=mask, other=0)
+    return slot, mask, index.to(tl.int32) * chunk + slot % chunk
+
+
 @triton.jit(
     do_not_specialize=[
         "tokens",
@@ -370,11 +382,9 @@ def _store_int8(
     """Quantise a few selected tokens of one head's keys or values."""
     part = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2).to(tl.int64)
-    slot = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    mask = slot < tokens
-    place = slot // chunk
-    index = tl.load(chunks + head * chunks_head + place * chunks_place, mask=mask, other=0)
-    token = index.to(tl.int32) * chunk + slot % chunk
+    slot, mask, token = _selected_tokens(
+        chunks + head * chunks_head, chunks_place, chunk, tokens, TOKENS
+    )
     column = tl.arange(0, DIM)
     both = mask[:, None] & (column < dim)[None, :]
     pointers = prefix + part * prefix_part + head * prefix_head
@@ -415,11 +425,9 @@ def _store_lows(
     HALF: tl.constexpr = 1 << (LOW_BITS - 1)
     MASK: tl.constexpr = (1 << LOW_BITS) - 1
     head = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    mask = slot < tokens
-    place = slot // chunk
-    index = tl.load(chunks + head * chunks_head + place * chunks_place, mask=mask, other=0)
-    token = index.to(tl.int32) * chunk + slot % chunk
+    slot, mask, token = _selected_tokens(
+        chunks + head * chunks_head, chunks_place, chunk, tokens, TOKENS
+    )
     column = tl.arange(0, DIM)
     both = mask[:, None] & (column < width)[None, :]
     pointers = keys + head * key_head + token[:, None] * dim + column[None, :]

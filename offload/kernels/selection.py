@@ -15,7 +15,7 @@ from offload.attention.window import windowed_attention
 from offload.codec.format import SplitFormat, split_format
 from offload.codec.int8 import LARGEST, dequantise, quantise
 from offload.codec.outliers import Outliers
-from offload.codec.selected_keys import SelectedKeys, pack
+from offload.codec.selected_keys import SelectedKeys, gather_chunks, pack
 from offload.codec.split_float import SplitFloatCodec
 from offload.kernels.batch_invariant_shape import KEY_BLOCK
 from offload.rotary import rotate
@@ -151,8 +151,7 @@ def _selected_keys(fmt: SplitFormat, keys: Tensor) -> SelectedKeys:
     chunks = keys.shape[1] // _CHUNK
     heads = torch.arange(_HEADS, device=keys.device)[:, None]
     chosen = heads * (chunks - _SELECTED) + torch.arange(_SELECTED, device=keys.device)
-    by_chunk = keys[:, : chunks * _CHUNK].unflatten(1, (-1, _CHUNK))
-    packed = pack(fmt, by_chunk[heads, chosen].flatten(1, 2))
+    packed = pack(fmt, gather_chunks(keys[:, : chunks * _CHUNK], chosen, _CHUNK))
     # views of larger buffers, as those of a cache
     lows = torch.cat((packed[:, :3], packed), dim=1)[:, 3:]
     places = torch.full((_HEADS, chunks + 3), -1, dtype=torch.int32, device=keys.device)[:, :chunks]
@@ -225,9 +224,7 @@ def _test_retrieval(
     scales = torch.zeros(2, _HEADS, size + 8, 1, dtype=dtype, device=device)
     kernels.store_int8(prefix, chunks, _CHUNK, codes[:, :, 8:], scales[:, :, 8:])
     actual = codes[:, :, 8:].float() * scales[:, :, 8:].float()
-    by_chunk = prefix.unflatten(2, (-1, _CHUNK)).float()
-    heads = torch.arange(_HEADS, device=device)[:, None]
-    expected = by_chunk[:, heads, chunks].flatten(2, 3)
+    expected = gather_chunks(prefix, chunks, _CHUNK).float()
     # half a step, and the rounding of the scale
     step = expected.abs().amax(-1, keepdim=True) / LARGEST
     if not ((actual - expected).abs() <= 0.51 * step + 1e-2 * expected.abs()).all():
@@ -242,9 +239,8 @@ def _test_stored_lows(kernels: ModuleType, keys: Tensor, chunks: Tensor) -> None
     width = fmt.low_key_bytes(keys.shape[2])
     stored = torch.zeros(_HEADS, size + 8, width, dtype=torch.uint8, device=keys.device)
     kernels.store_lows(fmt, keys, chunks, _CHUNK, stored[:, 8:])
-    heads = torch.arange(_HEADS, device=keys.device)[:, None]
-    selected = keys.unflatten(1, (-1, _CHUNK))[heads, chunks].flatten(1, 2)
-    if stored[:, :8].any() or not torch.equal(stored[:, 8:], pack(fmt, selected)):
+    expected = pack(fmt, gather_chunks(keys, chunks, _CHUNK))
+    if stored[:, :8].any() or not torch.equal(stored[:, 8:], expected):
         raise RuntimeError(f"low bits of {keys.dtype} are stored incorrectly")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload.attention.folding import Partial
 from offload.attention.head_major import attend_prefix, token_slice, write_tokens
 from offload.attention.window import attend_slots
-from offload.layout import OBSERVED_ROWS, KVLayout, Segment
+from offload.layout import OBSERVED_ROWS, WRITEBACK_BYTES, KVLayout, Segment
 from offload.prefill.host_copy import KVSource
 from offload.recurrent.delta_rule import DeltaInputs
 from offload.tiered.cache import TieredCache, notify
@@ -21,8 +21,6 @@ from offload.tiered.kv_file import HostReader, KVBlock, copies_to
 from offload.tiered.layer import TieredLayer
 from offload.tiered.recurrent import RecurrentLayer
 from offload.tiered.windowed import WindowedLayer
-
-_STORED_BYTES = 512 << 10  # a head's keys or values in one copy: shorter ones are slow
 
 
 class Prefill:
@@ -186,7 +184,7 @@ class Prefill:
                 self._load_cached(layer_kv, kv)
         write_tokens(kv, k, v, at)
         head_bytes = (end - self._stored) * k.shape[2] * k.element_size()
-        if head_bytes >= _STORED_BYTES or end == self._cached + self.tokens:
+        if head_bytes >= WRITEBACK_BYTES or end == self._cached + self.tokens:
             self._store(layer_kv, kv, self._stored, end)
             self._stored = end
         return kv

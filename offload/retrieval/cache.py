@@ -181,7 +181,7 @@ class RetrievalCache(StaticCache):
         if layer not in self._index:
             return
         window = _window(self, layer)[:, head : head + prefix.shape[1]]
-        if previous is not None and drafted:
+        if previous is not None:
             slots = (_slots(self._store, each, end)[1] for each in (previous, placement))
             before, after = (slot - self.window_offset for slot in slots)
             move_tokens(window, before, after, drafted)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.codec.format import split_format
-from offload.codec.selected_keys import SelectedKeys, pack
+from offload.codec.selected_keys import SelectedKeys, gather_chunks, pack
 from offload.kernels.selection import retrieval_kernels
 from offload.layout import KVLayout
 from offload.retrieval.selection import SelectionPolicy, Selector
@@ -126,9 +126,7 @@ class SplitSelection:
         if self._kernels is not None:
             self._kernels.store_lows(self._format, keys, chunks, self._chunk, lows)
         else:
-            rows = torch.arange(len(chunks), device=keys.device)[:, None]
-            by_chunk = keys.unflatten(1, (-1, self._chunk))
-            lows.copy_(pack(self._format, by_chunk[rows, chunks].flatten(1, 2)))
+            lows.copy_(pack(self._format, gather_chunks(keys, chunks, self._chunk)))
         self._chunks[index, heads, :count] = chunks
         places = self._places[index, heads].fill_(-1)
         order = torch.arange(count, dtype=places.dtype, device=places.device)

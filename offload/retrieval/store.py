@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offload.attention.head_major import token_slice
 from offload.codec.int8 import dequantise, quantise
+from offload.codec.selected_keys import gather_chunks
 from offload.kernels.selection import retrieval_kernels
 from offload.layout import KVLayout
 from offload.retrieval.shape import OBSERVED_KEYS, QUANTISED_ELEMENTS, RetrievalCacheSpec
@@ -96,14 +97,10 @@ class FullPrecisionStore(RetrievalStore):
 
     def select(self, index: int, head: int, prefix: Tensor, chunks: Tensor) -> None:
         tokens = chunks.shape[1] * self._chunk
-        step = max(
-            1, OBSERVED_KEYS // max(1, tokens)
-        )  # heads, whose tokens are copied twice on a GPU
-        for first in range(0, len(chunks), step):
-            part = slice(first, first + step)
-            heads = slice(head + first, head + first + len(chunks[part]))
+        step = max(1, OBSERVED_KEYS // max(1, tokens))  # a GPU copies what is selected twice
+        for heads, part, part_chunks in _parts(head, chunks, step):
             selected = token_slice(self.kv[index, :, heads], 0, tokens)
-            copy_chunks(selected, prefix[:, part], self._chunk, chunks[part])
+            copy_chunks(selected, prefix[:, part], self._chunk, part_chunks)
 
     def slot_bytes(self, first: int, end: int) -> int:
         return self._layout.bytes(end - first, 1)
@@ -169,10 +166,7 @@ class Int8Store(RetrievalStore):
             prefix.device.type, prefix.dtype, layout.head_dim, layout.groups
         )
         step = self._heads if kernels is None else len(chunks)
-        for first in range(0, len(chunks), step):
-            part = slice(first, first + step)
-            part_chunks = chunks[part]
-            heads = slice(head + first, head + first + len(part_chunks))
+        for heads, part, part_chunks in _parts(head, chunks, step):
             codes = token_slice(self._codes[index, :, heads], start, end)
             scales = token_slice(self._scales[index, :, heads], start, end)
             if kernels is not None:
@@ -194,13 +188,21 @@ class Int8Store(RetrievalStore):
         return self._shape.quantised_bytes(self._layout, window - first, end - window)
 
 
+def _parts(head: int, chunks: Tensor, step: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield `step` heads of a layer at a time, where they are among those given, and their chunks.
+
+    `chunks` (h, n) are those of the heads from `head` on.
+    """
+    for first in range(0, len(chunks), step):
+        part = slice(first, first + step)
+        yield slice(head + first, head + first + len(chunks[part])), part, chunks[part]
+
+
 def copy_chunks(selected: Tensor, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
     """Copy chunks (h, n) of prefix (2, h, N, D) to selected (2, h, n * chunk, D)."""
     row = chunk * prefix.shape[3]  # elements of one chunk of one head
     if prefix.is_cuda:  # three launches, where one for each head and part would take longer
-        heads = torch.arange(len(chunks), device=chunks.device)[:, None]
-        by_chunk = selected.unflatten(2, (-1, chunk))
-        by_chunk.copy_(prefix.unflatten(2, (-1, chunk))[:, heads, chunks])
+        selected.copy_(gather_chunks(prefix, chunks, chunk))
         return
     for part, head in product(range(2), range(len(chunks))):
         source = prefix[part, head].view(-1, row)

@@ -65,8 +65,6 @@ class RetrievalWindows:
 
     def move(self, layer: int, start: int, tokens: int, base: int, new_base: int) -> None:
         """Move tokens, from the one at `start` on, to their slots with another base."""
-        if not tokens:
-            return
         kv = token_slice(self.buffer(layer), 0, self.slots)
         move_tokens(kv, self.slot(start, base).slot, self.slot(start, new_base).slot, tokens)
 

@@ -13,11 +13,10 @@ from offload.codec.format import (
     SPLIT_BYTES,
     SPLIT_TOKENS,
     UNREAD_BLOCKS,
-    WRITEBACK_BYTES,
     SplitFormat,
     split_format,
 )
-from offload.layout import KVLayout, ceil_div
+from offload.layout import WRITEBACK_BYTES, KVLayout, ceil_div
 
 _MIN_COPY_BYTES = 2 << 20  # copies of this size or more run at line rate
 _MAX_RING_BYTES = 1 << 30

@@ -11,7 +11,7 @@ from offload.tiered import shape, split
 @pytest.fixture(autouse=True)
 def short_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Store each chunk of a prompt when it is computed, and split 16 tokens at a time."""
-    monkeypatch.setattr(layer_major, "_STORED_BYTES", 0)
+    monkeypatch.setattr(layer_major, "WRITEBACK_BYTES", 0)
     monkeypatch.setattr(shape, "WRITEBACK_BYTES", 0)
     for module in (shape, split):
         monkeypatch.setattr(module, "SPLIT_TOKENS", 16)

@@ -32,7 +32,6 @@ def requirements_on(
         small = choose_weights(draft, settings.weights, machine, kind, memory, target)
     target.kv_layout(ranks, kind)  # raises if the heads cannot be split over ranks
     settings.check_layers(target.full_layers)
-    count = machine.multiprocessors
     return Requirements(
         target=target,
         draft=small,
@@ -42,7 +41,7 @@ def requirements_on(
         ranks=ranks,
         draft_ranks=draft_ranks(small, ranks, kind) if small is not None else 1,
         copies=machine.runs_ahead,  # on a CPU, the device is the host
-        multiprocessors=None if count is None else int(count),
+        multiprocessors=machine.multiprocessors,
     )
 
 

@@ -38,14 +38,7 @@ ROWS = {
     "all_reduce_rate": ("large all-reduce, NCCL or gloo", "GB/s"),
     "shared_all_reduce_rate": ("large all-reduce, shared memory", "GB/s"),
 }
-_SCALES = {
-    "GB/s": 1e-9,
-    "billion/s": 1e-9,
-    "TFLOP/s": 1e-12,
-    "GB": 1e-9,
-    "microseconds": 1e6,
-    "": 1.0,
-}
+_SCALES = {"GB/s": 1e-9, "billion/s": 1e-9, "TFLOP/s": 1e-12, "GB": 1e-9, "microseconds": 1e6}
 
 
 def table(measured: dict[str, Any], device: str) -> Table:
@@ -59,5 +52,6 @@ def table(measured: dict[str, Any], device: str) -> Table:
     for name, (words, unit) in ROWS.items():
         single = ranks == 1 and name.startswith("all_reduce")
         if name in measured and not single:
-            shown.add_row(words, f"{measured[name]['value'] * _SCALES[unit]:,.2f}", unit)
+            value = measured[name]["value"] * _SCALES.get(unit, 1.0)
+            shown.add_row(words, f"{value:,.2f}" if unit else f"{value:,.0f}", unit)
     return shown

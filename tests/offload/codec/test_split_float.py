@@ -12,6 +12,7 @@ from offload.codec.format import OUTLIER_BYTES, UNREAD_BLOCKS, SplitFormat, spli
 from offload.codec.outliers import Outliers
 from offload.codec.split_float import SplitFloatCodec
 
+CPU = torch.device("cpu")
 ALL = torch.arange(1 << 16).to(torch.int16)  # every pattern of 16 bits
 DTYPES = [torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -159,7 +160,7 @@ def test_blocks_are_read_later() -> None:
         counted.append(x)
         return lambda: answered.append(x) or x
 
-    outliers = Outliers(500, 2, torch.device("cpu"), read_later)
+    outliers = Outliers(500, 2, CPU, read_later)
     kv = torch.randn(2, 2, 70, 8).bfloat16()
     mask = torch.rand(kv.shape) < 0.2
     expected = torch.where(mask, kv, 0)
@@ -173,6 +174,24 @@ def test_blocks_are_read_later() -> None:
     out = torch.zeros(2, 2, 70, 8).bfloat16()
     outliers.apply(out, 0, 2)
     assert torch.equal(out, expected)
+
+
+def test_lists_are_sorted_while_later_blocks_are_not_read() -> None:
+    """Many blocks are pending before the last ones are counted."""
+    answered = []
+    outliers = Outliers(500, 2, CPU, lambda x: lambda: answered.append(x) or x)
+    kv = torch.randn(2, 2, 320, 8).bfloat16()
+    mask = torch.rand(kv.shape) < 0.2
+    for count, start in enumerate(range(0, 320, 4), 1):
+        part = slice(start, start + 4)
+        outliers.append(kv[:, :, part], mask[:, :, part], start)
+        assert len(answered) == max(0, count - UNREAD_BLOCKS)
+    outliers.sort()
+    for values in outliers._lists():
+        assert (values.positions.diff() > 0).all()
+    out = torch.zeros_like(kv)
+    outliers.apply(out, 0, 2)
+    assert torch.equal(out, torch.where(mask, kv, 0))
 
 
 @every_dtype

@@ -113,7 +113,7 @@ def test_prompts_leave_for_the_host_in_long_copies(
 ) -> None:
     """A copy of less than the size wanted is the last one of its layer."""
     wanted = 24 * BFLOAT16.head_dim  # 24 tokens of a byte, or 12 of two
-    monkeypatch.setattr(layer_major, "_STORED_BYTES", wanted)
+    monkeypatch.setattr(layer_major, "WRITEBACK_BYTES", wanted)
     monkeypatch.setattr(tiered_shape, "WRITEBACK_BYTES", wanted)
     link = RecordingLink()
     cache = tiered_cache(link, 0, split=split, layout=BFLOAT16)
