@@ -237,7 +237,7 @@ class SequenceState:
         """Prefill tokens (T,) into the target's cache layer by layer, in steps."""
         runtime = self.runtime
         with Prefill(self.target, len(tokens)) as prefill:
-            chunk = prefill_chunk(self.plan.requirements)
+            chunk = prefill_chunk(self.plan.requirements, self.plan.spec.prompt)
             return (yield from runtime.target.prefill_steps(tokens, prefill, chunk, scorer))
 
     def _prefill_draft(self, cached: int = 0) -> None:

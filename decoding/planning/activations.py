@@ -21,7 +21,8 @@ from parallel.config.weight_sizes import weight_sizes
 # 4090 has blocks of half that size for causal attention: full multiprocessors here are full there)
 ATTENTION_ROWS = 128
 _ALONE = 0.78  # rate of a block that has its multiprocessor alone, measured on an H200
-_SIMILAR_UTILISATION = 0.03
+_SIMILAR_TIME = 0.03
+LONG_PROMPT = 1 << 20  # tokens; the last chunk of such a prompt does not matter
 
 
 def activation_elements(requirements: Requirements) -> int:
@@ -116,11 +117,12 @@ def unpacked_expert_bytes(requirements: Requirements) -> int:
     return 2 * ceil_div(config.experts.intermediate, requirements.ranks) * config.hidden * item
 
 
-def prefill_chunk(requirements: Requirements) -> int:
+def prefill_chunk(requirements: Requirements, prompt: int = LONG_PROMPT) -> int:
     """Return the tokens per prefill chunk: enough for efficient matmuls in bounded memory.
 
-    On a GPU it is the size, of the larger half of those, whose attention leaves fewest
-    multiprocessors idle; the same on all ranks.
+    On a GPU it is the size, of the larger half of those, with which the prompt's attention leaves
+    fewest multiprocessors idle; the same on all ranks. Memory is planned for chunks of this size,
+    so a prompt whose beginning is cached has the same.
     """
     if requirements.settings.prefill_chunk:
         return requirements.settings.prefill_chunk
@@ -128,14 +130,21 @@ def prefill_chunk(requirements: Requirements) -> int:
     token_bytes = activation_elements(requirements) * requirements.dtype.itemsize
     max_tokens = PREFILL_ACTIVATION_BYTES // token_bytes
     largest = max(step, min(MAX_PREFILL_CHUNK, max_tokens // step * step))
-    if (multiprocessors := requirements.multiprocessors) is None:
+    if (multiprocessors := requirements.multiprocessors) is None or prompt <= largest:
         return largest
     shape = head_shape(requirements.target, windowed=False)
     heads = ceil_div(shape.heads, requirements.ranks) * shape.groups
+
+    def attention_s(tokens: int) -> float:
+        """Return the time of the prompt's chunks in seconds of a GPU that does a row in one."""
+        whole, rest = divmod(prompt, tokens)
+        rows = [(whole, tokens * heads), (1, rest * heads)]
+        return sum(n * m / attention_utilisation(m, multiprocessors) for n, m in rows if m)
+
     sizes = range(largest, max(step, largest // 2) - 1, -step)
-    shares = {tokens: attention_utilisation(tokens * heads, multiprocessors) for tokens in sizes}
-    enough = max(shares.values()) - _SIMILAR_UTILISATION
-    return next(tokens for tokens, share in shares.items() if share >= enough)
+    times = {tokens: attention_s(tokens) for tokens in sizes}
+    enough = min(times.values()) * (1 + _SIMILAR_TIME)
+    return next(tokens for tokens, seconds in times.items() if seconds <= enough)
 
 
 def attention_utilisation(rows: int, multiprocessors: float) -> float:

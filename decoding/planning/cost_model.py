@@ -59,7 +59,7 @@ class CostModel:
         drafting = self.calibration.drafting(plan)
         length, token_s = self._best_length(plan, cost)
         deferred_bytes = plan.prompt_spec.deferred_bytes(spec.prompt)
-        chunks = ceil_div(spec.prompt, prefill_chunk(needs))
+        chunks = ceil_div(spec.prompt, prefill_chunk(needs, spec.prompt))
         prefill_s, prefill_bound = self._target(needs).prefill(
             spec.prompt, plan.link_bytes + deferred_bytes, chunks, needs.settings.deterministic
         )

@@ -163,7 +163,7 @@ class RequestSpec:
     def hidden_bytes(self, tokens: int) -> int:
         """Return the bytes of hidden states and activations of a layer-major prefill."""
         needs = self.requirements
-        chunk = min(tokens, prefill_chunk(needs))
+        chunk = min(tokens, prefill_chunk(needs, self.prompt))
         activations = ALLOCATOR_FACTOR * chunk * activation_elements(needs)
         nbytes = (tokens * needs.target.hidden + activations) * needs.dtype.itemsize
         window, layout = needs.layout.window, needs.layout

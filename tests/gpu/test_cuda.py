@@ -487,6 +487,7 @@ def test_split_layers_on_a_gpu(split: int | None) -> None:
     ("purpose", "mode", "deterministic"),
     [
         ("split KV", "split", False),
+        ("merging attention", "split", False),
         ("retrieval", "retrieval", False),
         ("captured forwards", "retrieval", False),
         ("captured forwards", "speculative", False),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -17,6 +17,7 @@ from decoding.config.settings import LEVELS
 from decoding.engine.engine import Engine
 from decoding.planning.plan import Plan
 from decoding.planning.requirements import predictor_notes, weight_notes, whole_weight_bytes
+from offload.attention.folding import merge_kernels
 from offload.dtypes import dtype_name
 from offload.errors import InsufficientMemoryError
 from offload.self_test import Kernels
@@ -75,34 +76,38 @@ def say_what_fits(
 
 def _warn_without_kernels(engine: Engine, plan: Plan | None) -> None:
     """Warn of each purpose of this engine for which fused kernels are unavailable."""
-    runtime, needs = engine.runtime, engine.runtime.requirements
-    # The self-test of kernels takes seconds; it is skipped if all layers stay on the device.
-    may_split = needs.has_split or (
-        len(needs.candidate_modes) > 1 and plan is not None and plan.uses_link
-    )
-    another = "Another --mode may be faster."
-    found = list[tuple[str, Kernels, str]]()
-    if may_split:
-        found.append(("split KV", runtime.split_kernels, another))
-    if needs.may_retrieve and needs.dtype.itemsize == 2:
-        found.append(("retrieval", runtime.retrieval_kernels, another))
-    if needs.dtype.itemsize == 2:
-        found += [("captured forwards", each, another) for each in runtime.slot_kernels]
-    if (recurrence := runtime.prompt_kernels) is not None:
-        found.append(("recurrent layers in prompts", recurrence, "fla-core has them: install it."))
-    if needs.settings.deterministic:
-        determinism = runtime.batch_invariant_kernels
-        found.append(("--deterministic", determinism, "It is faster without."))
-    for kind in sorted({kind for _, kind in needs.target.kept_types}, key=attrgetter("name")):
-        if isinstance(kind, PlaneFormat):
-            of_type = plane_kernels("cuda", needs.dtype, kind)
-            found.append((f"{kind.name} weights", of_type, "--weights 16-bit may be faster."))
-    for purpose, (kernels, reason), hint in found:
+    for purpose, (kernels, reason), hint in _fused_kernels(engine, plan):
         if kernels is None:
             warn(
                 f"the kernels for {purpose} cannot be used here ({reason}): plain PyTorch "
                 f"operations replace them and take several times as long. {hint}"
             )
+
+
+def _fused_kernels(engine: Engine, plan: Plan | None) -> Iterator[tuple[str, Kernels, str]]:
+    """Yield the fused kernels of this engine: their purpose, and what to do without them."""
+    runtime, needs = engine.runtime, engine.runtime.requirements
+    uses_link = plan is not None and plan.uses_link
+    another = "Another --mode may be faster."
+    if uses_link or needs.has_split:
+        dim = needs.layout.head_dim
+        yield "merging attention", merge_kernels("cuda", needs.dtype, dim), "Results are the same."
+    # The self-test of kernels takes seconds; it is skipped if all layers stay on the device.
+    if needs.has_split or (len(needs.candidate_modes) > 1 and uses_link):
+        yield "split KV", runtime.split_kernels, another
+    if needs.may_retrieve and needs.dtype.itemsize == 2:
+        yield "retrieval", runtime.retrieval_kernels, another
+    if needs.dtype.itemsize == 2:
+        for kernels in runtime.slot_kernels:
+            yield "captured forwards", kernels, another
+    if (recurrence := runtime.prompt_kernels) is not None:
+        yield "recurrent layers in prompts", recurrence, "fla-core has them: install it."
+    if needs.settings.deterministic:
+        yield "--deterministic", runtime.batch_invariant_kernels, "It is faster without."
+    for kind in sorted({kind for _, kind in needs.target.kept_types}, key=attrgetter("name")):
+        if isinstance(kind, PlaneFormat):
+            of_type = plane_kernels("cuda", needs.dtype, kind)
+            yield f"{kind.name} weights", of_type, "--weights 16-bit may be faster."
 
 
 def sanity_warnings(engine: Engine, common: Common) -> list[str]:

@@ -11,8 +11,11 @@ import pytest
 from bench.harness.dimensions import LLAMA_7B, config_of
 from decoding import Settings
 from decoding.app.hardware.model_on_machine import requirements_on
+from decoding.planning import request_spec
 from decoding.planning.activations import attention_utilisation, prefill_chunk
 from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.request_spec import RequestSpec
+from decoding.planning.requirements import Requirements
 
 ROOT = Path(__file__).parents[3]
 H200 = 132  # multiprocessors
@@ -39,13 +42,36 @@ def test_utilisation_is_what_an_h200_was_measured_at() -> None:
 def test_a_chunk_leaves_few_multiprocessors_idle(
     gpus: int, multiprocessors: int | None, tokens: int
 ) -> None:
+    needs = requirements_of_7b(gpus, multiprocessors)
+    assert prefill_chunk(needs) == tokens
+    fixed = replace(needs, settings=replace(needs.settings, prefill_chunk=300))
+    assert prefill_chunk(fixed) == 300
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    # at once; 3 waves and one of 2 halves; 2 and 2
+    [(2100, 2304), (2304, 2304), (2305, 2048), (4096, 2048), (130_048, 2048)],
+)
+def test_a_prompt_that_fits_one_chunk_is_read_at_once(prompt: int, tokens: int) -> None:
+    """In chunks of 2,048 the rest would leave most multiprocessors idle."""
+    assert prefill_chunk(requirements_of_7b(2, 128), prompt) == tokens
+
+
+def test_planned_memory_is_that_of_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = requirements_of_7b(2, 128)
+    of_prompt = [RequestSpec(needs, tokens, 8).hidden_bytes(4000) for tokens in (2304, 2305)]
+    monkeypatch.setattr(request_spec, "prefill_chunk", lambda *_: 2304)
+    assert RequestSpec(needs, 2304, 8).hidden_bytes(4000) == of_prompt[0]
+    monkeypatch.setattr(request_spec, "prefill_chunk", lambda *_: 2048)
+    assert RequestSpec(needs, 2305, 8).hidden_bytes(4000) == of_prompt[1] < of_prompt[0]
+
+
+def requirements_of_7b(gpus: int, multiprocessors: int | None) -> Requirements:
     machine = replace(
         HardwareProfile.from_name(f"{gpus}x4090"),
         multiprocessors=multiprocessors,
         device_memory=80e9,
     )
     settings = Settings(mode="plain", dtype="bfloat16")
-    needs = requirements_on(machine, config_of(LLAMA_7B), None, settings)
-    assert prefill_chunk(needs) == tokens
-    fixed = replace(needs, settings=replace(settings, prefill_chunk=300))
-    assert prefill_chunk(fixed) == 300
+    return requirements_on(machine, config_of(LLAMA_7B), None, settings)
