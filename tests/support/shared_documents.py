@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from bench.harness.decode_loop import run_together
 from decoding import GREEDY
-from decoding.engine.chat import Chat
+from decoding.app.interactive.chat_session import Chat
 from decoding.engine.request import Request
 from support import batches
 from support.batches import SERVING, serving

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from decoding.app.batch.summarize import answer_of, report_answer
 from decoding.app.interactive.chat import conversation, load_chat
+from decoding.app.interactive.chat_session import talk_room
 from decoding.app.interactive.generate import check_complete, generate
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.messages import (
@@ -20,7 +21,6 @@ from decoding.app.terminal.messages import (
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import warn, write
-from decoding.engine.chat import talk_room
 from decoding.engine.engine import Engine, Progress
 from decoding.engine.request import Request
 from decoding.grammars.grammar import CUT, CompiledGrammar, Grammar

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from decoding.app.documents.formats.encodings import MAX_BYTES
+from decoding.app.interactive.chat_session import Chat
 from decoding.app.interactive.generate import print_stream, read_file
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.files import check_writable, write_json
@@ -25,7 +26,6 @@ from decoding.app.terminal.messages import say_what_fits, stats_line
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import DOUBLE_INTERRUPT_S, Interrupts
 from decoding.app.terminal.streams import say, silence_transformers, warn, write
-from decoding.engine.chat import Chat
 from decoding.engine.engine import Engine
 from decoding.prefix_cache.store import MIN_TOKENS
 from decoding.text.encoding import plain_tokens

@@ -11,11 +11,11 @@ import pytest
 
 from decoding import Engine, Sampling
 from decoding.app.commands import generate, summarize
+from decoding.app.interactive.chat_session import Chat
 from decoding.app.options import JobOptions, as_flags, option_parameter
 from decoding.app.options_page import page
 from decoding.config.option import MAIN, PYTHON, option_of, options_of
 from decoding.config.settings import Settings
-from decoding.engine.chat import Chat
 from offload.errors import TierForceError
 
 PAGE = Path(__file__).parents[3] / "docs/options.md"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from decoding import GREEDY, Engine, Settings
-from decoding.engine.chat import Chat
+from decoding.app.interactive.chat_session import Chat
 from offload.errors import InvalidRequestError, TierForceError
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO
