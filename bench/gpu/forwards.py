@@ -6,6 +6,7 @@ the device it takes its compute alone, the reference for the streamed one.
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from bench.gpu.choices import Context
 from bench.gpu.models import (
+    driver_bytes,
     load_models,
     mode_of,
     planned_memory,
@@ -140,7 +142,8 @@ def _planned(context: Context) -> None:
     }
     before = _device_bytes(context)
     with prefilled_session(context, context.tokens(_LONG), mode, **chosen) as session:
-        plan = session.plan.memory
+        plan, graphs = session.plan.memory, session.slot.graphs
+        loaded = driver_bytes(context) - graphs.nbytes
         context.add("slots of heads", f"{plan.slots} x {plan.slot_heads}")
         report_prefill(context, session)
         session.runtime.link.peak_bytes()  # resets the peak, which includes the matrix product
@@ -158,6 +161,12 @@ def _planned(context: Context) -> None:
             peak_gb = None if peak is None else (peak - weights) / 1e9
             context.add(f"peak in {phase}, without weights", peak_gb, "GB")
         context.add("memory in use, as counted by the driver", (after - before) / 1e9, "GB")
+        loaded = driver_bytes(context) - graphs.nbytes - loaded
+        context.add("loaded after prefill, beside torch's allocator", loaded / 1e6, "MB")
+        reserved = torch.cuda.memory_reserved(context.device) - weights
+        context.add("reserved by torch's allocator, without weights", reserved / 1e9, "GB")
+        options = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        context.add("options of torch's allocator", options or "none")
 
 
 def _timed(context: Context, session: SequenceState) -> tuple[dict[str, float], float]:

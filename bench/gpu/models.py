@@ -18,6 +18,7 @@ from decoding import Engine, Settings
 from decoding.config.defaults import USABLE_SHARE
 from decoding.config.settings import LEVELS
 from decoding.engine.session import SequenceState
+from decoding.engine.warm_up import warm_up
 from decoding.models.runtime import Runtime
 from decoding.planning.forward_cost import prefill_flops
 from decoding.probe.rates import matmul_rate
@@ -102,8 +103,7 @@ def prefilled_session(
         settings: further settings, beside those of the options.
     """
     choices = context.choices
-    if context.device.type == "cuda":
-        torch.cuda.empty_cache()  # memory of previous sessions
+    context.group.graph_capturer.free_cached()  # memory of previous sessions
     target, draft, tokenizer = load_models(choices, context.group)
     tokens = min(tokens, max_prompt(target.config))
     tokens = fit_context(target.config, target.embed.weight.dtype, tokens)
@@ -117,6 +117,10 @@ def prefilled_session(
     needs_draft = "draft" in LEVELS[mode]
     runtime = Runtime.create(target, draft if needs_draft else None, mode, chosen)
     try:
+        before = driver_bytes(context)
+        warm_up(runtime)
+        loaded = (driver_bytes(context) - before) / 1e6
+        context.add("loaded before the plan, beside torch's allocator", loaded, "MB")
         started = time.perf_counter()
         session = SequenceState(runtime, prompt_of(target.config, tokenizer, tokens), DRAFTED)
         context.add("memory planned, allocated and pinned", time.perf_counter() - started, "s")
@@ -131,6 +135,11 @@ def prefilled_session(
     finally:
         runtime.link.close()
         runtime.arena.free()
+
+
+def driver_bytes(context: Context) -> int:
+    """Return the bytes of device memory that torch did not allocate; 0 on a CPU."""
+    return context.group.graph_capturer.driver_bytes()
 
 
 def report_prefill(context: Context, session: SequenceState) -> None:

@@ -81,6 +81,9 @@ PREFILL_CHUNK_STEP = 256
 
 # Share of free device memory that plans may use. `python -m bench memory` checks plans against it.
 USABLE_SHARE = 0.9
+# Bytes of CUDA graphs' launches, relative to what plans may use, from which on no more are
+# captured. They are in what plans leave: half of it.
+MAX_GRAPH_SHARE = 0.05
 # largest share of a rank's memory for weights in 16 bits, where they could stay packed: the rest is
 # for KV
 MAX_WHOLE_SHARE = 0.5

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from decoding.config.defaults import MAX_GRAPH_SHARE
 from decoding.engine.levels import SequenceSlot
 from decoding.engine.session import SequenceState, SwappedSequence
+from decoding.engine.warm_up import warm_up
 from decoding.models.runtime import Runtime
 from decoding.planning.memory_plan import MemoryPlan
 from decoding.planning.plan import Memory, Plan
@@ -38,10 +40,14 @@ class SequenceManager:
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self.group: TensorParallelGroup = runtime.target.group
+        warm_up(runtime)
         rate = runtime.link_rate() if runtime.requirements.has_choice else None
         with self.group.sync_errors():
             self.planner = Planner(runtime.requirements, runtime.costs(rate))
-        graphs = GraphRunner(bool(runtime.settings.graphs), self.group.graph_capturer)
+        # a part of what plans leave
+        graph_bytes = runtime.memory().device * MAX_GRAPH_SHARE
+        capturer = self.group.graph_capturer
+        graphs = GraphRunner(bool(runtime.settings.graphs), capturer, graph_bytes)
         max_tokens = largest_forward(runtime.requirements)
         self.executor = TensorParallelExecutor(self.group, graphs, max_tokens)
         self.slots = Slots(runtime, self.executor)
@@ -289,7 +295,8 @@ class AvailableMemory:
         The memory of what is swapped out counts as free, once all of it is.
         """
         swapped = sum(each.target.nbytes for each in self._evictable())
-        reusable = self._slots.reusable_bytes
+        # graphs are no part of plans, so that a later plan is that of the first request
+        reusable = self._slots.reusable_bytes + self._executor.graphs.nbytes
         memory = self._runtime.memory(reusable + (swapped if self._on_cpu else 0))
         return replace(memory, host=memory.host + self._slots.other_host_bytes + swapped)
 

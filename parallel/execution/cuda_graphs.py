@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
+from math import inf
 from operator import itemgetter
 from typing import Any
 
@@ -32,9 +33,6 @@ from parallel.model.transformer import Transformer
 from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.process_group import TensorParallelGroup
 
-# Limit of graphs on a device, from which on no forwards of several sequences are captured. Each
-# graph holds its launches in device memory.
-MAX_GRAPHS = 96
 # largest difference of a replay from the launches, as a share of the largest expected value
 _TOLERANCE = 0.01
 
@@ -79,16 +77,31 @@ class GraphRunner:
     model's, on its cache alone and shared with the slots before it. A forward that was not captured
     with its own slots and number of tokens is padded to the next that was, or runs eagerly.
 
+    The driver keeps a graph's launches in device memory, outside torch's allocator. No more are
+    captured once they have `max_bytes` of it, or half of that for those that slots share. So the
+    last one may exceed it.
+
     `counts` holds how many kinds of forwards are replayed, how many were refused, why the first
-    was, and the seconds spent.
+    was, the seconds spent, and the bytes of all launches.
     """
 
-    def __init__(self, enabled: bool, capturer: GraphCapturer):
+    def __init__(self, enabled: bool, capturer: GraphCapturer, max_bytes: float = inf):
         """Start without captured graphs; if not `enabled`, all forwards run eagerly."""
-        self.enabled = enabled
+        self.enabled, self.max_bytes = enabled, max_bytes
         self.capturer = capturer
-        self.counts: dict[str, Any] = {"replayed": 0, "refused": 0, "why": None, "seconds": 0.0}
+        self.counts: dict[str, Any] = {
+            "replayed": 0,
+            "refused": 0,
+            "why": None,
+            "seconds": 0.0,
+            "bytes": 0,
+        }
         self._forwards: dict[Transformer, _SlotForwards] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory of the graphs' launches."""
+        return sum(forwards.nbytes for forwards in self._forwards.values())
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -142,11 +155,13 @@ class GraphRunner:
             if is_short and _has_two_places(cache, tokens) and forwards.lacks(slots, tokens):
                 self._capture(model, forwards, slots, tokens, cache)
         self.counts["seconds"] += time.perf_counter() - started
+        self.counts["bytes"] = self.nbytes
 
     def release(self, cache: StaticCache) -> None:
         """Free the graphs on a cache, and forget it."""
         for forwards in self._forwards.values():
             forwards.release(cache)
+        self.counts["bytes"] = self.nbytes
 
     def _captured(self, requests: Sequence[ForwardRequest]) -> _CapturedForward | None:
         model = requests[0].model
@@ -162,10 +177,13 @@ class GraphRunner:
         empty: StaticCache,
     ) -> None:
         """Capture a forward and compare it with its launches, unless a rank objects."""
-        gather = model.group.gather
-        is_full = self.capturer.count >= MAX_GRAPHS
-        if len(slots) > 1 and any(gather(is_full)):
-            return  # captured for a later sequence, if slots' graphs are freed
+        gather, nbytes, full = model.group.gather, self.nbytes, None
+        if nbytes >= (self.max_bytes if len(slots) == 1 else self.max_bytes / 2):
+            full = f"others have {nbytes / 1e6:.0f} MB of device memory, as much as graphs may have"
+        if any(is_full := gather(full)):  # captured for a later sequence, if graphs are freed
+            if len(slots) == 1:
+                self._is_refused(is_full)
+            return
         captured, objection = None, self.capturer.broken
         if objection is None:
             try:  # allocates, and tests kernels
@@ -179,7 +197,7 @@ class GraphRunner:
             return
         # The warm-up that a capture needs. Its errors are no objections: collectives have run.
         captured.launch(empty)
-        objection = None
+        before, objection = self.capturer.driver_bytes(), None
         try:
             captured.graph = self.capturer.capture(captured.run)
         except (RuntimeError, TierForceError) as error:  # an operation that cannot be captured
@@ -188,6 +206,7 @@ class GraphRunner:
         is_refused = self._is_refused(gather(objection)) or self._is_refused(
             gather(captured.difference(empty))
         )
+        captured.nbytes = max(0, self.capturer.driver_bytes() - before)
         forwards.captured[slots, tokens] = None if is_refused else captured
         self.counts["replayed"] += not is_refused
 
@@ -209,6 +228,11 @@ class _SlotForwards:
         # (slots, tokens of each) -> forward; None if it was refused
         self.captured: dict[tuple[tuple[int, ...], int], _CapturedForward | None] = {}
         self._outputs: dict[int, Tensor] = {}  # rows -> logits
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory of the graphs' launches."""
+        return sum(each.nbytes for each in self.captured.values() if each is not None)
 
     def output_buffer(self, model: Transformer, slots: int) -> Tensor:
         """Return where the graphs of one slot, or of several, leave their logits (rows, V).
@@ -263,8 +287,10 @@ class _SlotForwards:
 class _CapturedForward:
     """A forward in static shapes on the caches of some slots, with `tokens` tokens on each.
 
-    Its inputs are at the addresses that its graph reads.
+    Its inputs are at the addresses that its graph reads. `nbytes`: device memory of its launches.
     """
+
+    nbytes = 0
 
     def __init__(self, model: Transformer, caches: Sequence[StaticCache], tokens: int, out: Tensor):
         self._width = tokens

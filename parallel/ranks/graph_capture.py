@@ -39,6 +39,21 @@ class GraphCapturer:
         """The number of captured graphs."""
         return len(self._graphs)
 
+    def free_cached(self) -> None:
+        """Return the memory of freed graphs, and all that torch caches, to the driver."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def driver_bytes(self) -> int:
+        """Return the bytes of device memory in use that torch did not allocate; 0 on a CPU.
+
+        They are modules, the launches of graphs, and all that other processes use.
+        """
+        if self.device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total - free - torch.cuda.memory_reserved(self.device))
+
     def capture(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return a function that does the same as `function`.
 

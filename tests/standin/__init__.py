@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from offload.attention import folding
-from offload.kernels import selection
+from offload.kernels import batch_invariant_attention, selection
 from offload.recurrent import selection as recurrent_selection
 from parallel.ranks import cuda_shared_sum
 from parallel.weights import selection as weight_selection
@@ -193,7 +193,10 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
             cudaHostRegister=lambda address, nbytes, flags: machine.register(address, nbytes),
             cudaHostUnregister=machine.unregister,
         ),
-        "mem_get_info": lambda device=None: (machine.limit - machine.allocated, machine.memory),
+        "mem_get_info": lambda device=None: (
+            machine.limit - machine.allocated - machine.driver_bytes,
+            machine.memory,
+        ),
         "memory_reserved": lambda device=None: machine.allocated,
         "memory_allocated": lambda device=None: machine.allocated,
         "max_memory_allocated": lambda device=None: machine.peak,
@@ -259,6 +262,11 @@ def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[M
         for module, names in SELF_TESTS.items():
             for name in names:
                 stack.enter_context(patch.object(module, name, _fail_self_test))
+        for masks in (
+            batch_invariant_attention._causal_mask,
+            batch_invariant_attention._window_mask,
+        ):
+            stack.callback(masks.cache_clear)  # they are in this GPU's memory
         stack.enter_context(OnGpu(machine))
         yield machine
     gc.collect()

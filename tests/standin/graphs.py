@@ -53,6 +53,7 @@ class Graph:
         self.nodes: list[Node] = []
         self.invalid = False
         self.is_reset = False
+        machine.graphs.add(self)
 
     def add(
         self,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 
 from standin.clocks import Block, Timeline, region_of
+
+MODULE_BYTES = 1 << 12  # a kernel's code, loaded with its first launch
+NODE_BYTES = 1 << 16  # a launch in a graph
 
 Use = tuple[Block, Any, bool]  # a block, the region in it, and whether it is written
 
@@ -48,6 +51,8 @@ class Machine:
         self.streams = [self.default, self.nccl]
         self.current = self.default
         self.allocated = self.peak = 0
+        self.modules: set[str] = set()  # kernels that were launched
+        self.graphs: WeakSet[Any] = WeakSet()
         self.pinned: dict[int, tuple[int, Block]] = {}  # address: bytes, and their accesses
         self.waits: list[str] = []  # operations for which the host waited for the device
         # copies to the host: their stream and its step, the numbers, and the memory they appear in
@@ -63,8 +68,14 @@ class Machine:
 
     # -- memory ------------------------------------------------------------------------------------
 
+    @property
+    def driver_bytes(self) -> int:
+        """Bytes that torch did not allocate: modules, and launches of graphs."""
+        nodes = sum(len(graph.nodes) for graph in self.graphs)
+        return len(self.modules) * MODULE_BYTES + nodes * NODE_BYTES
+
     def allocate(self, nbytes: int) -> None:
-        if self.allocated + nbytes > self.limit:
+        if self.allocated + self.driver_bytes + nbytes > self.limit:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {nbytes} bytes, {self.allocated} are in "
                 "use."
@@ -168,5 +179,6 @@ class Machine:
             error, self.error = self.error, None
             raise RuntimeError(error)
         self.launches.append(what)
+        self.modules.add(what)
         self.step(self.current, what, accesses)
         return work()

@@ -27,12 +27,16 @@ class ScriptedCapturer(GraphCapturer):
         super().__init__(CPU)
         self.script = script
         self.captures = 0
+        self.graph_bytes = 0  # device memory of each graph
 
     def capture(self, function: LogitsFn) -> LogitsFn:
         self.captures += 1
         replay = self.script(function)
         self._graphs.add(replay)
         return replay
+
+    def driver_bytes(self) -> int:
+        return self.count * self.graph_bytes
 
 
 def exact_graph(function: LogitsFn) -> LogitsFn:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import parallel.execution.cuda_graphs
 from decoding import GREEDY
 from offload.cache import static_forward
 from offload.cache.streaming import StreamingCache
@@ -23,6 +22,7 @@ from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 from support.batches import SMALL, requests, run_alone, run_batch, tokens
 from support.captures import (
+    LogitsFn,
     ScriptedCapturer,
     count_replays,
     exact_graph,
@@ -185,14 +185,13 @@ def test_a_new_cache_frees_the_graphs_that_its_slot_shared(draft: Transformer) -
         gc.enable()
 
 
-def test_only_graphs_of_batched_forwards_are_limited(
-    draft: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parallel.execution.cuda_graphs, "MAX_GRAPHS", 3)
+def test_graphs_that_slots_share_have_half_of_the_memory(draft: Transformer) -> None:
     capturer = ScriptedCapturer(exact_graph)
-    runner = GraphRunner(True, capturer)
+    capturer.graph_bytes = 10
+    runner = GraphRunner(True, capturer, max_bytes=60)
     caches = captured_caches(runner, draft, (5, 31, 9), [1, 2])
     assert capturer.count == 6  # each slot's own
+    assert runner.counts["bytes"] == 60
     for cache in caches[1:]:
         runner.release(cache)
     runner.capture(draft, caches[1], [1], 1)
@@ -243,11 +242,16 @@ Results = list[tuple[list[list[int]], dict[str, Any], list[tuple[int, int]]]]
 
 
 def run_rank() -> Results:
-    """Run concurrent requests on two ranks; the second captures by a script of `SCRIPTS`."""
+    """Run concurrent requests on two ranks; the second captures by a script of `SCRIPTS`.
+
+    It has device memory for one of its graphs, if they are `LARGE`.
+    """
     group, results = TensorParallelGroup.from_environment("cpu"), Results()
     pair = Pair(DEMO / "target", DEMO / "draft", group)
     for script in SCRIPTS:
-        group.graph_capturer = ScriptedCapturer(script if group.rank else exact_graph)
+        capturer = ScriptedCapturer(script if group.rank else exact_graph)
+        capturer.graph_bytes = LARGE * (script is large_graph and group.rank)
+        group.graph_capturer = capturer
         with pytest.MonkeyPatch.context() as patch:
             replays = count_replays(patch)
             with pair.engine("hierarchical", graphs=True, **SMALL) as engine:
@@ -264,7 +268,14 @@ def run_rank() -> Results:
     return results
 
 
-SCRIPTS = [exact_graph, failed_capture]
+LARGE = 1 << 60
+
+
+def large_graph(function: LogitsFn) -> LogitsFn:
+    return exact_graph(function)
+
+
+SCRIPTS = [exact_graph, failed_capture, large_graph]
 
 
 def test_two_ranks_replay_the_same_batched_forwards(demo: Pair) -> None:

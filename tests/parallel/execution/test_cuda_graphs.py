@@ -246,6 +246,21 @@ def test_long_forwards_and_other_caches_run_eagerly(draft: Transformer) -> None:
     assert torch.equal(runner(lambda *_: logits, random_tokens(1), other, 1), logits)  # type: ignore[arg-type]
 
 
+def test_graphs_are_captured_until_their_memory_is_used_up(draft: Transformer) -> None:
+    capturer = ScriptedCapturer(exact_graph)
+    capturer.graph_bytes = 10_000_000
+    runner, cache = GraphRunner(True, capturer, max_bytes=15e6), streaming_cache(draft)
+    runner.capture(draft, cache, [1, 2, 4])
+    assert (capturer.count, runner.nbytes) == (2, 20_000_000)  # the second one exceeds it
+    why = "others have 20 MB of device memory, as much as graphs may have"
+    assert (runner.counts["refused"], runner.counts["why"]) == (1, why)
+    check_logits(runner, draft, cache, 12, longest=4)
+    runner.release(cache)
+    assert runner.counts["bytes"] == runner.nbytes == 0
+    runner.capture(draft, streaming_cache(draft), [4])
+    assert (capturer.count, runner.counts["replayed"]) == (1, 3)
+
+
 def test_a_released_cache_is_freed_without_garbage_collection(draft: Transformer) -> None:
     """Memory for the next request is planned right away, before a collection of cycles."""
     gc.collect()

@@ -1,0 +1,137 @@
+"""Device memory that no plan knows: a GPU loads modules, and graphs hold their launches.
+
+The stand-in counts both. What a real GPU takes, `python -m bench gpu` measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from decoding import GREEDY, Engine, Sampling, Settings
+from decoding.engine import session_manager, warm_up
+from offload.errors import InsufficientMemoryError
+from offload.memory.cuda_link import CudaLink
+from parallel.ranks.process_group import TensorParallelGroup
+from standin import Machine
+from support.engines import DEMO
+from support.prompts import prompt
+from support.slow import slow_except
+
+pytestmark = pytest.mark.cuda
+PROMPT = prompt("argparse")
+Open = Callable[..., AbstractContextManager[Engine]]
+
+
+@pytest.fixture
+def machine(gpu: Machine | None, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A stand-in that has loaded nothing."""
+    if gpu is None:
+        pytest.skip("only a stand-in counts modules")
+    monkeypatch.setattr(warm_up, "_done", set())
+    return gpu
+
+
+@contextmanager
+def open_engine(mode: str, dtype: str = "bfloat16", **options: Any) -> Iterator[Engine]:
+    settings = Settings(mode=mode, dtype=dtype, retrieval_budget=128, **options)
+    group = TensorParallelGroup(device=torch.device("cuda", 0))
+    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "graphs"),
+    slow_except(
+        [
+            ("plain", "float32", False),
+            ("hierarchical", "float32", True),
+            ("auto", "bfloat16", True),
+            ("split-hierarchical", "bfloat16", True),
+            ("split-hierarchical", "bfloat16", False),
+        ],
+        2,
+    ),
+)
+def test_requests_load_hardly_anything(
+    mode: str, dtype: str, graphs: bool, machine: Machine
+) -> None:
+    """Of about a hundred kernels that they launch, at most four are not in the warm-up."""
+    with open_engine(mode, dtype, graphs=graphs, gpu_kv_layers=2) as engine:
+        loaded = set(machine.modules)
+        for tokens in (300, 1500):
+            list(engine.generate(PROMPT[:tokens], 20, Sampling(0.6, top_p=0.9)))
+    assert len(loaded) > 50
+    assert len(machine.modules - loaded) <= 4
+
+
+def test_an_engine_like_an_earlier_one_is_not_warmed_up_again(machine: Machine) -> None:
+    counts = []
+    for _ in range(2):
+        started = len(machine.launches)
+        with open_engine("plain", gpu_kv_layers=2):
+            counts.append(len(machine.launches) - started)
+    assert 5 * counts[1] < counts[0]  # the second one loads weights alone
+
+
+@pytest.mark.parametrize("error", [InsufficientMemoryError, torch.OutOfMemoryError])
+def test_without_memory_for_it_there_is_no_warm_up(
+    error: type[Exception], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are refused, or fail, in their own words."""
+
+    def fail(*_: Any) -> None:
+        raise error("not enough memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(warm_up, "_run_level", fail)
+        with open_engine("hierarchical", gpu_kv_layers=2) as engine:
+            expected = list(engine.generate(PROMPT[:300], 7, GREEDY))
+    with open_engine("plain", gpu_kv_layers=2) as engine:
+        assert list(engine.generate(PROMPT[:300], 7, GREEDY)) == expected
+
+
+def test_a_full_gpu_is_not_warmed_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaLink, "device_available", lambda _: 1000)
+    with (
+        open_engine("plain", gpu_kv_layers=2) as engine,
+        pytest.raises(InsufficientMemoryError, match="this job needs"),
+    ):
+        list(engine.generate(PROMPT[:300], 7, GREEDY))
+
+
+def test_graphs_take_no_memory_from_later_plans(machine: Machine) -> None:
+    with open_engine("hierarchical", gpu_kv_layers=2) as engine:
+        memory = engine.sessions.memory
+        first = memory.now().device
+        list(engine.generate(PROMPT[:300], 7, GREEDY))
+        graphs = engine.stats.cuda_graphs
+        assert graphs is not None
+        assert graphs["bytes"] == machine.driver_bytes - len(machine.modules) * 4096 > 1e6
+        # the difference is the buffers in which they leave logits
+        assert memory.now().device == pytest.approx(first, abs=1 << 20)
+
+
+def test_graphs_have_a_limited_share_of_memory(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forwards that were not captured are launched, with the same results."""
+    outputs, replayed = [], []
+    for share in (0.05, 1e-9, 0.0):
+        monkeypatch.setattr(session_manager, "MAX_GRAPH_SHARE", share)
+        with open_engine("hierarchical", "float32", gpu_kv_layers=2) as engine:
+            outputs.append(list(engine.generate(PROMPT[:300], 7, GREEDY)))
+            graphs = engine.stats.cuda_graphs
+            assert graphs is not None
+            replayed.append(graphs["replayed"])
+            assert ("as much as graphs may have" in str(graphs["why"])) == (share < 0.05)
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert replayed[0] > 2
+    assert replayed[1:] == [1, 0]
