@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from decoding.config.defaults import MAX_GRAPH_SHARE
 from decoding.config.settings import LEVELS
 from decoding.models.runtime import Runtime
 from decoding.planning.plan import Plan
@@ -85,6 +86,12 @@ class SequenceSlot:
         for level in levels:
             if isinstance(level.cache, StaticCache):
                 self.graphs.capture(level.model, level.cache, level.graph_sizes, self.index)
+
+
+def graph_runner(runtime: Runtime) -> GraphRunner:
+    """Return a runner of CUDA graphs, if settings ask for them, in a part of what plans leave."""
+    enabled, capturer = bool(runtime.settings.graphs), runtime.target.group.graph_capturer
+    return GraphRunner(enabled, capturer, max(0.0, MAX_GRAPH_SHARE * runtime.memory().device))
 
 
 class DecodingLevels:

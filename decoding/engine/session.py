@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from decoding.engine.levels import DecodingLevels, SequenceSlot
+from decoding.engine.levels import DecodingLevels, SequenceSlot, graph_runner
 from decoding.models.draft_prefill import prefill_draft, prefill_predictor
 from decoding.models.runtime import Runtime
 from decoding.planning.activations import prefill_chunk
@@ -20,7 +20,6 @@ from offload.layout import ceil_div, shares
 from offload.prefill.host_copy import HostCopy
 from offload.prefill.layer_major import Prefill, copy_prefix
 from offload.retrieval.cache import RetrievalCache
-from parallel.execution.cuda_graphs import GraphRunner
 from parallel.execution.executor import CopiedPrefix, Level
 from parallel.model.pipeline import PrefillStep, PrefillSteps, finish, part_of_prefill
 from parallel.model.prompt_logprobs import PromptScorer
@@ -90,8 +89,7 @@ class SequenceState:
             slot: its place; by default one of its own, with the runtime's arena.
         """
         self.runtime = runtime
-        group, captures = runtime.target.group, bool(runtime.settings.graphs)
-        self.slot = slot or SequenceSlot(runtime.arena, GraphRunner(captures, group.graph_capturer))
+        self.slot = slot or SequenceSlot(runtime.arena, graph_runner(runtime))
         runtime.link.peak_bytes()
         self.peaks: dict[str, int | None] = {}  # peak memory by phase (`Link.peak_bytes`)
         self.prompt = torch.tensor(prompt, device=runtime.target.group.device)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from decoding.config.defaults import MAX_GRAPH_SHARE
-from decoding.engine.levels import SequenceSlot
+from decoding.engine.levels import SequenceSlot, graph_runner
 from decoding.engine.session import SequenceState, SwappedSequence
 from decoding.engine.warm_up import warm_up
 from decoding.models.runtime import Runtime
@@ -21,7 +20,6 @@ from offload.errors import InsufficientMemoryError, TierForceError
 from offload.memory.host import host_available
 from offload.memory.host_arena import HostArena
 from offload.tiered.cache import checkpoint_at
-from parallel.execution.cuda_graphs import GraphRunner
 from parallel.execution.executor import (
     Close,
     Extend,
@@ -44,12 +42,8 @@ class SequenceManager:
         rate = runtime.link_rate() if runtime.requirements.has_choice else None
         with self.group.sync_errors():
             self.planner = Planner(runtime.requirements, runtime.costs(rate))
-        # a part of what plans leave
-        graph_bytes = runtime.memory().device * MAX_GRAPH_SHARE
-        capturer = self.group.graph_capturer
-        graphs = GraphRunner(bool(runtime.settings.graphs), capturer, graph_bytes)
         max_tokens = largest_forward(runtime.requirements)
-        self.executor = TensorParallelExecutor(self.group, graphs, max_tokens)
+        self.executor = TensorParallelExecutor(self.group, graph_runner(runtime), max_tokens)
         self.slots = Slots(runtime, self.executor)
         self.memory = AvailableMemory(runtime, self.executor, self.slots)
         self.prefix_cache = runtime.prefix_cache()
@@ -295,9 +289,9 @@ class AvailableMemory:
         The memory of what is swapped out counts as free, once all of it is.
         """
         swapped = sum(each.target.nbytes for each in self._evictable())
-        # graphs are no part of plans, so that a later plan is that of the first request
-        reusable = self._slots.reusable_bytes + self._executor.graphs.nbytes
-        memory = self._runtime.memory(reusable + (swapped if self._on_cpu else 0))
+        reusable = self._slots.reusable_bytes + (swapped if self._on_cpu else 0)
+        graphs = self._executor.graphs
+        memory = self._runtime.memory(reusable, int(min(graphs.nbytes, graphs.max_bytes)))
         return replace(memory, host=memory.host + self._slots.other_host_bytes + swapped)
 
     def share(self, concurrency: int, plans: Sequence[MemoryPlan]) -> Memory:

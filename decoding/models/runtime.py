@@ -8,7 +8,12 @@ from functools import cached_property
 
 import torch
 
-from decoding.config.defaults import LINK_PROBE_BYTES, LINK_PROBE_SECONDS, USABLE_SHARE
+from decoding.config.defaults import (
+    LINK_PROBE_BYTES,
+    LINK_PROBE_SECONDS,
+    MAX_GRAPH_SHARE,
+    USABLE_SHARE,
+)
 from decoding.config.settings import Settings
 from decoding.planning.cost_model import CostModel
 from decoding.planning.hardware_profile import HardwareProfile
@@ -176,19 +181,21 @@ class Runtime:
         """Return the bytes of all weights on this rank."""
         return parameter_bytes(*(model for model in (self.target, self.draft) if model is not None))
 
-    def memory(self, reusable: int = 0) -> Memory:
+    def memory(self, reusable: int = 0, graphs: int = 0) -> Memory:
         """Return the memory that is now available to the next request on this rank.
 
-        It includes `reusable` bytes of caches on the device. On a CPU, device memory is host
-        memory, which all ranks share.
+        It includes `reusable` bytes of caches on the device. The bytes of CUDA graphs are a part of
+        what plans leave: later ones are those of the first request, as long as that suffices. On a
+        CPU, device memory is host memory, which all ranks share.
         """
         limit, group = self.settings.device_memory, self.target.group
         on_cpu = group.device.type == "cpu"
         host = host_available() // group.size + self.arena.nbytes
         available = self.link.device_available() // (group.size if on_cpu else 1) + reusable
+        share = USABLE_SHARE * (available + graphs), (1 - MAX_GRAPH_SHARE) * available
         if limit is None:
-            return Memory(int(available * USABLE_SHARE), host)
-        usable = available if on_cpu else int(available * USABLE_SHARE)
+            return Memory(int(min(share)), host)
+        usable = available if on_cpu else int(min(share))
         device = min(limit - self.weight_bytes, usable)
         if on_cpu:
             # may be negative: the two measurements of one memory are not simultaneous

@@ -82,7 +82,7 @@ class GraphRunner:
     last one may exceed it.
 
     `counts` holds how many kinds of forwards are replayed, how many were refused, why the first
-    was, the seconds spent, and the bytes of all launches.
+    was or why no more are captured, the seconds spent, and the bytes of all launches.
     """
 
     def __init__(self, enabled: bool, capturer: GraphCapturer, max_bytes: float = inf):
@@ -182,7 +182,8 @@ class GraphRunner:
             full = f"others have {nbytes / 1e6:.0f} MB of device memory, as much as graphs may have"
         if any(is_full := gather(full)):  # captured for a later sequence, if graphs are freed
             if len(slots) == 1:
-                self._is_refused(is_full)
+                reasons = (each for each in is_full if each is not None)
+                self.counts["why"] = self.counts["why"] or next(reasons)
             return
         captured, objection = None, self.capturer.broken
         if objection is None:

@@ -5,26 +5,28 @@ The stand-in counts both. What a real GPU takes, `python -m bench gpu` measures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from decoding import GREEDY, Engine, Sampling, Settings
-from decoding.engine import session_manager, warm_up
+from decoding.engine import levels, session_manager, warm_up
 from offload.errors import InsufficientMemoryError
 from offload.memory.cuda_link import CudaLink
+from parallel.model.loading import load_model
 from parallel.ranks.process_group import TensorParallelGroup
-from standin import Machine
-from support.engines import DEMO
+from standin import Machine, gpu_or_standin
+from support.engines import DEMO, Pair
 from support.prompts import prompt
+from support.ranks import run_ranks
 from support.slow import slow_except
 
 pytestmark = pytest.mark.cuda
 PROMPT = prompt("argparse")
-Open = Callable[..., AbstractContextManager[Engine]]
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def machine(gpu: Machine | None, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @contextmanager
 def open_engine(mode: str, dtype: str = "bfloat16", **options: Any) -> Iterator[Engine]:
-    settings = Settings(mode=mode, dtype=dtype, retrieval_budget=128, **options)
+    settings = Settings(mode=mode, dtype=dtype, **{"retrieval_budget": 128, **options})
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     try:
@@ -87,19 +89,81 @@ def test_without_memory_for_it_there_is_no_warm_up(
 ) -> None:
     """Requests are refused, or fail, in their own words."""
 
+    failed = []
+
     def fail(*_: Any) -> None:
+        failed.append(1)
         raise error("not enough memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(warm_up, "_run_level", fail)
         with open_engine("hierarchical", gpu_kv_layers=2) as engine:
             expected = list(engine.generate(PROMPT[:300], 7, GREEDY))
+    assert failed
+    assert not warm_up._done
     with open_engine("plain", gpu_kv_layers=2) as engine:
         assert list(engine.generate(PROMPT[:300], 7, GREEDY)) == expected
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"chunk_size": 5000, "retrieval_budget": None}, {"gpu_kv_layers": 2}]
+)
+def test_the_warm_up_leaves_no_allocations(
+    options: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a collection of cycles: the first request's memory is measured right after it."""
+    mode, allocated = "plain" if "chunk_size" in options else "split-hierarchical", []
+    launched = []
+    for warms in (False, True):
+        with monkeypatch.context() as patch:
+            if not warms:
+                patch.setattr(session_manager, "warm_up", lambda runtime: None)
+            gc.collect()
+            gc.disable()
+            try:
+                started = len(machine.launches)
+                with open_engine(mode, **options):
+                    allocated.append(torch.cuda.memory_allocated())
+                    launched.append(len(machine.launches) - started)
+            finally:
+                gc.enable()
+    assert launched[0] < launched[1]
+    assert allocated[0] == allocated[1]
+    assert not machine.pinned
+
+
+def test_ranks_with_different_drafts_warm_up_together() -> None:
+    """A rank without a draft cannot tell two engines apart, and the first rank can."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("needs two GPUs")
+    (first, counts), (_, others) = run_ranks(2, open_two_engines)
+    assert first[0] == first[1]
+    assert min(counts + others) > 0
+
+
+def open_two_engines() -> tuple[list[list[int]], list[int]]:
+    """Return the outputs of engines with two drafts, and what each launched when it was opened."""
+    outputs, launched = [], []
+    with gpu_or_standin() as machine:
+        group = TensorParallelGroup.from_environment("cuda")
+        pair = Pair(DEMO / "target", DEMO / "draft", group)
+        alone = TensorParallelGroup(device=group.device)
+        for draft in ("draft", "target"):
+            if group.rank == 0:
+                pair.draft = load_model(DEMO / draft, alone, "float32")
+            started = len(machine.launches) if machine is not None else -1
+            with pair.engine("speculative", gpu_kv_layers=1, num_draft_tokens=4) as engine:
+                launched.append(len(machine.launches) - started if machine is not None else 1)
+                outputs.append(list(engine.generate(PROMPT[:300], 7, GREEDY)))
+    return outputs, launched
+
+
 def test_a_full_gpu_is_not_warmed_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("it runs")
+
     monkeypatch.setattr(CudaLink, "device_available", lambda _: 1000)
+    monkeypatch.setattr(warm_up, "SequenceState", fail)
     with (
         open_engine("plain", gpu_kv_layers=2) as engine,
         pytest.raises(InsufficientMemoryError, match="this job needs"),
@@ -119,13 +183,26 @@ def test_graphs_take_no_memory_from_later_plans(machine: Machine) -> None:
         assert memory.now().device == pytest.approx(first, abs=1 << 20)
 
 
+def test_plans_fit_after_another_process_has_taken_memory(machine: Machine) -> None:
+    """The memory of graphs is not free: the plan of the first request may not fit any more."""
+    with open_engine("hierarchical", gpu_kv_layers=2) as engine:
+        list(engine.generate(PROMPT[:300], 7, GREEDY))
+        slots, graphs = engine.sessions.slots, engine.sessions.executor.graphs
+        assert graphs.nbytes > 1e6
+        free = machine.limit - machine.allocated - machine.driver_bytes
+        machine.limit -= free - graphs.nbytes  # as much is free as graphs have
+        available = graphs.nbytes + slots.reusable_bytes
+        assert engine.sessions.memory.now().device <= 0.95 * available
+        machine.limit = machine.memory
+
+
 def test_graphs_have_a_limited_share_of_memory(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forwards that were not captured are launched, with the same results."""
     outputs, replayed = [], []
     for share in (0.05, 1e-9, 0.0):
-        monkeypatch.setattr(session_manager, "MAX_GRAPH_SHARE", share)
+        monkeypatch.setattr(levels, "MAX_GRAPH_SHARE", share)
         with open_engine("hierarchical", "float32", gpu_kv_layers=2) as engine:
             outputs.append(list(engine.generate(PROMPT[:300], 7, GREEDY)))
             graphs = engine.stats.cuda_graphs

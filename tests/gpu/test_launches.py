@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from decoding import GREEDY, Engine
-from decoding.engine import session_manager
 from offload.codec import outliers
 from offload.tiered import shape, split
 from parallel.model.pipeline import LayerSteps
@@ -68,7 +67,6 @@ def machine(gpu: Machine | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ma
         pytest.skip("only a stand-in counts launches")
     require_interpreter()
     monkeypatch.setattr(shape, "_MIN_COPY_BYTES", 1)
-    monkeypatch.setattr(session_manager, "warm_up", lambda runtime: None)  # another length
     with fused_kernels(gpu):
         yield gpu
 

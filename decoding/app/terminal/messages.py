@@ -92,7 +92,6 @@ def _fused_kernels(engine: Engine, plan: Plan | None) -> Iterator[tuple[str, Ker
     if uses_link or needs.has_split:
         dim = needs.layout.head_dim
         yield "merging attention", merge_kernels("cuda", needs.dtype, dim), "Results are the same."
-    # The self-test of kernels takes seconds; it is skipped if all layers stay on the device.
     if needs.has_split or (len(needs.candidate_modes) > 1 and uses_link):
         yield "split KV", runtime.split_kernels, another
     if needs.may_retrieve and needs.dtype.itemsize == 2:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.harness.dimensions import LLAMA_7B, config_of
-from decoding import Settings
+from decoding import GREEDY, Settings
 from decoding.app.hardware.model_on_machine import requirements_on
+from decoding.engine import session
 from decoding.planning import request_spec
 from decoding.planning.activations import attention_utilisation, prefill_chunk
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.request_spec import RequestSpec
 from decoding.planning.requirements import Requirements
+from parallel.model.transformer import Transformer
+from support.engines import DEMO, Pair
+from support.models import random_tokens
 
 ROOT = Path(__file__).parents[3]
 H200 = 132  # multiprocessors
@@ -65,6 +70,33 @@ def test_planned_memory_is_that_of_the_chunk(monkeypatch: pytest.MonkeyPatch) ->
     assert RequestSpec(needs, 2304, 8).hidden_bytes(4000) == of_prompt[0]
     monkeypatch.setattr(request_spec, "prefill_chunk", lambda *_: 2048)
     assert RequestSpec(needs, 2305, 8).hidden_bytes(4000) == of_prompt[1] < of_prompt[0]
+
+
+def test_a_sequence_is_read_in_the_chunks_that_memory_was_planned_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also a later turn, which is longer than the prompt."""
+    chunks, prefill_steps = [], Transformer.prefill_steps
+
+    def record(*args: Any) -> Any:
+        chunks.append(args[3])
+        return prefill_steps(*args)
+
+    for module in (request_spec, session):
+        monkeypatch.setattr(
+            module, "prefill_chunk", lambda needs, prompt=0: {300: 100, 600: 90}.get(prompt, 7)
+        )
+    monkeypatch.setattr(Transformer, "prefill_steps", record)
+    prompt = random_tokens(600).tolist()
+    pair = Pair(DEMO / "target", DEMO / "draft")
+    with pair.engine("plain") as engine, engine.conversation(room=1000):
+        list(engine.generate(prompt[:300], 4, GREEDY))
+        list(engine.generate(prompt, 4, GREEDY))
+    assert set(chunks) == {100}
+    assert len(chunks) > 1
+    with pair.engine("plain") as engine:
+        list(engine.generate(prompt, 4, GREEDY))
+    assert chunks[-1] == 90
 
 
 def requirements_of_7b(gpus: int, multiprocessors: int | None) -> Requirements:
