@@ -109,4 +109,4 @@ def test_variables_of_the_user_are_not_overwritten() -> None:
     fresh: dict[str, str] = {}
     set_environment_defaults(fresh)
     assert fresh["OMP_WAIT_POLICY"] == "passive"
-    assert fresh["GOMP_SPINCOUNT"] == "2000"
+    assert fresh["GOMP_SPINCOUNT"] == "100"
