@@ -39,9 +39,9 @@ def warm_up(runtime: Runtime) -> None:
     """Make a GPU load what requests need beside planned memory.
 
     These are modules, workspaces of libraries, and buffers of collectives, which are allocated on
-    first use. All KV is offloaded for it, in each mode that requests may get. All ranks call it
-    before the first request's memory is measured. On a CPU, or if there is no memory for it, it
-    does nothing.
+    first use. It runs in each mode that requests may get; all KV is offloaded, and in split modes
+    all layers are split. All ranks call it before the first request's memory is measured. On a CPU,
+    or if there is no memory or no room in the model's context, it does nothing.
     """
     needs, group = runtime.requirements, runtime.target.group
     if group.device.type != "cuda":
@@ -49,24 +49,24 @@ def warm_up(runtime: Runtime) -> None:
     key = group.device, needs
     if all(group.gather(key in _done)):  # the ranks may have had different drafts
         return
-    specs = [_spec(needs, mode) for mode in needs.candidate_modes]
-    if all(spec.prompt > 0 for spec in specs):
-        # those of the first mode have all levels that are captured
-        results = [_run(runtime, spec, captures=spec is specs[0]) for spec in specs]
-        if all(results):
-            _done.add(key)
+    specs = [spec for mode in needs.candidate_modes if (spec := _spec(needs, mode)) is not None]
+    # those of the first mode have all levels that are captured
+    results = [_run(runtime, spec, captures=spec is specs[0]) for spec in specs]
+    if all(results):
+        _done.add(key)
     group.graph_capturer.free_cached()  # small blocks, which requests' caches do not fit
 
 
-def _spec(needs: Requirements, mode: str) -> RequestSpec:
-    """Return a small request in this mode, with all KV on the host."""
+def _spec(needs: Requirements, mode: str) -> RequestSpec | None:
+    """Return a small request in this mode, with all KV on the host; None if no context has room."""
     offloaded = replace(needs.settings, gpu_kv_layers=0, split_kv_layers=None)
     fixed = replace(needs, settings=offloaded)
     if needs.has_choice:
         budget = candidate_budgets(needs, _PROMPT)[0]
         fixed = fixed.with_strategy(Strategy(mode, budget, _CHUNKS * offloaded.chunk_size))
-    new = 3 * fixed.max_forward_tokens
-    return RequestSpec(fixed, min(_PROMPT, needs.target.context_limit - new), new)
+    new = 2 * fixed.max_forward_tokens + 1  # those of `_run_level`
+    prompt = min(_PROMPT, needs.target.context_limit - new)
+    return RequestSpec(fixed, prompt, new) if prompt > 0 else None
 
 
 def _run(runtime: Runtime, spec: RequestSpec, captures: bool) -> bool:

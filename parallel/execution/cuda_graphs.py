@@ -216,8 +216,9 @@ class GraphRunner:
         objections = [reason for reason in gathered if reason is not None]
         if not objections:
             return False
+        if self.counts["refused"] == 0:  # else it says why the first one was
+            self.counts["why"] = objections[0]
         self.counts["refused"] += 1
-        self.counts["why"] = self.counts["why"] or objections[0]
         return True
 
 

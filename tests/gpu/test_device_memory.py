@@ -6,8 +6,9 @@ The stand-in counts both. What a real GPU takes, `python -m bench gpu` measures.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,6 +131,20 @@ def test_the_warm_up_leaves_no_allocations(
     assert launched[0] < launched[1]
     assert allocated[0] == allocated[1]
     assert not machine.pinned
+
+
+@pytest.mark.parametrize(("drafted", "warms"), [(40, True), (512, False)])
+def test_a_model_with_a_short_context_opens(
+    drafted: int, warms: bool, machine: Machine, checkpoint: Callable[..., Path]
+) -> None:
+    """It has 512 positions; two of the longest drafts and a prompt may need more."""
+    group = TensorParallelGroup(device=torch.device("cuda", 0))
+    folder, ran = checkpoint(), []
+    pair = Pair(folder, folder, group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm_up, "_run", lambda *_, **__: ran.append(1) or True)
+        with pair.engine("speculative", num_draft_tokens=drafted):
+            assert bool(ran) == warms
 
 
 def test_ranks_with_different_drafts_warm_up_together() -> None:
