@@ -192,10 +192,10 @@ class Runtime:
         on_cpu = group.device.type == "cpu"
         host = host_available() // group.size + self.arena.nbytes
         available = self.link.device_available() // (group.size if on_cpu else 1) + reusable
-        share = USABLE_SHARE * (available + graphs), (1 - MAX_GRAPH_SHARE) * available
+        planned = min(USABLE_SHARE * (available + graphs), (1 - MAX_GRAPH_SHARE) * available)
         if limit is None:
-            return Memory(int(min(share)), host)
-        usable = available if on_cpu else int(min(share))
+            return Memory(int(planned), host)
+        usable = available if on_cpu else int(planned)
         device = min(limit - self.weight_bytes, usable)
         if on_cpu:
             # may be negative: the two measurements of one memory are not simultaneous

@@ -34,11 +34,6 @@ class GraphCapturer:
         for graph in list(self._graphs):
             graph.reset()
 
-    @property
-    def count(self) -> int:
-        """The number of captured graphs."""
-        return len(self._graphs)
-
     def free_cached(self) -> None:
         """Return the memory of freed graphs, and all that torch caches, to the driver."""
         if self.device.type == "cuda":

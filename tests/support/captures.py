@@ -29,6 +29,11 @@ class ScriptedCapturer(GraphCapturer):
         self.captures = 0
         self.graph_bytes = 0  # device memory of each graph
 
+    @property
+    def count(self) -> int:
+        """The number of graphs that are alive."""
+        return len(self._graphs)
+
     def capture(self, function: LogitsFn) -> LogitsFn:
         self.captures += 1
         replay = self.script(function)
