@@ -7,17 +7,19 @@
     columns: peer = 65,536 tokens | ms_per_token | prefill_s
     where: context = 65536 | peer = ours: plain or llama.cpp
     rows: key of the list of rows, if not `rows`
+    beside: document with rows of the same peers on another machine
     ratios: prefix of the ratios to show, or none
     -->
 
-Columns are fields of a row, each with an optional heading.
+Columns are fields of a row, each with an optional heading; `beside.` precedes those of the other
+document.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +57,14 @@ def filled(text: str, beside: Path = RESULTS, folder: Path = RESULTS) -> str:
 
 def table(file: str, spec: Mapping[str, str], folder: Path, links: str) -> str:
     """Return the table, its ratios, and a caption."""
-    document = json.loads((folder / file).read_text(encoding="utf-8"))
+    document = _read(folder / file)
+    other = _read(folder / spec["beside"]) if "beside" in spec else None
     lines = []
     if columns := _pairs(spec.get("columns", "")):
         where = {name: values.split(" or ") for name, values in _pairs(spec.get("where", ""))}
         rows = [flat(row) for row in document[spec.get("rows", "rows")]]
+        if other is not None:
+            _add_beside(rows, [flat(row) for row in other["rows"]])
         selected = [row for row in rows if all(str(row[name]) in where[name] for name in where)]
         cells = [[row.get(name) for name, _ in columns] for row in selected]
         lines = markdown([words or heading(name) for name, words in columns], cells)
@@ -67,7 +72,24 @@ def table(file: str, spec: Mapping[str, str], folder: Path, links: str) -> str:
     shown = [claim for claim in ratios if claim.startswith(start)] if start != "none" else []
     if shown:
         lines += ["", *(f"- {claim}: **{ratios[claim]:.2f}**" for claim in shown)]
-    return "\n".join([*lines, "", caption(document["environment"], links + file), ""])
+    lines += ["", caption(document["environment"], links + file)]
+    if other is not None:
+        lines += ["", caption(other["environment"], links + spec["beside"])]
+    return "\n".join([*lines, ""])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return a document."""
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def _add_beside(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
+    """Add the columns of another document to the rows of the same peer and context."""
+    by_peer = {(other["context"], other["peer"]): other for other in others}
+    for row in rows:
+        for name, value in by_peer.get((row["context"], row["peer"]), {}).items():
+            row[f"beside.{name}"] = value
 
 
 def _pairs(words: str) -> list[tuple[str, str]]:

@@ -74,6 +74,30 @@ def test_a_table_follows_its_specification_and_names_its_document(tmp_path: Path
     assert "**" not in filled(short, tmp_path, tmp_path)
 
 
+def test_a_table_may_show_another_machine_beside_its_own(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(compare_document()))
+    other = compare_document()
+    del other["rows"][1:4]
+    for row in other["rows"]:
+        row["ms_per_token"] = 7.0
+    other["environment"] = {**ENVIRONMENT, "cpu": "another"}
+    (tmp_path / "two.json").write_text(json.dumps(other))
+    spec = (
+        "<!-- table one.json\ncolumns: peer | ms_per_token = one | beside.ms_per_token = two\n"
+        "where: context = 65536\nbeside: two.json\nratios: none\n-->\n"
+    )
+    after = filled(f"{spec}<!-- end -->", tmp_path.parent, tmp_path)
+    lines = after.removeprefix(spec).splitlines()
+    assert lines[0] == "| peer | one | two |"
+    assert lines[2:5] == [
+        "| ours: plain | 20 |  |",
+        "| ours: hierarchical offloaded | 12.5 | 7 |",
+        "| them |  | 7 |",
+    ]
+    assert "one.json" in lines[6]
+    assert "on another, 2 threads" in lines[8]
+
+
 def test_mappings_are_flattened_to_columns_with_headings() -> None:
     row = {"link_gbps": 2, "rejected": {"16": 0.1}, "overlap_by_age": [1.0], "mean_draft": 3}
     assert [heading(name) for name in flat(row)] == ["link GB/s", "rejected 16", "mean draft"]
