@@ -33,6 +33,10 @@ class Angles(NamedTuple):
         return q if self.query_scale is None else q * self.query_scale
 
 
+# up to this number of rows, queries and keys are rotated together: fewer operations, more memory
+_FEW_ROWS = 64
+
+
 class Rotary:
     """cos and sin for positions 0 to length - 1, and the layers without position embedding.
 
@@ -57,6 +61,8 @@ class Rotary:
         self.nope_layers = frozenset(nope_layers)
         self.tables = Angles(*_tables(inv_freq, scale, length, dtype, device))
         self._windowed_layers: frozenset[int] = frozenset()
+        # the last call of `angles`, and its result: all layers of a forward ask for the same
+        self._last: tuple[Angles, int, int, Angles] | None = None
 
     def rotate_windowed(
         self, inv_freq: Tensor, scale: float, windowed_layers: Collection[int]
@@ -84,6 +90,18 @@ class Rotary:
     def length(self) -> int:
         return len(self.tables.cos)
 
+    def queries_and_keys(
+        self, q: Tensor, k: Tensor, start: int, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate a layer's queries and keys (T, H, head_dim), whose first row is at `start`."""
+        if len(q) > _FEW_ROWS:
+            return self.queries(q, start, layer), self.keys(k, start, layer)
+        angles = self.angles(start, start + len(q))
+        both = torch.cat((angles.scaled(q), k), dim=1)
+        heads = q.shape[1]
+        rotated = self.apply(both, angles, layer)
+        return rotated[:, :heads], rotated[:, heads:]
+
     def queries(self, q: Tensor, start: int, layer: int) -> Tensor:
         """Rotate a layer's queries (T, H, head_dim), whose first row is at position `start`."""
         angles = self.angles(start, start + len(q))
@@ -95,11 +113,17 @@ class Rotary:
 
     def angles(self, start: int, end: int) -> Angles:
         """Return the rows of the tables from position `start` to `end`, as views."""
+        if self._last is not None:
+            tables, first, last, angles = self._last
+            if tables is self.tables and (first, last) == (start, end):
+                return angles
         if end > self.length:
             raise ValueError(
                 f"position {end - 1} is past the rotary table of {self.length} positions"
             )
-        return self.tables.map(lambda table: table[start:end])
+        angles = self.tables.map(lambda table: table[start:end])
+        self._last = self.tables, start, end, angles
+        return angles
 
     def apply(self, x: Tensor, angles: Angles, layer: int) -> Tensor:
         """Rotate a layer's x (T, H, head_dim) by the angles of its rows."""
@@ -130,11 +154,11 @@ def _tables(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first D dimensions of x (T, H, head_dim) by tables (T, 1, D) of a Rotary."""
-    rotary_part = x[..., : cos.shape[-1]]
-    rest = x[..., cos.shape[-1] :]
-    first, second = _halves(rotary_part)
-    rotated = torch.addcmul(rotary_part * cos, torch.cat((second, first), dim=-1), sin)
-    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+    dims = cos.shape[-1]
+    if dims < x.shape[-1]:
+        return torch.cat((rotate(x[..., :dims], cos, sin), x[..., dims:]), dim=-1)
+    first, second = _halves(x)
+    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

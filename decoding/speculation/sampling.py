@@ -205,8 +205,17 @@ def _keep_nucleus(probs: Tensor, ordered: Tensor, order: Tensor, top_p: float) -
 def draw(probs: Tensor, generator: Generator) -> Tensor:
     """Sample one token (1,) from probs (V,), without a device synchronization.
 
-    The probabilities need not be normalized. A one-hot distribution always gives its token.
+    The probabilities need not be normalized. A one-hot distribution always gives its token. On a
+    CPU, where noise takes the longest, tokens without probability get none if they are the most.
     """
+    if probs.is_cpu and 0 < int(probs.count_nonzero()) < len(probs) // 2:
+        possible = probs.nonzero().flatten()
+        return possible[_race(probs[possible], generator)]
+    return _race(probs, generator)
+
+
+def _race(probs: Tensor, generator: Generator) -> Tensor:
+    """Return the winner (1,) of an exponential race, as `exponential_race`."""
     # float64: float32 noise comes in steps of 2**-24, too coarse for the many tokens of a
     # vocabulary that are rarer than that
     import torch

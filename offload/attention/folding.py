@@ -47,17 +47,19 @@ def merge(parts: list[Partial]) -> Partial:
     """
     if len(parts) == 1:
         return parts[0]
-    if len(parts) == 2 and parts[0][1].is_cuda:
-        first, (out, lse) = parts
+    if len(parts) > 2:
+        return merge_stacked(parts)
+    first, (out, lse) = parts
+    if lse.is_cuda and out.dim() == 3:  # an operator's parts have a batch
         kernels, _ = merge_kernels(lse.device.type, out.dtype, out.shape[-1])
-        if kernels is None or out.dim() != 3:  # an operator's parts have a batch
-            return _merge_two(*parts)
-        merged: Partial = kernels.merge_parts(out[None], lse[None], first)
-        return merged
-    return _merge_stacked(parts)
+        if kernels is not None:
+            merged: Partial = kernels.merge_parts(out[None], lse[None], first)
+            return merged
+    return _merge_two(*parts)
 
 
-def _merge_stacked(parts: list[Partial]) -> Partial:
+def merge_stacked(parts: list[Partial]) -> Partial:
+    """Merge any number of parts as `merge`; a row's result depends on that row alone."""
     part_outs, part_lses = zip(*parts, strict=True)
     outs = torch.stack(part_outs)
     lses = torch.stack(part_lses)
@@ -91,14 +93,14 @@ def _test_merge(kernels: ModuleType, device: torch.device, dtype: torch.dtype, d
         parts.append((out.to(device, dtype), lse.to(device)))
     outs, lses = (torch.stack(each) for each in zip(*parts[1:], strict=True))
     actual = kernels.merge_parts(outs, lses, parts[0])
-    for found, expected in zip(actual, _merge_stacked(parts), strict=True):
+    for found, expected in zip(actual, merge_stacked(parts), strict=True):
         # a log-sum-exp is infinite where all parts are empty
         if not torch.allclose(found.float(), expected.float(), rtol=0, atol=_TOLERANCE):
             raise RuntimeError(f"merged attention in {dtype} is wrong")
 
 
 def _merge_two(first: Partial, second: Partial) -> Partial:
-    """Merge two parts in half as many operations, each of which is a launch on a GPU."""
+    """Merge two parts in fewer operations."""
     (out, lse), (other, other_lse) = first, second
     share = (lse - other_lse).sigmoid_().nan_to_num_(0)  # NaN where both parts are empty
     merged = torch.lerp(other.float(), out.float(), share[..., None])
@@ -154,13 +156,16 @@ def _as_batch(x: Tensor) -> Tensor:
 
 def _fold(q: Tensor, k: Tensor) -> Tensor:
     """Return q (T, Hq, D) with the query heads of a KV head as rows of it (1, Hkv, T * G, D)."""
-    by_head = q.unflatten(1, (k.shape[1], -1)).permute(1, 0, 2, 3)  # (Hkv, T, G, D)
-    return by_head.flatten(1, 2)[None]
+    by_head = q.unflatten(1, (k.shape[1], -1))  # (T, Hkv, G, D)
+    if len(q) == 1:
+        return by_head
+    return by_head.transpose(0, 1).flatten(1, 2)[None]
 
 
 def _unfold(partial: Partial, q: Tensor) -> Partial:
     """Return the attention of folded rows as that of q (T, Hq, D)."""
     rows = len(q)
-    # (1, Hkv, T * G, ...) to (T, Hkv, G, ...)
-    out, lse = (x[0].unflatten(1, (rows, -1)).transpose(0, 1) for x in partial)
+    out, lse = partial
+    if rows > 1:  # (1, Hkv, T * G, ...) to (T, Hkv, G, ...)
+        out, lse = (x[0].unflatten(1, (rows, -1)).transpose(0, 1) for x in partial)
     return out.reshape(q.shape), lse.reshape(q.shape[:2])

@@ -18,9 +18,9 @@ def token_slice(kv: Tensor, start: int, end: int) -> Tensor:
 
 def write_tokens(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
     """Write k and v (T, H, D) into a buffer kv (2, H, capacity, D) from slot `at` on."""
-    slots = _slots(kv, at, len(k))
-    slots[0] = k.transpose(0, 1)
-    slots[1] = v.transpose(0, 1)
+    keys, values = _slots(kv, at, len(k)).transpose(1, 2).unbind()
+    keys.copy_(k)
+    values.copy_(v)
 
 
 def copy_tokens(kv: Tensor, tokens: Tensor, at: int) -> None:

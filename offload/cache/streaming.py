@@ -86,8 +86,8 @@ class StreamingCache(StaticCache):
         kv, raw, *_ = self.buffers(layer)
         assert raw is not None
         token_slice(raw, slot, end).copy_(k.transpose(0, 1))
-        write_tokens(kv, self.rotary.keys(k, slot, layer), v, slot)
-        q = self.rotary.queries(q, slot, layer)
+        q, k = self.rotary.queries_and_keys(q, k, slot, layer)
+        write_tokens(kv, k, v, slot)
         window = self.layout.window_of(layer)
         return attend_slots(kv, q, end, self.traffic, window)
 

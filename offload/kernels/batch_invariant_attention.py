@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload.attention import masked_attention
-from offload.attention.folding import Partial, concatenated, merge
+from offload.attention.folding import Partial, concatenated, merge_stacked
 from offload.attention.head_major import token_slice
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.kernels.selection import batch_invariant_kernels
@@ -56,7 +56,7 @@ def batch_invariant_attention(q: Tensor, parts: Sequence[Tensor], traffic: ByteC
                 key_blocks[key] = _key_block(parts, key)
             traffic.attended += key_blocks[key].nbytes
             partials.append(_attend(rows, key_blocks[key], position - key))
-        blocks.append(merge(partials))
+        blocks.append(partials[0] if len(partials) == 1 else merge_stacked(partials))
         position += ROW_BLOCK
     return _own_rows(blocks, lead, len(q))
 

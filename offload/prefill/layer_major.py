@@ -83,8 +83,7 @@ class Prefill:
         cache = self._cache
         at = self._cached + start
         end = at + len(q)
-        q = cache.rotary.queries(q, at, layer)
-        k = cache.rotary.keys(k, at, layer)
+        q, k = cache.rotary.queries_and_keys(q, k, at, layer)
         layer_kv = cache.layers[layer]
         if isinstance(layer_kv, WindowedLayer):
             seen = layer_kv.extend(k, v, at, cache.boundary)

@@ -104,8 +104,7 @@ class RetrievalCache(StaticCache):
         return self._store.nbytes + self._windows.kv.nbytes + states
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
-        k = self.rotary.keys(k, start, layer)
-        q = self.rotary.queries(q, start, layer)
+        q, k = self.rotary.queries_and_keys(q, k, start, layer)
         end = start + len(q)
         forward, placement = self.target_forward, self.selector.placement
         is_passed = forward.is_over or forward.has_passed(layer)

@@ -140,8 +140,7 @@ class TieredCache(Cache):
             observer.on_forward(self.boundary, self.length, self.length + rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial:
-        q = self.rotary.queries(q, start, layer)
-        k = self.rotary.keys(k, start, layer)
+        q, k = self.rotary.queries_and_keys(q, k, start, layer)
         end = start + len(q)
         layer_kv, boundary = self.layers[layer], self.boundary
         layer_kv.append(k, v, start, boundary)

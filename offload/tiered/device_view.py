@@ -54,8 +54,7 @@ class OnDeviceCache(Cache):
         if not layer_kv.is_on_device:
             assert self.retrieval is not None
             return self.retrieval.attend(layer, q, k, v, start)
-        q = target.rotary.queries(q, start, layer)
-        k = target.rotary.keys(k, start, layer)
+        q, k = target.rotary.queries_and_keys(q, k, start, layer)
         # the KV that a forward of the target has written there is exact, and stays
         exact = self._target_forward.exact(layer, start)
         layer_kv.append(k[exact:], v[exact:], start + exact, target.boundary)

@@ -35,8 +35,11 @@ class KVGroup:
 
     def of_queries(self, q: Tensor) -> Tensor:
         """Return the queries of these heads, of the layer's q (T, Hq, D)."""
+        own = self.segments[0].shape[1]
+        if own == self.heads:
+            return q
         count = q.shape[1] // self.heads  # query heads per KV head
-        end = self.head + self.segments[0].shape[1]
+        end = self.head + own
         return q[:, self.head * count : end * count]
 
     def split_at(self, boundary: int) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,8 @@ class Matrix(Module):
         packed = self.packed
         if packed is None:
             assert self.values is not None
-            return linear(x, self.values[first:], bias)
+            values = self.values[first:] if first else self.values
+            return linear(x, values, bias)
         if packed.has_kernels(len(x)):
             if bias is None:
                 return packed.multiply(x, first, x.dtype)

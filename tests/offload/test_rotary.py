@@ -51,6 +51,24 @@ def test_partial_rotation_matches_phi3(start: int) -> None:
         assert torch.equal(rotary.apply(x, angles, 0), rotated)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 64, 65])
+@pytest.mark.parametrize("model", ["llama", "phi3", "smollm3", "ministral3", "gemma3_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_and_keys_rotate_alike_together_and_alone(
+    rows: int, model: str, dtype: torch.dtype
+) -> None:
+    config = ModelConfig.from_hf(tiny_config(model))
+    rotary = config.rotary(100, 100, dtype, CPU)
+    q, k = torch.randn(rows, 4, config.head_dim), torch.randn(rows, 2, config.head_dim)
+    q, k = q.to(dtype), k.to(dtype)
+    for start in (5, 35):
+        for layer in range(config.layers):
+            together = rotary.queries_and_keys(q, k, start, layer)
+            alone = rotary.queries(q, start, layer), rotary.keys(k, start, layer)
+            for found, expected in zip(together, alone, strict=True):
+                assert torch.equal(found, expected)
+
+
 def test_longrope_factors_are_selected_by_the_maximum_length() -> None:
     hf = tiny_config("phi3", rope_parameters=long_rope(8), original_max_position_embeddings=32)
     config = ModelConfig.from_hf(hf)

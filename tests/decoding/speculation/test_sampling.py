@@ -129,7 +129,15 @@ def test_a_row_with_a_nan_becomes_nan_and_others_are_unaffected(sampling: Sampli
 
 @pytest.mark.parametrize("scale", [1.0, 37.0, 1e-6])
 @pytest.mark.parametrize(
-    "probs", [[0.5, 0.3, 0.1, 0.06, 0.03, 0.01], [1, 1, 1, 1], [0.001, 0.999], [0, 0.25, 0, 0.75]]
+    "probs",
+    [
+        [0.5, 0.3, 0.1, 0.06, 0.03, 0.01],
+        [1, 1, 1, 1],
+        [0.001, 0.999],
+        [0, 0.25, 0, 0.75],
+        [0, 0, 0.2, 0, 0.5, 0, 0, 0.3, 0],  # most have none
+        [0, 0, 0, 1],
+    ],
 )
 def test_samples_follow_the_distribution(probs: list[float], scale: float) -> None:
     source, weights = generator(1), torch.tensor(probs)
