@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# up to this number of rows, queries and keys are rotated together: fewer operations, more memory
+_FEW_ROWS = 64
+
 
 class Angles(NamedTuple):
     """Rows of a Rotary's tables."""
@@ -31,10 +34,6 @@ class Angles(NamedTuple):
     def scaled(self, q: Tensor) -> Tensor:
         """Return queries (T, H, head_dim), scaled if the model's depend on their positions."""
         return q if self.query_scale is None else q * self.query_scale
-
-
-# up to this number of rows, queries and keys are rotated together: fewer operations, more memory
-_FEW_ROWS = 64
 
 
 class Rotary:
@@ -84,6 +83,7 @@ class Rotary:
         """Return the tables of the first positions alone, in memory of their own."""
         rotary = copy(self)
         rotary.tables = self.angles(0, length).map(torch.clone)
+        rotary._last = None  # it would keep the whole tables
         return rotary
 
     @property

@@ -59,8 +59,7 @@ class EmulatedSplitView(OnDeviceCache):
         if layer not in self._split:
             return super().attend(layer, q, k, v, start)
         target = self.target
-        q = target.rotary.queries(q, start, layer)
-        k = target.rotary.keys(k, start, layer)
+        q, k = target.rotary.queries_and_keys(q, k, start, layer)
         layer_kv = target.layers[layer]
         layer_kv.append(k, v, start, target.boundary)
         (exact,) = layer_kv.groups(start + len(q), target.boundary)  # the layer is resident

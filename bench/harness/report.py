@@ -64,7 +64,7 @@ def table(file: str, spec: Mapping[str, str], folder: Path, links: str) -> str:
         where = {name: values.split(" or ") for name, values in _pairs(spec.get("where", ""))}
         rows = [flat(row) for row in document[spec.get("rows", "rows")]]
         if other is not None:
-            _add_beside(rows, [flat(row) for row in other["rows"]])
+            _add_beside(rows, [flat(row) for row in other[spec.get("rows", "rows")]])
         selected = [row for row in rows if all(str(row[name]) in where[name] for name in where)]
         cells = [[row.get(name) for name, _ in columns] for row in selected]
         lines = markdown([words or heading(name) for name, words in columns], cells)
@@ -74,7 +74,7 @@ def table(file: str, spec: Mapping[str, str], folder: Path, links: str) -> str:
         lines += ["", *(f"- {claim}: **{ratios[claim]:.2f}**" for claim in shown)]
     lines += ["", caption(document["environment"], links + file)]
     if other is not None:
-        lines += ["", caption(other["environment"], links + spec["beside"])]
+        lines += [caption(other["environment"], links + spec["beside"])]
     return "\n".join([*lines, ""])
 
 

@@ -59,7 +59,7 @@ def merge(parts: list[Partial]) -> Partial:
 
 
 def merge_stacked(parts: list[Partial]) -> Partial:
-    """Merge any number of parts as `merge`; a row's result depends on that row alone."""
+    """Merge any number of parts as `merge`, so that a row's result depends on that row alone."""
     part_outs, part_lses = zip(*parts, strict=True)
     outs = torch.stack(part_outs)
     lses = torch.stack(part_lses)
@@ -100,7 +100,7 @@ def _test_merge(kernels: ModuleType, device: torch.device, dtype: torch.dtype, d
 
 
 def _merge_two(first: Partial, second: Partial) -> Partial:
-    """Merge two parts in fewer operations."""
+    """Merge two parts in half as many operations, each of which is a launch on a GPU."""
     (out, lse), (other, other_lse) = first, second
     share = (lse - other_lse).sigmoid_().nan_to_num_(0)  # NaN where both parts are empty
     merged = torch.lerp(other.float(), out.float(), share[..., None])

@@ -56,6 +56,7 @@ def batch_invariant_attention(q: Tensor, parts: Sequence[Tensor], traffic: ByteC
                 key_blocks[key] = _key_block(parts, key)
             traffic.attended += key_blocks[key].nbytes
             partials.append(_attend(rows, key_blocks[key], position - key))
+        # on a CPU what `merge` does to two parts of a row depends on the number of rows and heads
         blocks.append(partials[0] if len(partials) == 1 else merge_stacked(partials))
         position += ROW_BLOCK
     return _own_rows(blocks, lead, len(q))

@@ -95,7 +95,7 @@ def test_a_table_may_show_another_machine_beside_its_own(tmp_path: Path) -> None
         "| them |  | 7 |",
     ]
     assert "one.json" in lines[6]
-    assert "on another, 2 threads" in lines[8]
+    assert "on another, 2 threads" in lines[7]
 
 
 def test_mappings_are_flattened_to_columns_with_headings() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +69,27 @@ def test_queries_and_keys_rotate_alike_together_and_alone(
             alone = rotary.queries(q, start, layer), rotary.keys(k, start, layer)
             for found, expected in zip(together, alone, strict=True):
                 assert torch.equal(found, expected)
+
+
+def test_angles_are_those_of_the_present_tables() -> None:
+    rotary = ModelConfig.from_hf(tiny_config()).rotary(60, 60, torch.float32, CPU)
+    before = rotary.angles(3, 7)
+    assert rotary.angles(3, 7) is before
+    rotary.scale_queries(0.3, 2)
+    scale = rotary.angles(3, 7).query_scale
+    assert scale is not None
+    assert len(scale) == 4
+
+
+def test_the_first_positions_do_not_keep_the_others_in_memory() -> None:
+    rotary = ModelConfig.from_hf(tiny_config()).rotary(60, 60, torch.float32, CPU)
+    tables = weakref.ref(rotary.tables.cos.untyped_storage())
+    rotary.keys(torch.randn(4, 2, 8), 5, 0)
+    first = rotary.first(1)
+    del rotary
+    gc.collect()
+    assert tables() is None
+    assert first.length == 1
 
 
 def test_longrope_factors_are_selected_by_the_maximum_length() -> None:

@@ -119,7 +119,7 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
                 if not session.target.length:
                     session.prefill()
         assert storage_bytes(arena) == plan.memory.host_bytes
-        assert storage_bytes(rotary) - rotary_extra(rotary) == tiers["rotary tables"]
+        assert storage_bytes(rotary) == tiers["rotary tables"]
         assert storage_bytes(states) == tiers["states of drafting levels"]
         drafts = [level.cache for level in session.levels if level.name == "draft"]
         draft = sum(storage_bytes(cache, cache.rotary) for cache in drafts)
@@ -153,12 +153,6 @@ def split_selection(session: SequenceState) -> SplitSelection | None:
             selection = level.cache.selection
             return selection if isinstance(selection, SplitSelection) else None
     return None
-
-
-def rotary_extra(rotary: Any) -> int:
-    return sum(
-        tensor.nbytes for tensor in tensors(rotary, set()) if tensor.shape[0] != rotary.length
-    )
 
 
 def tiny(seed: int, windowed: int = 0) -> Case:

@@ -190,6 +190,12 @@ def test_a_token_of_probability_0_is_never_sampled(
     assert int(draw(torch.tensor([0.0, 0, 1e-38, 0]), generator())) == 2
 
 
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_a_broken_distribution_gives_some_token(value: float) -> None:
+    """What it was computed from is refused later (`rejection_sampler.to_host`)."""
+    assert 0 <= int(draw(torch.full((9,), value), generator())) < 9
+
+
 def test_equal_seeds_give_equal_samples() -> None:
     probs = logits(1)[0].softmax(0)
     first, second = (

@@ -56,7 +56,7 @@ def test_result_of_a_row_does_not_depend_on_other_rows(end: int, dtype: torch.dt
     # with keys split anywhere
     for splits in ((first - 1,), (17, first), (first - 30, first - 3, first), (0, first)):
         assert torch.equal(attend(kv, q, first, end, *splits), alone)
-    # head by head
+    # head by head: vectors of the processor end elsewhere, since GROUPS is odd
     by_head = [
         attend(kv[:, head, None], q[:, head * GROUPS : (head + 1) * GROUPS], first, end)
         for head in range(HEADS)

@@ -30,6 +30,17 @@ def test_widening_rounds_once(
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-3 * shape[1] ** 0.5)
 
 
+@pytest.mark.parametrize(("rows", "is_widened"), [(1, False), (3, False), (4, True)])
+def test_few_rows_are_not_widened(
+    rows: int, is_widened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Tensor] = []
+    monkeypatch.setattr(matmul, "has_native_bf16", lambda: False)
+    monkeypatch.setattr(matmul, "_widened", lambda x, *_: calls.append(x) or x)
+    matmul.linear(torch.randn(rows, 5).bfloat16(), torch.randn(7, 5).bfloat16())
+    assert bool(calls) == is_widened
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 128, 129])
 @pytest.mark.parametrize("shape", [(7, 5), (1500, 600)])
 @pytest.mark.parametrize("has_bias", [False, True])
