@@ -56,7 +56,7 @@ def filled(text: str, beside: Path = RESULTS, folder: Path = RESULTS) -> str:
 
 
 def table(file: str, spec: Mapping[str, str], folder: Path, links: str) -> str:
-    """Return the table, its ratios, and a caption."""
+    """Return the table, its ratios, and a caption for each document."""
     document = _read(folder / file)
     other = _read(folder / spec["beside"]) if "beside" in spec else None
     lines = []
@@ -74,6 +74,7 @@ def table(file: str, spec: Mapping[str, str], folder: Path, links: str) -> str:
         lines += ["", *(f"- {claim}: **{ratios[claim]:.2f}**" for claim in shown)]
     lines += ["", caption(document["environment"], links + file)]
     if other is not None:
+        lines[-1] += "\\"  # a line break
         lines += [caption(other["environment"], links + spec["beside"])]
     return "\n".join([*lines, ""])
 

@@ -206,7 +206,7 @@ def draw(probs: Tensor, generator: Generator) -> Tensor:
     """Sample one token (1,) from probs (V,), without a device synchronization.
 
     The probabilities need not be normalized. A one-hot distribution always gives its token. On a
-    CPU tokens without probability get no noise if they are the majority: it takes most of the time.
+    CPU tokens without probability get no noise if they are the majority: noise takes longest.
     """
     if probs.is_cpu and 0 < int(probs.count_nonzero()) < len(probs) // 2:
         possible = probs.nonzero().flatten()

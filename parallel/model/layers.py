@@ -63,7 +63,7 @@ def make_norm(config: ModelConfig) -> RMSNorm:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm over the last dimension of x; a float32 weight multiplies in float32."""
-    if x.dtype == weight.dtype:  # nothing to convert, twice a layer
+    if x.dtype == weight.dtype:  # saves two calls a norm
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 

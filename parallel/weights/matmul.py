@@ -14,7 +14,7 @@ from offload.kernels.batch_invariant_shape import ROW_BLOCK
 from parallel.batch_invariant import map_blocks
 
 _WIDENED_VALUES = 1 << 20  # weight values widened at once, few enough for the CPU's cache
-# From so many rows on widening is faster: torch's product takes as long for each row.
+# From so many rows on widening is faster: torch's product takes time in proportion to the rows.
 _WIDENED_ROWS = 4
 # x W^T with few rows is poorly parallelized over a CPU's threads: with a large weight it takes up
 # to twice as long as the equal W x^T. A single thread is faster with the former.
@@ -95,7 +95,7 @@ def _widened(
     wide = x.float()
     transposed = _is_poorly_parallel(x, weight)
     step = min(rows, max(1, _WIDENED_VALUES // columns))
-    # one buffer for all parts: of each its own, the C library may return it to the system
+    # one buffer for all parts: the C library may return one of each part to the system, every time
     buffer = wide.new_empty(step, columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
