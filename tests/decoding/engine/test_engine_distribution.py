@@ -147,22 +147,19 @@ def test_a_turn_follows_the_target_distribution(mode: str, sampling: str, folder
 
 
 @pytest.mark.parametrize(
-    ("mode", "sampling", "split"),
-    slow_except(
-        [
-            ("split", "full", 1),
-            ("split-hierarchical", "full", 1),
-            ("split-hierarchical", "nucleus", 0),
-        ]
-    ),
+    ("mode", "split"),
+    slow_except([("split", 1), ("split-hierarchical", 1), ("split-hierarchical", 0)]),
 )
 def test_output_follows_the_target_distribution_with_split_layers(
-    mode: str, sampling: str, split: int, folders: Folders
+    mode: str, split: int, folders: Folders
 ) -> None:
-    """In 16 bits: so few tokens cannot detect what rounding changes of a distribution."""
+    """In 16 bits: so few tokens cannot detect what rounding changes of a distribution.
+
+    It does change which token is the last of a nucleus, so there is none.
+    """
     options = {"split_kv_layers": split, "split_budget": 16, "link": "emulated:50"}
     options["prompt_lookup_ngram"] = 1
-    assert likelihood(mode, SAMPLINGS[sampling], folders, 500, **options) > LIKELY
+    assert likelihood(mode, SAMPLINGS["full"], folders, 500, **options) > LIKELY
 
 
 @pytest.mark.parametrize(
