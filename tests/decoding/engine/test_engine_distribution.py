@@ -80,6 +80,10 @@ def likelihood(mode: str, sampling: Sampling, folders: Folders, new: int, **opti
     pair = Pair(*folders, dtype=dtype_for(mode))
     output = pair.generate(mode, PROMPT, new, sampling, **{**SMALL, **options})
     values = quantiles(output, sampling, folders)
+    if pair.dtype == "bfloat16" and sampling.top_p < 1:
+        # rounding moves the end of a nucleus: tokens right after it are left out
+        wider = quantiles(output, replace(sampling, top_p=sampling.top_p + 0.01), folders)
+        values = values[~values.isnan() | wider.isnan()]
     if values.isnan().any():
         return 0.0
     return p_value(values.histc(CELLS, 0, 1), torch.ones(CELLS))
@@ -147,19 +151,22 @@ def test_a_turn_follows_the_target_distribution(mode: str, sampling: str, folder
 
 
 @pytest.mark.parametrize(
-    ("mode", "split"),
-    slow_except([("split", 1), ("split-hierarchical", 1), ("split-hierarchical", 0)]),
+    ("mode", "sampling", "split"),
+    slow_except(
+        [
+            ("split", "full", 1),
+            ("split-hierarchical", "full", 1),
+            ("split-hierarchical", "nucleus", 0),
+        ]
+    ),
 )
 def test_output_follows_the_target_distribution_with_split_layers(
-    mode: str, split: int, folders: Folders
+    mode: str, sampling: str, split: int, folders: Folders
 ) -> None:
-    """In 16 bits: so few tokens cannot detect what rounding changes of a distribution.
-
-    It does change which token is the last of a nucleus, so there is none.
-    """
+    """In 16 bits: so few tokens cannot detect what rounding changes of a distribution."""
     options = {"split_kv_layers": split, "split_budget": 16, "link": "emulated:50"}
     options["prompt_lookup_ngram"] = 1
-    assert likelihood(mode, SAMPLINGS["full"], folders, 500, **options) > LIKELY
+    assert likelihood(mode, SAMPLINGS[sampling], folders, 500, **options) > LIKELY
 
 
 @pytest.mark.parametrize(
