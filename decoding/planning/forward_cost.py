@@ -23,6 +23,7 @@ from parallel.config.parameter_count import (
     head_shape,
     is_recurrent,
     kv_projections,
+    mlp_inputs,
     moe_layers,
     query_projections,
     recurrent_layers,
@@ -50,12 +51,12 @@ def matmul_flops(config: ModelConfig) -> float:
     attention = config.full_layers * _projections(config, windowed=False)
     attention += windowed_layers(config) * _projections(config, windowed=True)
     attention += recurrent_layers(config) * _delta_net_weights(config)
-    mlps = dense_layers(config) * config.intermediate
+    mlps = dense_layers(config) * config.intermediate * (mlp_inputs(config) + 1)
     if (experts := config.experts) is not None:
         shared = experts.shared or 0
-        mlps += moe_layers(config) * (experts.per_token * experts.intermediate + shared)
+        mlps += 3 * moe_layers(config) * (experts.per_token * experts.intermediate + shared)
     inputs = 2 * config.hidden**2 if config.is_predictor else 0
-    return 2.0 * (attention + 3 * config.hidden * mlps + inputs)
+    return 2.0 * (attention + config.hidden * mlps + inputs)
 
 
 def _projections(config: ModelConfig, windowed: bool) -> int:

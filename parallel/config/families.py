@@ -26,7 +26,9 @@ from parallel.config_checks import (
 )
 from parallel.errors import ConfigError
 
-GELU = "gelu_pytorch_tanh"
+Activation = Literal["silu", "gelu_pytorch_tanh", "relu2", "xielu"]
+# MLPs with these have no gates: down(activation(up(x)))
+UNGATED: tuple[Activation, ...] = ("relu2", "xielu")
 PROPORTIONAL = "proportional"  # RoPE of Gemma 4
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 QKNorm = Literal["head", "width"]  # normalised per head, or over all heads together
@@ -56,6 +58,7 @@ class MlpNames(NamedTuple):
 
 
 PRE_NORMS, MLP = Norms(), MlpNames()
+_UNGATED_MLP = MlpNames(gate_up=("up_proj",))
 
 
 class Clamp(NamedTuple):
@@ -146,6 +149,7 @@ class Family:
     norms: Norms = PRE_NORMS
     fused_qkv: bool = False  # one tensor for Q, K and V
     mlp: MlpNames = MLP
+    activation: Activation = "silu"
     has_nope_layers: bool = False
     has_multipliers: bool = False  # Granite's
     has_offset_norms: bool = False  # norms are in float32, and stored less 1
@@ -214,6 +218,7 @@ _GEMMA3 = Family(
         ("input_layernorm", "post_attention_layernorm"),
         ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
+    activation="gelu_pytorch_tanh",
     is_gemma=True,
 )
 _QWEN3_NEXT = Family(
@@ -410,6 +415,25 @@ FAMILIES = {
         default_biases=("attention_bias",),
         o_bias="attention_out_bias",
     ),
+    "arcee": Family(
+        max_positions=4096,
+        norm_eps=1e-5,
+        stop_tokens=(128_001,),
+        optional_biases=_BIASES,
+        mlp=_UNGATED_MLP,
+        activation="relu2",
+    ),
+    "apertus": Family(
+        max_positions=65_536,
+        norm_eps=1e-5,
+        stop_tokens=(2,),
+        rope_theta=12_000_000.0,
+        optional_biases=("attention_bias",),
+        qk_norm="head",
+        norms=Norms(("attention_layernorm", None), ("feedforward_layernorm", None)),
+        mlp=_UNGATED_MLP,
+        activation="xielu",
+    ),
     "glm": _GLM,
     "glm4": replace(
         _GLM,
@@ -442,11 +466,11 @@ def family_of(fields: Mapping[str, Any]) -> Family:
         raise ConfigError(
             "layer_types in a mistral config is not supported: it indicates a Ministral model."
         )
-    name, expected = ("hidden_activation", GELU) if family.is_gemma else ("hidden_act", "silu")
-    act = fields.get(name, expected)
-    if act != expected:
+    act = fields.get("hidden_activation" if family.is_gemma else "hidden_act", family.activation)
+    if act != family.activation:
         raise ConfigError(
-            f"activation {quote(act)} is not supported; models of type {kind} have {expected}."
+            f"activation {quote(act)} is not supported; models of type {kind} have "
+            f"{family.activation}."
         )
     return family
 

@@ -21,6 +21,7 @@ from parallel.config.families import (
     FAMILIES,
     MLP,
     PRE_NORMS,
+    Activation,
     Family,
     MlpNames,
     MoEConfig,
@@ -134,6 +135,7 @@ class ModelConfig:
     norms: Norms = PRE_NORMS  # names of a layer's norms in the checkpoint
     fused_qkv: bool = False  # the checkpoint stacks Q, K and V
     mlp_names: MlpNames = MLP  # names of a dense MLP in the checkpoint
+    activation: Activation = "silu"
     # the checkpoint's Q and K are for RoPE that rotates adjacent dimensions; loading reorders them
     interleaved_rope: bool = False
     experts: MoEConfig | None = None  # replaces the dense MLP in the layers it lists
@@ -141,8 +143,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # scale of the outputs of attention and MLP
     query_multiplier: float = 1.0  # in addition to head_dim ** -0.5
     logits_scaling: float = 1.0  # divisor of the logits
-    # GELU, and an embedding multiplier in the model's dtype, as in Gemma 3 and 4
-    is_gemma: bool = False
+    is_gemma: bool = False  # the embedding multiplier has the model's dtype, as in Gemma 3 and 4
     float32_norms: bool = False
     offset_norms: bool = False  # norms multiply by 1 + weight
     is_cohere: bool = False  # LayerNorm, and one for attention and an MLP that is parallel to it
@@ -329,6 +330,7 @@ class ModelConfig:
             norms=family.norms,
             fused_qkv=family.fused_qkv,
             mlp_names=family.mlp,
+            activation=family.activation,
             interleaved_rope=family.interleaved_rope,
             query_scaling=query_scaling(rope) if family.has_query_scaling else None,
             experts=read_experts(fields, family),

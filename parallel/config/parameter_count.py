@@ -6,6 +6,7 @@ Does not import torch. The layers of `parallel.model.layers` allocate by the sam
 from __future__ import annotations
 
 from offload.layout import HeadShape
+from parallel.config.families import UNGATED
 from parallel.config.model_config import ModelConfig
 from parallel.formats.weight_headers import PREDICTION
 from parallel.ranks.partition import share_size, vocab_rows
@@ -18,6 +19,7 @@ MAX_GRAPH_TOKENS = 18
 # Batched forwards of any model are captured up to the same size: beyond it, compute hides the
 # kernel launches.
 MAX_STATIC_TOKENS = 64
+XIELU_NUMBERS = 4  # parameters of a layer's activation, if it is xIELU
 
 
 def head_shape(config: ModelConfig, windowed: bool) -> HeadShape:
@@ -147,12 +149,17 @@ def _delta_net_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     return config.norms.total * config.hidden + rows * config.hidden + out + others
 
 
+def mlp_inputs(config: ModelConfig) -> int:
+    """Return the projections that a dense MLP begins with: gate and up, or up alone."""
+    return 1 if config.activation in UNGATED else 2
+
+
 def _mlp_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     hidden = config.hidden
     intermediate = share_size(config.intermediate, rank, ranks)
-    gate_up = 2 * intermediate * (hidden + config.mlp_bias)
+    gate_up = mlp_inputs(config) * intermediate * (hidden + config.mlp_bias)
     down = hidden * (intermediate + config.mlp_bias)
-    return gate_up + down
+    return gate_up + down + (XIELU_NUMBERS if config.activation == "xielu" else 0)
 
 
 def _router_parameters(config: ModelConfig, ranks: int, rank: int) -> int:

@@ -64,7 +64,7 @@ _MINISTRAL3 = {  # transformers' default
     "mscale_all_dim": 1.0,
     _QUERY_SCALE: 0.1,
 }
-_GPT_OSS = {  # transformers' default
+_GPT_OSS = {
     "rope_type": "yarn",
     "factor": 32.0,
     "original_max_position_embeddings": 4096,
@@ -72,6 +72,16 @@ _GPT_OSS = {  # transformers' default
     "beta_slow": 1.0,
     "truncate": False,  # the bounds of the dimensions that are interpolated are not whole
 }
+_APERTUS = {
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+# transformers' defaults, by model type, for a config without RoPE parameters
+_DEFAULTS: dict[Any, dict[str, Any]] = {"apertus": _APERTUS, "gpt_oss": _GPT_OSS}
 _GEMMA4 = {  # likewise, by kind of layer
     FULL: {"rope_type": PROPORTIONAL, _PART: 0.25, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -157,7 +167,7 @@ def _default_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.has_query_scaling:
         return dict(_MINISTRAL3)
     is_absent = fields.get("rope_parameters") is None  # an empty one is the default type
-    return dict(_GPT_OSS) if family.is_gpt_oss and is_absent else {}
+    return dict(_DEFAULTS.get(fields["model_type"], {})) if is_absent else {}
 
 
 def read_windowed_rope(

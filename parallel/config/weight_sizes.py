@@ -18,6 +18,7 @@ from parallel.config.parameter_count import (
     is_recurrent,
     kv_projections,
     layer_name,
+    mlp_inputs,
     parameter_count,
     query_projections,
 )
@@ -190,7 +191,9 @@ def _matrices(
             yield "shared_gate_up", [_Part(name, rows, all_columns) for name in names]
             yield "shared_down", [_Part(f"{shared}.down_proj.weight", hidden, own)]
         block, gate_up, down = config.mlp_names
-        names = [f"{prefix}.{block}.{name}.weight" for name in (gate_up[0], gate_up[-1])]
+        # a single name may stand for gate and up
+        inputs = (gate_up[0], gate_up[-1])[: mlp_inputs(config)]
+        names = [f"{prefix}.{block}.{name}.weight" for name in inputs]
         yield "gate_up", [_Part(name, columns, all_columns) for name in names]
         yield "down", [_Part(f"{prefix}.{block}.{down}.weight", hidden, inner)]
 

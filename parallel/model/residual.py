@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
@@ -9,9 +12,11 @@ from torch.nn import Module
 from parallel.batch_invariant import map_blocks
 from parallel.config.families import BranchNorms
 from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import XIELU_NUMBERS, mlp_inputs
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.layers import ColumnParallelLinear, RowParallelLinear, make_norm
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
+from parallel.weights.matrix import empty_parameter
 
 
 class Branch(Module):
@@ -55,22 +60,24 @@ class Mlp(Branch):
     ):
         """`norms`: names of its own, if they are not the model's."""
         super().__init__(config, norms or config.norms.mlp)
-        outputs = [config.intermediate] * 2
+        outputs = [config.intermediate] * mlp_inputs(config)
         self.names = config.mlp_names
-        self.gated = gelu_gated if config.is_gemma else gated
+        self.activate = XIELU() if config.activation == "xielu" else ACTIVATIONS[config.activation]
         self.gate_up = ColumnParallelLinear(group, config.hidden, outputs, config.mlp_bias)
         self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
 
     def forward(self, x: Tensor) -> AsyncSum:
         """Transform x (T, hidden); return a pending all-reduce (T, hidden)."""
-        gate, up = self.gate_up(self.pre(x))
-        return self.post(self.down(map_blocks(self.gated, gate, up)))
+        parts = self.gate_up(self.pre(x))
+        return self.post(self.down(map_blocks(self.activate, *parts)))
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norms(checkpoint, prefix)
         block, gate_up, down = self.names
         self.gate_up.load(checkpoint, [f"{prefix}.{block}.{name}" for name in gate_up])
         self.down.load(checkpoint, f"{prefix}.{block}.{down}")
+        if isinstance(self.activate, XIELU):
+            self.activate.load(checkpoint, f"{prefix}.{block}.act_fn")
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -79,6 +86,49 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return max(x, 0) ** 2 (So et al. 2021, Primer, arXiv 2109.08668, section 3)."""
+    return F.relu(x).square()
+
+
+class XIELU(Module):
+    """A parabola for positive x, and an exponential for others, with slopes that are learned.
+
+    Source: Huang and Schlag 2024, Deriving activation functions via integration, arXiv 2411.13010;
+    the parameters are as in transformers, activations.py.
+    """
+
+    in_float32 = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        # the curvatures of both sides, the slope at 0, and the largest x of the exponential
+        self.numbers = empty_parameter(XIELU_NUMBERS)
+
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        """Read the tensors PREFIX.{alpha_p, alpha_n} (1,), and .{beta, eps} of no dimension."""
+        positive, negative = (
+            F.softplus(checkpoint.tensor(f"{prefix}.alpha_{side}", (1,))[:].float())
+            for side in "pn"
+        )
+        beta, eps = (checkpoint.tensor(f"{prefix}.{name}", ())[...] for name in ("beta", "eps"))
+        self.numbers.copy_(torch.stack([positive[0], beta + negative[0], beta, eps]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the activations of x (T, D), computed in float32."""
+        positive, negative, beta, eps = self.numbers
+        wide = x.float()
+        below = (torch.expm1(wide.minimum(eps)) - wide) * negative
+        return (torch.where(wide > 0, positive * wide.square(), below) + beta * wide).to(x.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "silu": gated,
+    "gelu_pytorch_tanh": gelu_gated,
+    "relu2": squared_relu,
+}
 
 
 def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:

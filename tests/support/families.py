@@ -25,6 +25,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"family": "granitemoehybrid"},
     "ministral3": {"family": "ministral3"},  # queries are scaled from 16 tokens on
     "seed_oss": {"family": "seed_oss"},
+    "arcee": {"family": "arcee"},
+    "apertus": {"family": "apertus"},
     "glm": {"family": "glm", "seed": 1},
     "glm4": {"family": "glm4"},
     # layers with a window, all of them or all but the second of three

@@ -54,7 +54,8 @@ PREDICTION_PARTS = {  # parts of a multi-token-prediction block beside its layer
     "pre_fc_norm_hidden": MODEL_TENSOR.NEXTN_HNORM,
     "norm": MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM,
 }
-PERMUTED = ("llama", "mistral3", "granite", "smollm3")  # their Q and K have interleaved heads
+# their Q and K have interleaved heads
+PERMUTED = ("arcee", "llama", "mistral3", "granite", "smollm3")
 MULTIPLIERS = {
     "attention_multiplier": GGUFWriter.add_attention_scale,
     "embedding_multiplier": GGUFWriter.add_embedding_scale,

@@ -156,6 +156,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         },
         "pad_token_id": None,
     },
+    "apertus": {"pad_token_id": None, "rope_parameters": None},
     "glm": {"head_dim": 16, "pad_token_id": None, "eos_token_id": 2},
     "glm4": {"head_dim": 16, "pad_token_id": None, "eos_token_id": 2},
     "granite": {

@@ -32,6 +32,7 @@ _POST_NORMS = {
 }
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_UNGATED_MLP = {part: name for part, name in _MLP.items() if part != "ffn_gate"}
 _EXPERTS = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
@@ -262,6 +263,12 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
         tensors={**_DELTA_NETS, **delta_nets.BETAS, **_SHARED_EXPERT},
         has_tiled_heads=True,
         has_dense=False,
+    ),
+    "arcee": replace(
+        _LLAMA_FAMILY,
+        model_type="arcee",
+        tensors={**_ATTENTION, **_UNGATED_MLP},
+        biases=((*_QKV, "attn_output"), tuple(_UNGATED_MLP)),
     ),
     "smollm3": replace(_LLAMA_FAMILY, model_type="smollm3"),  # every fourth layer has no RoPE
     "phi3": GgufFamily(

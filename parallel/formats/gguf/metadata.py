@@ -420,7 +420,7 @@ def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[in
     )
     experts = family.expert_count(fields)
     wide = (experts, fields.get("moe_intermediate_size", intermediate), hidden)
-    is_fused = "ffn_gate" not in family.tensors
+    is_fused = family.tensors.get("ffn_up") == "mlp.gate_up_proj"
     shapes = {
         "token_embd": (fields["vocab_size"], hidden),
         "output": (fields["vocab_size"], hidden),

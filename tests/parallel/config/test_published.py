@@ -56,6 +56,13 @@ OLMO_ROPE = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
+APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 GEMMA_ROPE = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 GEMMA_27B = decoder("gemma3_text", 62, 5376, 21_504, (32, 16), 262_208, head_dim=128)
 GPT_OSS_ROPE = {
@@ -411,6 +418,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         32.00,
         65_536,
         131_072,
+    ),
+    "AFM-4.5B": (
+        decoder("arcee", 36, 2560, 18_432, (20, 4), 128_004, hidden_act="relu2", head_dim=128)
+        | {"max_position_embeddings": 65_536},
+        4.62,
+        73_728,
+        65_536,
+    ),
+    "Apertus-8B": (
+        decoder("apertus", 32, 4096, 21_504, (32, 8), 131_072, hidden_act="xielu")
+        | {"max_position_embeddings": 65_536, "rope_theta": 12e6, "rope_scaling": APERTUS_ROPE},
+        8.05,
+        131_072,
+        65_536,
     ),
     "Yi-34B-200K": (
         decoder("llama", 60, 7168, 20_480, (56, 8), 64_000) | {"max_position_embeddings": 200_000},

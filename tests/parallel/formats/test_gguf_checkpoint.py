@@ -144,8 +144,9 @@ MODELS: dict[str, dict[str, Any]] = {
     **{
         name: {**options, **GGUF_FIELDS.get(name, {})}
         for name, options in OTHERS.items()
-        # its files have the architecture of its first code; the window is not in files of mistral
-        if name not in ("glm", "mistral-window")
+        # not supported in files: activations that are metadata, and the architecture of GLM's first
+        # code; the window is not in files of mistral
+        if name not in ("apertus", "glm", "mistral-window")
     },
     "mistral": {"family": "mistral", "sliding_window": None},
     "phi3-short": {"family": "phi3", "original_max_position_embeddings": 512},

@@ -112,6 +112,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_out_bias": True,
         "mlp_bias": True,
     },
+    "arcee": {"family": "arcee"},
+    "arcee-bias": {"family": "arcee", "mlp_bias": True, "attention_bias": True},
+    "apertus": {"family": "apertus"},
     "glm": {"family": "glm"},
     "glm-whole": {
         "family": "glm",

@@ -178,6 +178,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"head_dim": 64, "layer_types": ["full_attention"] * 2},
     "ministral3": {"head_dim": 64},
     "seed_oss": {"head_dim": 64},
+    "arcee": {},
     "glm4": {"head_dim": 64},
 }
 
