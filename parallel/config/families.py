@@ -34,6 +34,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 QKNorm = Literal["head", "width"]  # normalised per head, or over all heads together
 # those with a sliding window: all, the upper ones, or all but every so many
 WindowLayers = Literal["all", "upper", "pattern"]
+# Experts are selected by probabilities, by corrected probabilities, or by corrected sigmoids.
+Routing = Literal["softmax", "corrected", "sigmoid"]
 BranchNorms = tuple[str | None, str | None]  # names of a branch's norms: before it, after it
 
 
@@ -81,7 +83,29 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    count: tuple[str, ...] = ("num_local_experts", "num_experts")  # config fields with the number
     per_token: str = "num_experts_per_tok"  # config field with the number of a token's experts
+    shared: str = "mlp.shared_expert"  # prefix of those of an expert of all tokens
+    shared_gate: str | None = "mlp.shared_expert_gate"
+    correction: str = ""  # tensor with the router's correction, if it has one
+    correction_dims: tuple[int, ...] = ()  # its dimensions before that of the experts
+
+
+class Gating(NamedTuple):
+    """How a router's logits select a token's experts and weigh them.
+
+    Source: Shazeer et al. 2017, arXiv 1701.06538, section 2.1; of all but `normalised`, DeepSeek-AI
+    2024, DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    """
+
+    normalised: bool  # whether the weights of a token's experts sum to 1
+    is_sigmoid: bool = False  # probabilities are each expert's own, not a softmax over all
+    # Each expert has a number that is added for the selection, but not for the weights.
+    is_corrected: bool = False
+    groups: int = 1  # number of groups of consecutive experts
+    groups_per_token: int = 1  # a token's experts are in its best groups, by their best two experts
+    factor: float = 1.0  # weights are multiplied by it
+    min_sum: float = 0.0  # weights with a smaller sum are divided by this
 
 
 @dataclass(frozen=True)
@@ -91,7 +115,7 @@ class MoEConfig:
     count: int
     per_token: int
     intermediate: int  # intermediate size of one expert
-    normalised: bool  # whether the weights of a token's experts sum to 1
+    gating: Gating
     layers: frozenset[int]  # layers with experts; the others have a dense MLP
     names: ExpertNames
     clamp: Clamp | None = None  # None: silu(gate) * up, or gelu(gate) * up
@@ -99,7 +123,7 @@ class MoEConfig:
     # layers have an MLP beside their experts, the router scales what it gets and returns, and the
     # activation is GELU, as in Gemma 4
     is_gemma4: bool = False
-    shared: int | None = None  # intermediate size of one more expert, of all tokens, with a gate
+    shared: int | None = None  # intermediate size of one more expert, of all tokens
 
     def __post_init__(self) -> None:
         sizes = (self.count, self.per_token, self.intermediate)
@@ -161,6 +185,9 @@ class Family:
     experts: ExpertNames | None = None
     is_gpt_oss: bool = False  # attention sinks, and experts with biases and a clamped activation
     shared_expert: str | None = None  # config field with its intermediate size
+    shared_experts: str | None = None  # or that with their number: each has the size of the others
+    routing: Routing = "softmax"
+    qk_norm_field: str | None = None  # config field that enables `qk_norm`
     has_delta_nets: bool = False  # in most layers; the others have gates of attention's outputs
 
     @property
@@ -233,6 +260,16 @@ _QWEN3_NEXT = Family(
     has_delta_nets=True,
     experts=ExpertNames("moe_intermediate_size", "mlp.experts", "mlp.gate"),
     shared_expert="shared_expert_intermediate_size",
+)
+_ERNIE = Family(
+    max_positions=131_072,
+    kv_heads=2,
+    head_dim=128,
+    norm_eps=1e-5,
+    tied=True,
+    stop_tokens=(2,),
+    rope_theta=500_000.0,
+    interleaved_rope=True,
 )
 _GLM = Family(
     max_positions=131_072,
@@ -434,6 +471,25 @@ FAMILIES = {
         mlp=_UNGATED_MLP,
         activation="xielu",
     ),
+    "ernie4_5": _ERNIE,
+    "ernie4_5_moe": replace(
+        _ERNIE,
+        kv_heads=4,
+        head_dim=None,
+        experts=ExpertNames(
+            "moe_intermediate_size",
+            "mlp.experts",
+            "mlp.gate",
+            count=("moe_num_experts",),
+            per_token="moe_k",
+            shared="mlp.shared_experts",
+            shared_gate=None,
+            correction="mlp.moe_statics.e_score_correction_bias",
+            correction_dims=(1,),
+        ),
+        shared_experts="moe_num_shared_experts",
+        routing="corrected",
+    ),
     "glm": _GLM,
     "glm4": replace(
         _GLM,
@@ -441,6 +497,27 @@ FAMILIES = {
             ("input_layernorm", "post_self_attn_layernorm"),
             ("post_attention_layernorm", "post_mlp_layernorm"),
         ),
+    ),
+    "glm4_moe": Family(
+        max_positions=131_072,
+        kv_heads=8,
+        norm_eps=1e-5,
+        partial_rotary=0.5,
+        optional_biases=("attention_bias",),
+        o_bias="",
+        qk_norm="head",
+        qk_norm_field="use_qk_norm",
+        experts=ExpertNames(
+            "moe_intermediate_size",
+            "mlp.experts",
+            "mlp.gate",
+            count=("n_routed_experts",),
+            shared="mlp.shared_experts",
+            shared_gate=None,
+            correction="mlp.gate.e_score_correction_bias",
+        ),
+        shared_experts="n_shared_experts",
+        routing="sigmoid",
     ),
 }
 
@@ -486,8 +563,9 @@ def missing_fields(fields: Mapping[str, Any]) -> list[str]:
     required = list(_REQUIRED)
     if family.experts is not None and _has_experts(fields, family):
         required += [family.experts.per_token, family.experts.intermediate]
-        required += [] if expert_count(fields) is not None else ["num_experts"]
-        required += [family.shared_expert] if family.shared_expert is not None else []
+        required += [] if expert_count(fields) is not None else [family.experts.count[-1]]
+        shared = family.shared_expert, family.shared_experts
+        required += [name for name in shared if name is not None]
     required.append(family.intermediate)
     return [name for name in dict.fromkeys(required) if name not in fields]
 
@@ -498,12 +576,16 @@ def _has_experts(fields: Mapping[str, Any], family: Family) -> bool:
 
 
 def expert_count(fields: Mapping[str, Any]) -> Any:
-    """Return the number of experts per layer, under whichever of its two names the config uses."""
+    """Return the number of experts per layer, under whichever of its names the config uses."""
     return fields.get(_count_field(fields))
 
 
 def _count_field(fields: Mapping[str, Any]) -> str:
-    return "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    family = FAMILIES.get(fields.get("model_type", ""))
+    if family is None or family.experts is None:
+        return "num_experts"
+    names = family.experts.count
+    return next((name for name in names if name in fields), names[-1])
 
 
 def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
@@ -517,18 +599,12 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
     count = expert_count(fields)
     if count is None and not family.is_gemma4 and family.shared_expert is None:
         return None
-    sparse, normalised = frozenset(range(fields["num_hidden_layers"])), True
     if fields["model_type"] in ("qwen3_moe", "qwen3_next"):
         check_number(_count_field(fields), count, COUNT_OR_NONE)
-        step = fields.get("decoder_sparse_step", 1)
-        check_number("decoder_sparse_step", step, COUNT)
-        dense = list_field(fields, "mlp_only_layers", int)
-        sparse = frozenset(
-            index for index in sparse if index not in dense and (index + 1) % step == 0
-        )
-        if not count or not sparse:
+        if not count:
             return None
-        normalised = bool_field(fields, "norm_topk_prob", family.shared_expert is not None)
+    if not (sparse := _sparse_layers(fields)):
+        return None
     check_number(_count_field(fields), count, Number(high=MAX_EXPERTS))
     for name in filter(None, (names.per_token, names.intermediate, family.shared_expert)):
         check_number(name, fields[name], COUNT)
@@ -536,14 +612,83 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
         count=count,
         per_token=fields[names.per_token],
         intermediate=fields[names.intermediate],
-        normalised=normalised,
+        gating=_gating(fields, family, count),
         layers=sparse,
         names=names,
         clamp=_clamp(fields) if family.is_gpt_oss else None,
         has_biases=family.is_gpt_oss,
         is_gemma4=family.is_gemma4,
-        shared=None if family.shared_expert is None else fields[family.shared_expert],
+        shared=_shared_size(fields, family, names),
     )
+
+
+def _sparse_layers(fields: Mapping[str, Any]) -> frozenset[int]:
+    """Return the layers with experts. Raises ConfigError for invalid numbers."""
+    layers, kind = range(fields["num_hidden_layers"]), fields["model_type"]
+    if kind in ("qwen3_moe", "qwen3_next"):
+        step = fields.get("decoder_sparse_step", 1)
+        check_number("decoder_sparse_step", step, COUNT)
+        dense = list_field(fields, "mlp_only_layers", int)
+        return frozenset(each for each in layers if each not in dense and (each + 1) % step == 0)
+    if kind == "ernie4_5_moe":
+        ranges = {"start_index": COUNT_OR_NONE, "end_index": Number(low=-1), "interval": COUNT}
+        defaults = {"start_index": 1, "end_index": -1, "interval": 1}
+        first, last, step = (
+            _number(fields, f"moe_layer_{name}", defaults[name], valid)
+            for name, valid in ranges.items()
+        )
+        last = len(layers) - 1 if last == -1 else last
+        return frozenset(each for each in layers if first <= each <= last and not (each + 1) % step)
+    if kind == "glm4_moe":
+        first = _number(fields, "first_k_dense_replace", 1, COUNT_OR_NONE)
+        return frozenset(layers[first:])
+    return frozenset(layers)
+
+
+def _shared_size(fields: Mapping[str, Any], family: Family, names: ExpertNames) -> int | None:
+    """Return the intermediate size of the expert that all tokens are sent to, or of all such."""
+    if family.shared_expert is not None:
+        size: int = fields[family.shared_expert]
+        return size
+    if family.shared_experts is None:
+        return None
+    count = fields[family.shared_experts]
+    check_number(family.shared_experts, count, COUNT_OR_NONE)
+    return count * fields[names.intermediate] or None
+
+
+def _gating(fields: Mapping[str, Any], family: Family, experts: int) -> Gating:
+    """Return how experts are selected. Raises ConfigError for invalid numbers."""
+    if family.routing == "corrected":
+        floor = _number(fields, "moe_norm_min", 1e-12, Number(low=0, high=1, whole=False))
+        return Gating(True, is_corrected=True, min_sum=floor)
+    if family.routing == "softmax":
+        is_optional = fields["model_type"] in ("qwen3_moe", "qwen3_next")
+        default = family.shared_expert is not None
+        return Gating(not is_optional or bool_field(fields, "norm_topk_prob", default))
+    groups = _number(fields, "n_group", 1, COUNT)
+    best = _number(fields, "topk_group", 1, Number(high=groups))
+    if experts % groups or (groups > 1 and experts < 2 * groups):
+        raise ConfigError(
+            f"the model's config gives n_group = {groups}: {experts} experts do not divide into so "
+            "many groups of two or more."
+        )
+    return Gating(
+        bool_field(fields, "norm_topk_prob", True),
+        is_sigmoid=True,
+        is_corrected=True,
+        groups=groups,
+        groups_per_token=best,
+        factor=_number(fields, "routed_scaling_factor", 1.0, SCALE),
+        min_sum=1e-20,
+    )
+
+
+def _number(fields: Mapping[str, Any], name: str, default: float, valid: Number) -> Any:
+    """Return a config's number. Raises ConfigError if it is not valid."""
+    value = fields.get(name, default)
+    check_number(name, value, valid)
+    return value
 
 
 def _clamp(fields: Mapping[str, Any]) -> Clamp:

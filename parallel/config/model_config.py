@@ -42,7 +42,7 @@ from parallel.config.positions import (
     dense_positions,
     trained_positions,
 )
-from parallel.config.recurrent import predicts, recurrent_shape
+from parallel.config.recurrent import predicts, recurrent_shape, unused_layers
 from parallel.config.rope import (
     MAX_ROPE_FACTOR,
     QueryScaling,
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 
 _COUNTS = ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "query_multiplier", "logits_scaling")
+_OF_FILES = ("dtype", "wrapper", "has_predictor", "unused_layers")  # not of transformers' config
 _ALIASES = {"float": "float32", "half": "float16", "double": "float64"}
 
 
@@ -127,6 +128,8 @@ class ModelConfig:
     has_predictor: bool = field(default=False, repr=False)
     # whether this is such a block, which shares its model's embedding and head
     is_predictor: bool = field(default=False, repr=False)
+    # Layers after the model's own in its files, which predict further tokens and are not used
+    unused_layers: int = field(default=0, repr=False)
     sliding_window: SlidingWindow | None = None  # and the layers that have one
     # RoPE of layers with a window, if it is another
     windowed_rope: dict[str, Any] | None = field(default=None, hash=False)
@@ -197,7 +200,7 @@ class ModelConfig:
             hf_fields = fields_for_transformers(fields, FAMILIES[config.family])
             hf = CONFIG_MAPPING[config.family].from_dict(hf_fields)
             read = cls.from_hf(hf, fields)
-            own = {name: getattr(config, name) for name in ("dtype", "wrapper", "has_predictor")}
+            own = {name: getattr(config, name) for name in _OF_FILES}
             config = replace(read, **own)
         except ConfigError:
             raise
@@ -326,7 +329,7 @@ class ModelConfig:
             windowed_heads=windowed_heads if windows is not None else None,
             has_shared_values=family.is_gemma4 and shares_keys(fields),
             nope_layers=nope,
-            qk_norm=family.qk_norm,
+            qk_norm=family.qk_norm if _has_qk_norm(fields, family) else None,
             norms=family.norms,
             fused_qkv=family.fused_qkv,
             mlp_names=family.mlp,
@@ -344,6 +347,7 @@ class ModelConfig:
             has_output_gates=family.has_delta_nets,
             has_predictor=family.has_delta_nets and predicts(fields),
             is_predictor=False,
+            unused_layers=unused_layers(fields),
             **(multipliers(fields, head_dim) if family.has_multipliers else {}),
             **_gemma_numbers(fields, family, head_dim),
             **(cohere_multipliers(fields) if family.is_cohere else {}),
@@ -497,6 +501,10 @@ def predictor_config(config: ModelConfig) -> ModelConfig:
         has_predictor=False,
         is_predictor=True,
     )
+
+
+def _has_qk_norm(fields: Mapping[str, Any], family: Family) -> bool:
+    return family.qk_norm_field is None or bool_field(fields, family.qk_norm_field, False)
 
 
 def _gemma_numbers(fields: Mapping[str, Any], family: Family, head_dim: int) -> dict[str, Any]:

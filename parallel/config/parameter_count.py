@@ -171,9 +171,17 @@ def _router_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
         per_expert += 1 + 2 * share_size(experts.intermediate, rank, ranks) + config.hidden
     # Gemma 4's scales, and the norms before and after the experts, and after the MLP
     others = experts.count + 4 * config.hidden if experts.is_gemma4 else 0
-    if experts.shared is not None:  # with its gate
-        others = config.hidden * (3 * share_size(experts.shared, rank, ranks) + 1)
-    return experts.count * per_expert + others
+    if experts.shared is not None:
+        has_gate = experts.names.shared_gate is not None
+        others = config.hidden * (3 * share_size(experts.shared, rank, ranks) + has_gate)
+    return experts.count * (per_expert + experts.gating.is_corrected) + others
+
+
+def float32_parameters(config: ModelConfig) -> int:
+    """Return those of the parameters of routers that are in float32 in any model."""
+    if config.experts is None or not config.experts.gating.is_corrected:
+        return 0
+    return moe_layers(config) * config.experts.count * (config.hidden + 1)
 
 
 def expert_parameters(config: ModelConfig, ranks: int, rank: int) -> int:

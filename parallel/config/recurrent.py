@@ -13,6 +13,7 @@ from parallel.config_checks import (
     COUNT,
     FULL,
     LINEAR,
+    MAX_LAYERS,
     PREDICTORS,
     Number,
     check_number,
@@ -73,6 +74,13 @@ def predicts(fields: Mapping[str, Any]) -> bool:
     default = int(fields["model_type"] == "qwen3_next")
     has_embedding = fields.get("mtp_use_dedicated_embeddings")
     return fields.get(PREDICTORS, default) == 1 and not has_embedding
+
+
+def unused_layers(fields: Mapping[str, Any]) -> int:
+    """Return the layers that files have after the model's own, to predict further tokens."""
+    count = fields.get("num_nextn_predict_layers") or 0
+    check_number("num_nextn_predict_layers", count, Number(low=0, high=MAX_LAYERS))
+    return int(count)
 
 
 def _kinds(fields: Mapping[str, Any]) -> list[str]:

@@ -30,11 +30,17 @@ _FOREIGN_FIELDS = {
     "conv_L_cache": "convolutional layers",
     "use_bidirectional_attention": "attention to later tokens",
     "use_qk_norm": "norms of queries and keys that differ by head",
+    "use_bias": "biases of all projections",
 }
 # fields of recurrent layers, which a hybrid need not have: its list of layers decides
 _HYBRID_FIELDS = ("mamba_d_state",)
 _DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with linear attention
-_GEMMA4_FIELDS = ("final_logit_softcapping", "use_bidirectional_attention")
+# those of the foreign fields that are supported in these types
+_OWN_FIELDS: dict[Any, tuple[str, ...]] = {
+    "gemma4_text": ("final_logit_softcapping", "use_bidirectional_attention"),
+    "glm4_moe": ("use_qk_norm",),
+    **dict.fromkeys(_DELTA_NETS, ("linear_num_key_heads",)),
+}
 _RECURRENT = ("mamba", "hybrid", "linear")  # parts of the names of recurrent layers
 _LAYER_LISTS = ("layer_types", "layers_block_type")
 _ATTENTION_TYPES = {FULL, SLIDING, "attention"}
@@ -103,14 +109,13 @@ def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
             yield "no layer_types (recurrent layers)"
     kinds = {kind for name in _LAYER_LISTS for kind in _kinds(fields, name)}
     has_recurrent = not kinds or any(word in kind for kind in kinds for word in _RECURRENT)
-    names = [name for name in _FOREIGN_FIELDS if has_recurrent or name not in _HYBRID_FIELDS]
+    supported = _OWN_FIELDS.get(fields.get("model_type"), ())
+    supported += () if has_recurrent else _HYBRID_FIELDS
+    names = [name for name in _FOREIGN_FIELDS if name not in supported]
     if fields.get("model_type") == "gemma4_text":
         yield from _gemma4_parts(fields)
-        names = [name for name in names if name not in _GEMMA4_FIELDS]
-    attention_types = _ATTENTION_TYPES
-    if fields.get("model_type") in _DELTA_NETS:
-        names.remove("linear_num_key_heads")
-        attention_types = _ATTENTION_TYPES | {LINEAR}
+    is_delta_net = fields.get("model_type") in _DELTA_NETS
+    attention_types = _ATTENTION_TYPES | ({LINEAR} if is_delta_net else set())
     for part in _present_fields(fields, names):
         yield f"{part} ({_FOREIGN_FIELDS[part.partition(' ')[0]]})"
     for name in _LAYER_LISTS:

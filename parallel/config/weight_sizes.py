@@ -12,6 +12,8 @@ from typing import NamedTuple
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import (
     expert_parameters,
+    float32_parameters,
+    has_experts,
     has_window,
     head_rows,
     head_shape,
@@ -73,6 +75,7 @@ def weight_sizes(
         largest = max(sizes, key=lambda each: each.nbytes + each.scratch)
         return largest._replace(cut=max(each.cut for each in sizes))
     nbytes = parameter_count(config, ranks, rank) * itemsize
+    nbytes += float32_parameters(config) * (4 - itemsize)
     vocabulary = vocab_rows(config.vocab, ranks) * config.hidden * itemsize
     embedding = 0 if config.tied or config.is_predictor else vocabulary
     shared = vocabulary if config.is_predictor else 0
@@ -184,9 +187,10 @@ def _matrices(
             yield from _delta_net(config, ranks, rank, layer, types)
         else:
             yield from _attention(config, ranks, rank, layer)
-        if config.experts is not None and config.experts.shared is not None:
-            own = share(config.experts.shared, rank, ranks)
-            shared, rows = f"{prefix}.mlp.shared_expert", own.stop - own.start
+        mixture = config.experts if has_experts(config, layer) else None
+        if mixture is not None and mixture.shared is not None:
+            own = share(mixture.shared, rank, ranks)
+            shared, rows = f"{prefix}.{mixture.names.shared}", own.stop - own.start
             names = [f"{shared}.{name}.weight" for name in ("gate_proj", "up_proj")]
             yield "shared_gate_up", [_Part(name, rows, all_columns) for name in names]
             yield "shared_down", [_Part(f"{shared}.down_proj.weight", hidden, own)]

@@ -77,7 +77,9 @@ class Checkpoint(ABC):
                 "model."
             )
 
-    def check_unused(self, is_tied: bool = False, is_text: bool = False) -> None:
+    def check_unused(
+        self, is_tied: bool = False, is_text: bool = False, others: tuple[str, ...] = ()
+    ) -> None:
         """Raise CheckpointError if tensors are unused: the model's output would depend on them.
 
         It does not on a multi-token-prediction block.
@@ -86,13 +88,14 @@ class Checkpoint(ABC):
             is_tied: the head is tied to the embedding, of which the files may hold a copy; with a
                 head that differs the model would not be tied (`config_file`).
             is_text: the model is the text model of a larger one.
+            others: prefixes of tensors that are no part of it.
         """
         unused = self._shapes.keys() - self._used - ({HEAD} if is_tied else set())
         unused |= set() if is_text else set(self._vision)
         leftovers = sorted(
             name
             for name in unused
-            if not name.endswith(_DERIVED) and not name.startswith(PREDICTION)
+            if not name.endswith(_DERIVED) and not name.startswith((PREDICTION, *others))
         )
         if leftovers:
             raise CheckpointError(

@@ -241,7 +241,9 @@ class GroupCheckpoint(SafetensorsCheckpoint):
         """bfloat16, the 16-bit dtype in which no activation overflows."""
         return torch.bfloat16
 
-    def check_unused(self, is_tied: bool = False, is_text: bool = False) -> None:
+    def check_unused(
+        self, is_tied: bool = False, is_text: bool = False, others: tuple[str, ...] = ()
+    ) -> None:
         """Raise CheckpointError if tensors are unused.
 
         GPTQ gives each quantised matrix a bias, which is zero if the model has none.
@@ -251,7 +253,7 @@ class GroupCheckpoint(SafetensorsCheckpoint):
             has_bias = name.endswith(".bias") and matrix in self._matrices
             if has_bias and not self._open_tensor(name)[:].any():
                 self._used.add(name)
-        super().check_unused(is_tied, is_text)
+        super().check_unused(is_tied, is_text, others)
 
     def _index(self) -> None:
         self._matrices, parts = group_headers(self._headers, self._quantisation)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from parallel.batch_invariant import map_blocks, map_rows
-from parallel.config.families import BranchNorms, MoEConfig
+from parallel.config.families import BranchNorms, Gating, MoEConfig
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.formats.checkpoint import Checkpoint
@@ -97,12 +97,15 @@ class Router(Module):
 
     It is replicated: all ranks apply it to the same x, so they select the same experts. In Gemma 4
     it normalises x, and scales this and the weights of experts (transformers, modeling_gemma4.py).
+    One with a correction is in float32 (transformers, modeling_glm4_moe.py).
     """
 
     def __init__(self, shape: MoEConfig, hidden: int, eps: float):
         super().__init__()
         self.shape, self.eps = shape, eps
+        self.in_float32 = shape.gating.is_corrected
         self.weight = empty_parameter(shape.count, hidden)
+        self.correction = empty_parameter(shape.count) if self.in_float32 else None
         self.bias = empty_parameter(shape.count) if shape.has_biases else None
         self.scale = empty_parameter(hidden) if shape.is_gemma4 else None
         self.expert_scale = empty_parameter(shape.count) if shape.is_gemma4 else None
@@ -111,14 +114,16 @@ class Router(Module):
         """Return the weights (T, per_token) float32 of the experts of x (T, hidden), and these."""
         if self.scale is not None:
             x = unweighted_norm(x, x.shape[-1], self.eps) * self.scale * x.shape[-1] ** -0.5
-        scores = linear(x, self.weight, self.bias)
-        weights, chosen = route(scores, self.shape.per_token, self.shape.normalised)
+        scores = linear(x.to(self.weight.dtype), self.weight, self.bias)
+        weights, chosen = route(scores, self.shape.per_token, self.shape.gating, self.correction)
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[chosen]
         return weights, chosen
 
-    def load(self, checkpoint: Checkpoint, name: str) -> None:
-        """Read the tensors NAME.weight and NAME.bias, or Gemma 4's NAME.proj.weight and scales."""
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        """Read the tensors of layer PREFIX: weight and bias, or Gemma 4's weight and scales."""
+        names = self.shape.names
+        name = f"{prefix}.{names.router}"
         count, hidden = shape = tuple(self.weight.shape)
         if self.scale is not None and self.expert_scale is not None:
             self.scale.copy_(checkpoint.tensor(f"{name}.scale", (hidden,))[:])
@@ -128,6 +133,10 @@ class Router(Module):
         self.weight.copy_(checkpoint.tensor(f"{name}.weight", shape)[:])
         if self.bias is not None:
             self.bias.copy_(checkpoint.tensor(f"{name}.bias", (count,))[:])
+        if self.correction is not None:
+            dims = () if checkpoint.is_converted else names.correction_dims
+            correction = checkpoint.tensor(f"{prefix}.{names.correction}", (*dims, count))
+            self.correction.copy_(correction[:].flatten())
 
 
 class SparseMoE(Branch):
@@ -145,7 +154,7 @@ class SparseMoE(Branch):
         self.experts = Experts(self.shape, config.hidden, group)
         self.shared: SharedExpert | None = None
         if self.shape.shared is not None:
-            self.shared = SharedExpert(config.hidden, self.shape.shared, group)
+            self.shared = SharedExpert(config.hidden, self.shape, group)
 
     def forward(self, x: Tensor) -> AsyncSum:
         """Transform x (T, hidden); return a pending all-reduce (T, hidden)."""
@@ -167,37 +176,44 @@ class SparseMoE(Branch):
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norms(checkpoint, prefix)
-        self.router.load(checkpoint, f"{prefix}.{self.shape.names.router}")
+        self.router.load(checkpoint, prefix)
         self.experts.load(checkpoint, f"{prefix}.{self.shape.names.experts}")
         if self.shared is not None:
-            self.shared.load(checkpoint, f"{prefix}.mlp")
+            self.shared.load(checkpoint, prefix)
 
 
 class SharedExpert(Module):
-    """One more expert, which all tokens are sent to, with a gate instead of the router's weight.
+    """One more expert, which all tokens are sent to; in Qwen's models its output has a gate.
 
-    Source: transformers, modeling_qwen3_next.py.
+    Several such experts are one whose intermediate dimensions are those of all. Source: Dai et al.
+    2024, DeepSeekMoE, arXiv 2401.06066, section 3.2; transformers, modeling_qwen3_next.py.
     """
 
-    def __init__(self, hidden: int, intermediate: int, group: TensorParallelGroup):
+    def __init__(self, hidden: int, shape: MoEConfig, group: TensorParallelGroup):
         super().__init__()
-        self.gate_up = ColumnParallelLinear(group, hidden, [intermediate] * 2, False)
-        self.down = RowParallelLinear(group, intermediate, hidden, False)
-        self.gate = empty_parameter(1, hidden)
+        assert shape.shared is not None
+        self.names = shape.names
+        self.gate_up = ColumnParallelLinear(group, hidden, [shape.shared] * 2, False)
+        self.down = RowParallelLinear(group, shape.shared, hidden, False)
+        self.gate = None if self.names.shared_gate is None else empty_parameter(1, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's partial sum (T, hidden) of the expert's output for x (T, hidden)."""
         gate, up = self.gate_up(x)
         partial = self.down.weight.product(map_blocks(gated, gate, up))
+        if self.gate is None:
+            return partial
         return map_blocks(sigmoid_gated, partial, linear(x, self.gate))
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
-        """Read the tensors PREFIX.shared_expert.*.weight and PREFIX.shared_expert_gate.weight."""
-        names = [f"{prefix}.shared_expert.{name}" for name in ("gate_proj", "up_proj")]
-        self.gate_up.load(checkpoint, names)
-        self.down.load(checkpoint, f"{prefix}.shared_expert.down_proj")
-        shape = tuple(self.gate.shape)[int(checkpoint.is_converted) :]
-        self.gate.copy_(checkpoint.tensor(f"{prefix}.shared_expert_gate.weight", shape)[:])
+        """Read the tensors of layer PREFIX: three matrices, and a gate if it has one."""
+        shared = f"{prefix}.{self.names.shared}"
+        self.gate_up.load(checkpoint, [f"{shared}.{name}" for name in ("gate_proj", "up_proj")])
+        self.down.load(checkpoint, f"{shared}.down_proj")
+        if self.gate is not None:
+            name = f"{prefix}.{self.names.shared_gate}.weight"
+            shape = tuple(self.gate.shape)[int(checkpoint.is_converted) :]
+            self.gate.copy_(checkpoint.tensor(name, shape)[:])
 
 
 class MlpAndExperts(Branch):
@@ -220,16 +236,35 @@ class MlpAndExperts(Branch):
         self.moe.load(checkpoint, prefix)
 
 
-def route(scores: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
+def route(
+    scores: Tensor, per_token: int, gating: Gating, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the weights (T, per_token) float32 of each token's experts, and the experts' indices.
 
-    scores (T, experts) are the router's logits. `normalised` weights sum to 1.
+    scores (T, experts) are the router's logits, correction (experts,) is added to probabilities.
     """
-    probs = scores.softmax(-1, dtype=torch.float32)
-    weights, chosen = probs.topk(per_token, dim=-1)
-    if normalised:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, chosen
+    probs = scores.sigmoid() if gating.is_sigmoid else scores.softmax(-1, dtype=torch.float32)
+    if correction is None:
+        weights, chosen = probs.topk(per_token, dim=-1)
+    else:
+        wanted = probs + correction
+        if gating.groups > 1:
+            wanted = _in_best_groups(wanted, gating)
+        chosen = wanted.topk(per_token, dim=-1)[1]
+        weights = probs.gather(-1, chosen)
+    if gating.normalised:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total.clamp(min=gating.min_sum) if gating.min_sum else total)
+    return (weights if gating.factor == 1.0 else weights * gating.factor), chosen
+
+
+def _in_best_groups(wanted: Tensor, gating: Gating) -> Tensor:
+    """Return wanted (T, experts), with -inf for experts that are not in a token's best groups."""
+    by_group = wanted.unflatten(-1, (gating.groups, -1))
+    quality = by_group.topk(2, dim=-1)[0].sum(-1)  # (T, groups)
+    best = quality.topk(gating.groups_per_token, dim=-1)[1]
+    is_best = torch.zeros_like(quality, dtype=torch.bool).scatter_(-1, best, True)
+    return by_group.masked_fill(~is_best[..., None], -torch.inf).flatten(-2)
 
 
 def moe_by_expert(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:

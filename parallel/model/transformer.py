@@ -428,7 +428,9 @@ class Transformer(Module):
         self.norm.load(checkpoint, "model.norm")
         if not self.config.tied:
             self.head.load(checkpoint, "lm_head")
-        checkpoint.check_unused(self.config.tied, self.config.wrapper is not None)
+        first, count = self.config.layers, self.config.unused_layers
+        others = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+        checkpoint.check_unused(self.config.tied, self.config.wrapper is not None, others)
 
     def load_layers(self, checkpoint: Checkpoint) -> None:
         """Fill the parameters of all layers, as `load`."""

@@ -27,6 +27,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "seed_oss": {"family": "seed_oss"},
     "arcee": {"family": "arcee"},
     "apertus": {"family": "apertus"},
+    "ernie4_5": {"family": "ernie4_5"},
+    "ernie4_5_moe": {"family": "ernie4_5_moe"},
+    "glm4_moe": {"family": "glm4_moe", "seed": 1},
     "glm": {"family": "glm", "seed": 1},
     "glm4": {"family": "glm4"},
     # layers with a window, all of them or all but the second of three

@@ -20,6 +20,7 @@ from gguf.constants import (
     MODEL_ARCH_NAMES,
     MODEL_TENSOR,
     TENSOR_NAMES,
+    ExpertGatingFuncType,
     RopeScalingType,
 )
 from gguf.quants import quantize
@@ -44,6 +45,8 @@ ARCHITECTURES = {
     "cohere": "command-r",
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe": "glm4moe",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
@@ -186,6 +189,7 @@ def name_map(architecture: str, layers: int) -> Callable[[str], str]:
             return f"{names.get_name(down)}.scale"
         if name.endswith(".A_log.weight"):
             return str(names.get_name(name.removesuffix(".weight")))
+        name = name.replace("correction_bias", "correction.bias")
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         return found
@@ -354,6 +358,17 @@ def _describe(writer: GGUFWriter, hf: Any, predictors: int) -> None:
 
 
 def _describe_experts(writer: GGUFWriter, hf: Any) -> None:
+    if hf.model_type == "ernie4_5_moe":
+        writer.add_expert_shared_count(hf.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(hf.intermediate_size)
+        writer.add_interleave_moe_layer_step(hf.moe_layer_interval)
+        writer.add_leading_dense_block_count(hf.moe_layer_start_index)
+    if hf.model_type == "glm4_moe":
+        writer.add_expert_shared_count(hf.n_shared_experts)
+        writer.add_leading_dense_block_count(hf.first_k_dense_replace)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(hf.routed_scaling_factor)
+        writer.add_expert_weights_norm(hf.norm_topk_prob)
     if count := getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None):
         writer.add_expert_count(count)
         per_token = "top_k_experts" if hf.model_type == "gemma4_text" else "num_experts_per_tok"
@@ -415,7 +430,8 @@ def _add_rope(writer: GGUFWriter, hf: Any) -> None:
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if "glm" in hf.model_type:
-        writer.add_rope_dimension_count(int(hf.head_dim * rope["partial_rotary_factor"]))
+        head_dim = getattr(hf, "head_dim", size)
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     if hf.model_type == "phi3":
         writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1.0)))
         writer.add_rope_scaling_orig_ctx_len(hf.original_max_position_embeddings)

@@ -157,6 +157,26 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
     "apertus": {"pad_token_id": None, "rope_parameters": None},
+    "ernie4_5": {"head_dim": 12, "pad_token_id": None},
+    # the first of three layers has no experts
+    "ernie4_5_moe": {
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 20,
+        "moe_num_shared_experts": 2,
+        "pad_token_id": None,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 1,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "num_mtp_layers": 0,
+        "use_qk_norm": True,
+    },
     "glm": {"head_dim": 16, "pad_token_id": None, "eos_token_id": 2},
     "glm4": {"head_dim": 16, "pad_token_id": None, "eos_token_id": 2},
     "granite": {

@@ -129,7 +129,8 @@ class GgufCheckpoint(Checkpoint):
 
     def _open_tensor(self, name: str) -> GgufTensor:
         info = self._infos[name]
-        dtype = torch.float32 if len(info.shape) == 1 else self._target_dtype  # norms, biases
+        is_exact = info.kind == GGMLQuantizationType.F32  # norms, biases, routers
+        dtype = torch.float32 if is_exact else self._target_dtype
         return GgufTensor(info, dtype, self._keeps_blocks)
 
     def _file_of(self, name: str) -> Path:

@@ -38,6 +38,13 @@ _EXPERTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+_EXPERTS_BESIDE = {  # with an expert of all tokens that has no gate
+    "ffn_gate_inp": "mlp.gate",
+    **_EXPERTS,
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 _FUSED_EXPERTS = {"ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")}
 # parts of layers with gated delta nets, and of the others
 _MIXERS = (
@@ -337,6 +344,49 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             "post_attention_norm": "post_attention_layernorm",
         },
         biases=(_QKV, ("attn_output",), _MLP_BIASES),
+    ),
+    "ernie4_5": GgufFamily("ernie4_5", _LLAMA),
+    "ernie4_5-moe": GgufFamily(
+        "ernie4_5_moe",
+        {
+            **_LLAMA,
+            **_EXPERTS_BESIDE,
+            "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
+        },
+        optional=(*_MLP, *_EXPERTS_BESIDE, "exp_probs_b.bias"),
+        fields={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        ignored=("expert_shared_feed_forward_length",),
+    ),
+    "glm4moe": GgufFamily(
+        "glm4_moe",
+        {
+            **_PROJECTIONS,
+            **_QK_NORMS,
+            **_MLP,
+            **_EXPERTS_BESIDE,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        },
+        optional=(*_QK_NORMS, *_MLP, *_EXPERTS_BESIDE, "exp_probs_b.bias"),
+        fields={
+            "expert_count": "n_routed_experts",
+            **_EXPERT_COUNTS,
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        expected={"expert_gating_func": (2,)},  # sigmoid
+        biases=(_QKV,),
     ),
     "glm4": GgufFamily(
         "glm4",

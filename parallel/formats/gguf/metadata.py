@@ -79,6 +79,7 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {  # values with which a field changes n
     "rope.scaling.yarn_ext_factor": (1.0,),
 }
 _PATTERN = "attention.sliding_window_pattern"  # a number, or whether each layer has a window
+_BOOLEANS = ("expert_weights_norm", "rope.scaling.finetuned")
 _STRINGS = ("rope.scaling.type", "tensor_data_layout")
 _NON_NEGATIVE = Number(low=0, high=1e15, whole=False)
 _NUMBERS = {  # ranges of known fields; all others are whole numbers of at least 1
@@ -91,6 +92,9 @@ _NUMBERS = {  # ranges of known fields; all others are whole numbers of at least
     "embedding_scale": _NON_NEGATIVE,
     "block_count": LAYERS,
     "expert_count": Number(high=MAX_EXPERTS),
+    "expert_shared_count": COUNT_OR_NONE,
+    "expert_weights_scale": _NON_NEGATIVE,
+    "leading_dense_block_count": COUNT_OR_NONE,
     "final_logit_softcapping": _NON_NEGATIVE,
     "logit_scale": _NON_NEGATIVE,
     "nextn_predict_layers": Number(low=0, high=MAX_LAYERS),
@@ -183,6 +187,8 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
     fields["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
     fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
+    if family.model_type == "glm4_moe":
+        fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
     stops = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_TOKENS]
     fields["eos_token_id"] = [token for token in stops if token is not None]
     if family.stop_names:
@@ -240,7 +246,8 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
     """
     prefix = header.metadata["general.architecture"] + "."
     own = {*family.fields, *family.rope}
-    expected = {**_EXPECTED, **family.expected}
+    others = {name: each for name, each in _EXPECTED.items() if name not in own}
+    expected = {**others, **family.expected}
     known = {*FIELDS, *_ROPE, *_CHECKED, *_HARMLESS, *expected, *own}
     known |= set(_GEMMA4_CHECKED) if family.model_type == "gemma4_text" else set()
     values = {}
@@ -294,7 +301,7 @@ def _field_error(name: str, value: Any, expected: Mapping[str, tuple[Any, ...]])
         return None if isinstance(value, str) else "a string"
     if name in expected:
         return None if value in expected[name] else f"{expected[name][-1]}"
-    if name == "rope.scaling.finetuned":
+    if name in _BOOLEANS:
         return None if isinstance(value, bool) else "true or false"
     number = _NUMBERS.get(name, COUNT)
     return None if number.allows(value) else str(number)

@@ -135,6 +135,21 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "embedding_multiplier": (12.0,),
     },
     "seed_oss": {"attention_out_bias": (True,)},
+    "ernie4_5_moe": {
+        "moe_layer_start_index": (0, 1),
+        "moe_layer_end_index": (-1, 1),
+        "moe_layer_interval": (1, 2),
+        "moe_num_shared_experts": (0, 2),
+        "moe_norm_min": (1e-6,),
+    },
+    "glm4_moe": {
+        "first_k_dense_replace": (0, 1, 2),
+        "n_group": (1, 2),
+        "norm_topk_prob": (True, False),
+        "use_qk_norm": (True, False),
+        "routed_scaling_factor": (2.5,),
+        "num_nextn_predict_layers": (0, 1),
+    },
     "glm": {"partial_rotary_factor": (0.25,)},
     "glm4": {"partial_rotary_factor": (1.0,)},
 }
@@ -154,6 +169,13 @@ FAMILY_NEEDED: dict[str, dict[str, Any]] = {
     "gpt_oss": MIXTURE,
     "mixtral": MIXTURE,
     "qwen3_moe": MIXTURE,
+    "ernie4_5_moe": {
+        "moe_k": 2,
+        "moe_num_experts": 8,
+        "moe_num_shared_experts": 1,
+        "moe_intermediate_size": 24,
+    },
+    "glm4_moe": {**MIXTURE, "n_routed_experts": 8, "n_shared_experts": 1},
     "qwen3_next": SPARSE_HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": SPARSE_HYBRID,
@@ -185,7 +207,13 @@ def random_config(family: str, draw: random.Random) -> dict[str, Any]:
         fields[form] = dict(draw.choice(PHI3_ROPES if family == "phi3" else ROPES))
     # combinations that transformers rejects
     strict = {"num_key_value_heads": ("mistral", "mixtral", "ministral3", "exaone4", "glm4")}
-    strict["num_key_value_heads"] += ("gemma3_text", "gemma4_text", "gpt_oss", "ministral")
+    strict["num_key_value_heads"] += (
+        "gemma3_text",
+        "gemma4_text",
+        "glm4_moe",
+        "gpt_oss",
+        "ministral",
+    )
     strict["num_key_value_heads"] += HYBRIDS
     strict["head_dim"] = (*HYBRIDS, "ministral3", "glm4", "gemma3_text", "gemma4_text", "gpt_oss")
     for name, families in strict.items():

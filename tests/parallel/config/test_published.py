@@ -433,6 +433,33 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         131_072,
         65_536,
     ),
+    "ERNIE-4.5-0.3B": (
+        decoder("ernie4_5", 18, 1024, 3072, (16, 2), 103_424, head_dim=128, use_bias=False)
+        | {"tie_word_embeddings": True, "max_position_embeddings": 131_072, "rope_theta": 5e5},
+        0.36,
+        18_432,
+        131_072,
+    ),
+    "ERNIE-4.5-21B-A3B": (
+        decoder("ernie4_5_moe", 28, 2560, 12_288, (20, 4), 103_424, use_bias=False)
+        | {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2}
+        | {"moe_intermediate_size": 1536, "moe_layer_start_index": 1, "moe_layer_interval": 1}
+        | {"tie_word_embeddings": True, "max_position_embeddings": 131_072, "rope_theta": 5e5},
+        21.83,
+        57_344,
+        131_072,
+    ),
+    "GLM-4.5-Air": (  # without its block that predicts further tokens
+        decoder("glm4_moe", 46, 4096, 10_944, (96, 8), 151_552, head_dim=128)
+        | {"attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5}
+        | {"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1}
+        | {"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1}
+        | {"topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
+        | {"num_nextn_predict_layers": 1, "max_position_embeddings": 131_072, "rope_theta": 1e6},
+        106.85,
+        188_416,
+        131_072,
+    ),
     "Yi-34B-200K": (
         decoder("llama", 60, 7168, 20_480, (56, 8), 64_000) | {"max_position_embeddings": 200_000},
         34.39,

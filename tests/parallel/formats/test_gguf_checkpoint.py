@@ -126,6 +126,7 @@ GGUF_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"decoder_sparse_step": 1},
     "gemma3_text": {"query_pre_attn_scalar": 12},
 }
+GLM4_MOE = {**OTHERS["glm4_moe"], "n_group": 1, "topk_group": 1}  # files say nothing of groups
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
@@ -143,7 +144,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
     **{
         name: {**options, **GGUF_FIELDS.get(name, {})}
-        for name, options in OTHERS.items()
+        for name, options in {**OTHERS, "glm4_moe": GLM4_MOE}.items()
         # not supported in files: activations that are metadata, and the architecture of GLM's first
         # code; the window is not in files of mistral
         if name not in ("apertus", "glm", "mistral-window")

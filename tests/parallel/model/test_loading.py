@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
+from parallel.errors import CheckpointError
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import TensorParallelGroup
 from support.loading import load_and_watch
-from support.models import build_checkpoint
+from support.models import build_checkpoint, edit_weights
 from support.ranks import run_ranks
 
 
@@ -55,6 +57,19 @@ def test_shares_of_two_ranks_concatenate_to_the_whole(tmp_path: Path) -> None:
             sizes = [16, 8, 8] if "qkv" in name else [24, 24]
             pairs = zip(first.split(sizes), second.split(sizes), strict=True)
             assert torch.equal(torch.cat([part for pair in pairs for part in pair]), parameter)
+
+
+def test_layers_that_predict_further_tokens_are_left(tmp_path: Path) -> None:
+    """Files of GLM-4.5 have one after the model's own; any other leftover is an error."""
+    folder = build_checkpoint(tmp_path, family="glm4_moe", num_mtp_layers=1)
+    plain = dict(load_model(folder, TensorParallelGroup()).named_parameters())
+    name = "model.layers.3.eh_proj.weight"
+    edit_weights(folder, lambda tensors: tensors.update({name: torch.ones(4, 4)}))
+    loaded = load_model(folder, TensorParallelGroup()).named_parameters()
+    assert all(torch.equal(parameter, plain[key]) for key, parameter in loaded)
+    edit_weights(folder, lambda tensors: tensors.update({name.replace("3", "4"): torch.ones(4)}))
+    with pytest.raises(CheckpointError, match=r"1 tensors are not part of .* first model.layers.4"):
+        load_model(folder, TensorParallelGroup())
 
 
 def test_a_symbolic_link_loads_the_same_model(tmp_path: Path) -> None:

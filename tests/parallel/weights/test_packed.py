@@ -29,6 +29,7 @@ from parallel.formats.gguf.header import read_header
 from parallel.formats.gguf.tensors import CODEBOOK_TYPES
 from parallel.formats.plane_format import PLANE_FORMATS, group_format, kept_type, kept_unit
 from parallel.model.loading import load_model, parameter_bytes
+from parallel.model.moe import SharedExpert
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 from parallel.weights.codebooks import CodebookBlocks
@@ -179,6 +180,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": 64},
     "seed_oss": {"head_dim": 64},
     "arcee": {},
+    "ernie4_5": {"head_dim": 64},
+    "ernie4_5_moe": {"moe_intermediate_size": 512, "moe_num_shared_experts": 1},
+    "glm4_moe": {"moe_intermediate_size": 512, "n_group": 1, "topk_group": 1},
     "glm4": {"head_dim": 64},
 }
 
@@ -202,7 +206,8 @@ def test_every_family_of_gguf_files_stays_packed(
         if isinstance(module, Matrix) and module.packed is not None:
             packed += 1
             assert same_bits(module.packed[:], modules[name].values)
-    assert packed == 2 + model.config.layers * 4
+    shared = sum(isinstance(each, SharedExpert) for each in model.modules())
+    assert packed == 2 + model.config.layers * 4 + 2 * shared
     if ranks == 1:
         models = packed_model(path, "float32"), load_model(path, group, "float32")
         logits = [all_logits(each, random_tokens(40)) for each in models]
