@@ -198,6 +198,8 @@ def fields_for_transformers(fields: Mapping[str, Any], family: Family) -> dict[s
     for name in ("layer_types", "no_rope_layers"):
         if not hf_fields.get(name):
             hf_fields.pop(name, None)
+    if family.has_latents:  # transformers takes it for qk_rope_head_dim
+        hf_fields.pop("head_dim", None)
     if hf_fields.get("model_type") == "granitemoehybrid":  # its recurrent layers, of which are none
         unused = [name for name in hf_fields if name.startswith(("mamba_", "time_step"))]
         hf_fields = {name: each for name, each in hf_fields.items() if name not in unused}

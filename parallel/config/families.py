@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from parallel.config.layer_heads import LATENT_FIELDS
 from parallel.config.unsupported import unsupported_reason
 from parallel.config_checks import (
     COUNT,
@@ -34,8 +35,9 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 QKNorm = Literal["head", "width"]  # normalised per head, or over all heads together
 # those with a sliding window: all, the upper ones, or all but every so many
 WindowLayers = Literal["all", "upper", "pattern"]
-# Experts are selected by probabilities, by corrected probabilities, or by corrected sigmoids.
-Routing = Literal["softmax", "corrected", "sigmoid"]
+# Experts are selected by probabilities, which are never normalised if it is greedy, by corrected
+# probabilities, or by corrected sigmoids.
+Routing = Literal["softmax", "greedy", "corrected", "sigmoid"]
 BranchNorms = tuple[str | None, str | None]  # names of a branch's norms: before it, after it
 
 
@@ -188,6 +190,8 @@ class Family:
     shared_experts: str | None = None  # or that with their number: each has the size of the others
     routing: Routing = "softmax"
     qk_norm_field: str | None = None  # config field that enables `qk_norm`
+    has_latents: bool = False  # multi-head latent attention
+    is_minicpm: bool = False  # multipliers of MiniCPM
     has_delta_nets: bool = False  # in most layers; the others have gates of attention's outputs
 
     @property
@@ -284,6 +288,28 @@ _GLM = Family(
     default_biases=("attention_bias",),
     o_bias="",
     mlp=_FUSED_MLP,
+)
+_GLM4_MOE_EXPERTS = ExpertNames(
+    "moe_intermediate_size",
+    "mlp.experts",
+    "mlp.gate",
+    count=("n_routed_experts",),
+    shared="mlp.shared_experts",
+    shared_gate=None,
+    correction="mlp.gate.e_score_correction_bias",
+)
+_GLM4_MOE = Family(
+    max_positions=131_072,
+    kv_heads=8,
+    norm_eps=1e-5,
+    partial_rotary=0.5,
+    optional_biases=("attention_bias",),
+    o_bias="",
+    qk_norm="head",
+    qk_norm_field="use_qk_norm",
+    experts=_GLM4_MOE_EXPERTS,
+    shared_experts="n_shared_experts",
+    routing="sigmoid",
 )
 FAMILIES = {
     "llama": Family(max_positions=2048, stop_tokens=(2,), optional_biases=_BIASES),
@@ -498,26 +524,50 @@ FAMILIES = {
             ("post_attention_layernorm", "post_mlp_layernorm"),
         ),
     ),
-    "glm4_moe": Family(
-        max_positions=131_072,
-        kv_heads=8,
-        norm_eps=1e-5,
-        partial_rotary=0.5,
+    "glm4_moe": _GLM4_MOE,
+    "glm4_moe_lite": replace(
+        _GLM4_MOE,
+        max_positions=202_752,
+        kv_heads=None,
+        stop_tokens=(1,),
+        partial_rotary=None,
+        interleaved_rope=True,
+        o_bias="attention_bias",
+        qk_norm=None,
+        qk_norm_field=None,
+        has_latents=True,
+    ),
+    "deepseek_v3": replace(
+        _GLM4_MOE,
+        max_positions=4096,
+        kv_heads=None,
+        norm_eps=1e-6,
+        stop_tokens=(1,),
+        partial_rotary=None,
+        interleaved_rope=True,
+        o_bias="attention_bias",
+        qk_norm=None,
+        qk_norm_field=None,
+        has_latents=True,
+    ),
+    "deepseek_v2": Family(
+        max_positions=2048,
+        stop_tokens=(2,),
+        interleaved_rope=True,
         optional_biases=("attention_bias",),
-        o_bias="",
-        qk_norm="head",
-        qk_norm_field="use_qk_norm",
-        experts=ExpertNames(
-            "moe_intermediate_size",
-            "mlp.experts",
-            "mlp.gate",
-            count=("n_routed_experts",),
-            shared="mlp.shared_experts",
-            shared_gate=None,
-            correction="mlp.gate.e_score_correction_bias",
-        ),
+        experts=replace(_GLM4_MOE_EXPERTS, correction=""),
         shared_experts="n_shared_experts",
-        routing="sigmoid",
+        routing="greedy",
+        has_latents=True,
+    ),
+    "minicpm3": Family(
+        max_positions=32_768,
+        norm_eps=1e-5,
+        tied=True,
+        stop_tokens=(2,),
+        optional_biases=_BIASES,
+        has_latents=True,
+        is_minicpm=True,
     ),
 }
 
@@ -566,6 +616,7 @@ def missing_fields(fields: Mapping[str, Any]) -> list[str]:
         required += [] if expert_count(fields) is not None else [family.experts.count[-1]]
         shared = family.shared_expert, family.shared_experts
         required += [name for name in shared if name is not None]
+    required += (*LATENT_FIELDS, "q_lora_rank") if family.has_latents else ()
     required.append(family.intermediate)
     return [name for name in dict.fromkeys(required) if name not in fields]
 
@@ -622,6 +673,11 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
     )
 
 
+# transformers' defaults: layers without experts; groups, those of a token, and factor of weights
+_DENSE_LAYERS = {"deepseek_v2": 0, "deepseek_v3": 3, "glm4_moe": 1}
+_ROUTING_DEFAULTS = {"deepseek_v3": (8, 4, 2.5), "glm4_moe_lite": (1, 1, 1.8)}
+
+
 def _sparse_layers(fields: Mapping[str, Any]) -> frozenset[int]:
     """Return the layers with experts. Raises ConfigError for invalid numbers."""
     layers, kind = range(fields["num_hidden_layers"]), fields["model_type"]
@@ -639,9 +695,13 @@ def _sparse_layers(fields: Mapping[str, Any]) -> frozenset[int]:
         )
         last = len(layers) - 1 if last == -1 else last
         return frozenset(each for each in layers if first <= each <= last and not (each + 1) % step)
-    if kind == "glm4_moe":
-        first = _number(fields, "first_k_dense_replace", 1, COUNT_OR_NONE)
+    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+        first = _number(fields, "first_k_dense_replace", _DENSE_LAYERS[kind], COUNT_OR_NONE)
         return frozenset(layers[first:])
+    if kind == "glm4_moe_lite":
+        kinds = per_layer_field(fields, "mlp_layer_types", str) or ["dense"]
+        kinds += ["sparse"] * (len(layers) - len(kinds))
+        return frozenset(each for each in layers if kinds[each] == "sparse")
     return frozenset(layers)
 
 
@@ -659,6 +719,8 @@ def _shared_size(fields: Mapping[str, Any], family: Family, names: ExpertNames) 
 
 def _gating(fields: Mapping[str, Any], family: Family, experts: int) -> Gating:
     """Return how experts are selected. Raises ConfigError for invalid numbers."""
+    if family.routing == "greedy":
+        return _greedy_gating(fields)
     if family.routing == "corrected":
         floor = _number(fields, "moe_norm_min", 1e-12, Number(low=0, high=1, whole=False))
         return Gating(True, is_corrected=True, min_sum=floor)
@@ -666,8 +728,9 @@ def _gating(fields: Mapping[str, Any], family: Family, experts: int) -> Gating:
         is_optional = fields["model_type"] in ("qwen3_moe", "qwen3_next")
         default = family.shared_expert is not None
         return Gating(not is_optional or bool_field(fields, "norm_topk_prob", default))
-    groups = _number(fields, "n_group", 1, COUNT)
-    best = _number(fields, "topk_group", 1, Number(high=groups))
+    defaults = _ROUTING_DEFAULTS.get(fields["model_type"], (1, 1, 1.0))
+    groups = _number(fields, "n_group", defaults[0], COUNT)
+    best = _number(fields, "topk_group", defaults[1], Number(high=groups))
     if experts % groups or (groups > 1 and experts < 2 * groups):
         raise ConfigError(
             f"the model's config gives n_group = {groups}: {experts} experts do not divide into so "
@@ -679,9 +742,20 @@ def _gating(fields: Mapping[str, Any], family: Family, experts: int) -> Gating:
         is_corrected=True,
         groups=groups,
         groups_per_token=best,
-        factor=_number(fields, "routed_scaling_factor", 1.0, SCALE),
+        factor=_number(fields, "routed_scaling_factor", defaults[2], SCALE),
         min_sum=1e-20,
     )
+
+
+def _greedy_gating(fields: Mapping[str, Any]) -> Gating:
+    """Return DeepSeek-V2's gating; that of its largest model, by groups, is not supported."""
+    method = fields.get("topk_method") or "greedy"
+    if method != "greedy":
+        raise ConfigError(
+            f"the model's config gives topk_method = {quote(method)}, which is not supported: it "
+            "must be greedy."
+        )
+    return Gating(False, factor=_number(fields, "routed_scaling_factor", 1.0, SCALE))
 
 
 def _number(fields: Mapping[str, Any], name: str, default: float, valid: Number) -> Any:
@@ -732,6 +806,20 @@ def gemma4_numbers(fields: Mapping[str, Any]) -> dict[str, float | None]:
     if cap is not None:
         check_number("final_logit_softcapping", cap, SCALE)
     return {"embedding_multiplier": fields["hidden_size"] ** 0.5, "logits_cap": cap}
+
+
+def minicpm_multipliers(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return MiniCPM's multipliers (transformers, modeling_minicpm3.py)."""
+    layers, hidden = fields["num_hidden_layers"], fields["hidden_size"]
+    depth, base = fields.get("scale_depth", 1.4), fields.get("dim_model_base", 256)
+    numbers = {
+        "embedding_multiplier": fields.get("scale_emb", 12),
+        "residual_multiplier": 1.0 if depth is None else depth / layers**0.5,
+        "logits_scaling": 1.0 if base is None else hidden / base,
+    }
+    for name, number in numbers.items():
+        check_number(name, number, SCALE)
+    return numbers
 
 
 def cohere_multipliers(fields: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""The KV heads of layers with full attention, where they differ from those with a window (Gemma 4).
+"""The heads of layers with full attention, where they are not what most configs say.
+
+Those of Gemma 4 differ from those with a window. Those of latent attention are one KV head.
 
 Everything is read from config.json's fields; neither torch nor transformers is imported.
 """
@@ -6,14 +8,51 @@ Everything is read from config.json's fields; neither torch nor transformers is 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.layout import SlidingWindow
 from parallel.config_checks import COUNT, bool_field, check_number, quote
 from parallel.errors import ConfigError
 
+LATENT_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
 _GLOBAL_HEAD_DIM = 512  # transformers' default
 _OVERRIDES = {"head_dim", "num_key_value_heads"}
+
+
+class LatentShape(NamedTuple):
+    """Dimensions of multi-head latent attention.
+
+    Source: DeepSeek-AI 2024, DeepSeek-V2, arXiv 2405.04434, section 2.1.
+    """
+
+    query_rank: int | None  # dimensions of queries' own latents, if they have such
+    rank: int  # dimensions of a token's latent, from which heads compute keys and values
+    rope_dim: int  # rotated dimensions of queries, and of the key that all heads share
+    plain_dim: int  # dimensions of a head's other queries and keys
+    value_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """The dimensions of what is kept of a token: the rotated key, and the latent."""
+        return self.rope_dim + self.rank
+
+    @property
+    def query_dim(self) -> int:
+        """The dimensions of a head's query."""
+        return self.plain_dim + self.rope_dim
+
+
+def latent_shape(fields: Mapping[str, Any]) -> LatentShape:
+    """Return the dimensions of latent attention. Raises ConfigError for invalid ones."""
+    value_dim = fields.get("v_head_dim")
+    if value_dim is None:  # transformers, configuration_minicpm3.py
+        value_dim = fields["hidden_size"] // fields["num_attention_heads"]
+    rank, rope_dim, plain_dim = (fields[name] for name in LATENT_FIELDS)
+    shape = LatentShape(fields.get("q_lora_rank"), rank, rope_dim, plain_dim, value_dim)
+    for name, size in shape._asdict().items():
+        if name != "query_rank" or size is not None:
+            check_number(f"{name} of latent attention", size, COUNT)
+    return shape
 
 
 def shares_keys(fields: Mapping[str, Any]) -> bool:

@@ -31,11 +31,17 @@ from parallel.config.families import (
     family_of,
     gemma4_numbers,
     gemma_multipliers,
+    minicpm_multipliers,
     multipliers,
     nope_layers,
     read_experts,
 )
-from parallel.config.layer_heads import full_attention_heads, shares_keys
+from parallel.config.layer_heads import (
+    LatentShape,
+    full_attention_heads,
+    latent_shape,
+    shares_keys,
+)
 from parallel.config.positions import (
     addressable_positions,
     context_notes,
@@ -47,6 +53,7 @@ from parallel.config.rope import (
     MAX_ROPE_FACTOR,
     QueryScaling,
     inverse_frequencies,
+    latent_multiplier,
     query_scaling,
     read_rope,
     read_windowed_rope,
@@ -153,6 +160,8 @@ class ModelConfig:
     query_scaling: QueryScaling | None = None
     windowed_heads: HeadShape | None = None  # those of layers with a window, if they are others
     has_shared_values: bool = False  # layers with full attention project keys and values at once
+    # latent attention, whose one KV head all ranks have, each with its share of the query heads
+    latent: LatentShape | None = None
     logits_cap: float | None = None  # logits are cap * tanh(logits / cap)
     is_gemma4: bool = False  # norms of values, no scale of attention, and a number for each layer
     has_sinks: bool = False  # heads have learned logits beside those of the keys
@@ -277,7 +286,11 @@ class ModelConfig:
         if family.is_gemma4:
             windowed_heads = HeadShape(kv_heads, head_dim, heads // kv_heads)
             kv_heads, head_dim = full_attention_heads(fields, kv_heads, head_dim, windows)
-        rope, rotary_dim = read_rope(fields, family, head_dim)
+        latent = latent_shape(fields) if family.has_latents else None
+        if latent is not None:
+            kv_heads, head_dim = 1, latent.head_dim
+        rotated = head_dim if latent is None else latent.rope_dim
+        rope, rotary_dim = read_rope(fields, family, rotated)
         nope = nope_layers(fields) if family.has_nope_layers else frozenset()
         window = fields.get("sliding_window", family.sliding_window)
         if family.is_nope_with_window and window is not None:
@@ -327,14 +340,15 @@ class ModelConfig:
                 fields, family, head_dim if windowed_heads is None else windowed_heads.dim
             ),
             windowed_heads=windowed_heads if windows is not None else None,
-            has_shared_values=family.is_gemma4 and shares_keys(fields),
+            has_shared_values=family.has_latents or (family.is_gemma4 and shares_keys(fields)),
+            latent=latent,
             nope_layers=nope,
             qk_norm=family.qk_norm if _has_qk_norm(fields, family) else None,
             norms=family.norms,
             fused_qkv=family.fused_qkv,
             mlp_names=family.mlp,
             activation=family.activation,
-            interleaved_rope=family.interleaved_rope,
+            interleaved_rope=_interleaves(fields, family),
             query_scaling=query_scaling(rope) if family.has_query_scaling else None,
             experts=read_experts(fields, family),
             has_sinks=family.is_gpt_oss,
@@ -350,6 +364,8 @@ class ModelConfig:
             unused_layers=unused_layers(fields),
             **(multipliers(fields, head_dim) if family.has_multipliers else {}),
             **_gemma_numbers(fields, family, head_dim),
+            **(minicpm_multipliers(fields) if family.is_minicpm else {}),
+            **({} if latent is None else {"query_multiplier": latent_multiplier(latent, rope)}),
             **(cohere_multipliers(fields) if family.is_cohere else {}),
         )
 
@@ -468,8 +484,13 @@ class ModelConfig:
         By default that of the last rank, which holds at least as many heads as any other. Raises
         ConfigError if there are too few heads.
         """
+        own = ranks - 1 if rank is None else rank
+        if self.latent is not None:
+            check_ranks(self.heads, ranks)
+            groups = share_size(self.heads, own, ranks)
+            return KVLayout(self.layers, 1, self.head_dim, dtype, groups)
         check_ranks(self.kv_heads, ranks)
-        heads = share_size(self.kv_heads, ranks - 1 if rank is None else rank, ranks)
+        heads = share_size(self.kv_heads, own, ranks)
         groups = self.heads // self.kv_heads
         windowed = self.windowed_heads
         if windowed is not None:
@@ -501,6 +522,13 @@ def predictor_config(config: ModelConfig) -> ModelConfig:
         has_predictor=False,
         is_predictor=True,
     )
+
+
+def _interleaves(fields: Mapping[str, Any], family: Family) -> bool:
+    """Return whether RoPE rotates adjacent dimensions."""
+    if not family.has_latents or not family.interleaved_rope:
+        return family.interleaved_rope
+    return bool_field(fields, "rope_interleave", True)
 
 
 def _has_qk_norm(fields: Mapping[str, Any], family: Family) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from offload.layout import HeadShape
 from parallel.config.families import UNGATED
+from parallel.config.layer_heads import LatentShape
 from parallel.config.model_config import ModelConfig
 from parallel.formats.weight_headers import PREDICTION
 from parallel.ranks.partition import share_size, vocab_rows
@@ -32,8 +33,10 @@ def head_shape(config: ModelConfig, windowed: bool) -> HeadShape:
 def min_kv_heads(config: ModelConfig) -> int:
     """Return the KV heads of the layers that have fewest: over more ranks they cannot be split.
 
-    Those of recurrent layers are their key heads.
+    Those of recurrent layers are their key heads. Latent attention is split by query heads.
     """
+    if config.latent is not None:
+        return config.heads
     heads = [head_shape(config, windowed).heads for windowed in (False, True)]
     return min(heads if config.recurrent is None else [*heads, config.recurrent.key_heads])
 
@@ -118,6 +121,8 @@ def active_share(config: ModelConfig, tokens: int) -> float:
 
 def _attention_parameters(config: ModelConfig, ranks: int, rank: int, windowed: bool) -> int:
     """Return a layer's parameters on a rank without those of its MLP, but with all norms."""
+    if config.latent is not None:
+        return _latent_parameters(config, config.latent, share_size(config.heads, rank, ranks))
     hidden, shape = config.hidden, head_shape(config, windowed)
     heads = share_size(shape.heads, rank, ranks)
     queries, keys = (heads * rows for rows in head_rows(shape))
@@ -127,6 +132,16 @@ def _attention_parameters(config: ModelConfig, ranks: int, rank: int, windowed: 
     o = hidden * (queries + config.o_bias)
     sinks = queries // shape.dim if config.has_sinks else 0
     return norms + qkv * (hidden + config.qkv_bias) + o + sinks + config.is_gemma4
+
+
+def _latent_parameters(config: ModelConfig, shape: LatentShape, heads: int) -> int:
+    """Return `_attention_parameters` of latent attention with so many query heads."""
+    hidden, queries = config.hidden, shape.query_rank or 0
+    norms = config.norms.total * hidden + queries + shape.rank
+    inputs = (queries + shape.head_dim) * (hidden + config.qkv_bias)
+    per_head = shape.query_dim * (queries or hidden)
+    per_head += (shape.plain_dim + shape.value_dim) * shape.rank + shape.value_dim * hidden
+    return norms + inputs + heads * per_head + hidden * config.o_bias
 
 
 def _input_parameters(config: ModelConfig, ranks: int, rank: int) -> int:

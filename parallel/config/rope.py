@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel.config.families import PROPORTIONAL, Family
+from parallel.config.layer_heads import LatentShape
 from parallel.config_checks import (
     FULL,
     SCALE,
@@ -168,6 +170,18 @@ def _default_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         return dict(_MINISTRAL3)
     is_absent = fields.get("rope_parameters") is None  # an empty one is the default type
     return dict(_DEFAULTS.get(fields["model_type"], {})) if is_absent else {}
+
+
+def latent_multiplier(shape: LatentShape, rope: Mapping[str, Any]) -> float:
+    """Return what queries of latent attention are multiplied by, beside the head dimension's scale.
+
+    YaRN's factor on attention is squared there (transformers, modeling_deepseek_v3.py).
+    """
+    multiplier = (shape.head_dim / shape.query_dim) ** 0.5
+    scale = rope.get("mscale_all_dim") or 0
+    if rope["rope_type"] == "default" or not scale or rope["factor"] <= 1:
+        return multiplier
+    return float(multiplier * (0.1 * scale * math.log(rope["factor"]) + 1) ** 2)
 
 
 def read_windowed_rope(

@@ -39,6 +39,7 @@ _DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with linear 
 _OWN_FIELDS: dict[Any, tuple[str, ...]] = {
     "gemma4_text": ("final_logit_softcapping", "use_bidirectional_attention"),
     "glm4_moe": ("use_qk_norm",),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), ("kv_lora_rank",)),
     **dict.fromkeys(_DELTA_NETS, ("linear_num_key_heads",)),
 }
 _RECURRENT = ("mamba", "hybrid", "linear")  # parts of the names of recurrent layers

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from functools import cache
 from typing import NamedTuple
 
+from parallel.config.layer_heads import LatentShape
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import (
     expert_parameters,
@@ -207,6 +208,9 @@ def _attention(
 ) -> Iterator[tuple[str, list[_Part]]]:
     """Yield a rank's matrices of a layer's attention."""
     prefix, windowed = f"{layer_name(config, layer)}.self_attn", has_window(config, layer)
+    if config.latent is not None:
+        yield from _latent_attention(config, config.latent, ranks, rank, prefix)
+        return
     shape = head_shape(config, windowed)
     query_unit, key_unit = head_rows(shape)
     own_queries = share(shape.heads * query_unit, rank, ranks, query_unit)
@@ -223,6 +227,23 @@ def _attention(
     ]
     yield "qkv", projections
     yield "o", [_Part(f"{prefix}.o_proj.weight", config.hidden, own_queries)]
+
+
+def _latent_attention(
+    config: ModelConfig, shape: LatentShape, ranks: int, rank: int, prefix: str
+) -> Iterator[tuple[str, list[_Part]]]:
+    """Yield a rank's matrices of a layer's latent attention, but for the projections of latents."""
+    hidden, query_rank = slice(0, config.hidden), shape.query_rank
+    inputs = [_Part(f"{prefix}.kv_a_proj_with_mqa.weight", shape.head_dim, hidden)]
+    queries, columns = "q_proj", hidden
+    if query_rank is not None:
+        inputs.insert(0, _Part(f"{prefix}.q_a_proj.weight", query_rank, hidden))
+        queries, columns = "q_b_proj", slice(0, query_rank)
+    yield "inputs", inputs
+    rows = share_size(config.heads * shape.query_dim, rank, ranks, shape.query_dim)
+    yield "q", [_Part(f"{prefix}.{queries}.weight", rows, columns)]
+    values = share(config.heads * shape.value_dim, rank, ranks, shape.value_dim)
+    yield "o", [_Part(f"{prefix}.o_proj.weight", config.hidden, values)]
 
 
 def _delta_net(

@@ -30,6 +30,7 @@ from parallel.config.parameter_count import (
 )
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.delta_net import DeltaNet
+from parallel.model.latent_attention import LatentAttention
 from parallel.model.layers import (
     ColumnParallelLinear,
     HeadNorms,
@@ -223,9 +224,11 @@ class DecoderLayer(Module):
 
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, index: int):
         super().__init__()
-        mixer: type[Attention | DeltaNet] = Attention
+        mixer: type[Attention | DeltaNet | LatentAttention] = Attention
         if is_recurrent(config, index):
             mixer = DeltaNet
+        elif config.latent is not None:
+            mixer = LatentAttention
         self.attention = mixer(config, group, index)
         kind: type[Mlp | SparseMoE | MlpAndExperts] = Mlp
         if config.experts is not None and has_experts(config, index):

@@ -30,6 +30,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ernie4_5": {"family": "ernie4_5"},
     "ernie4_5_moe": {"family": "ernie4_5_moe"},
     "glm4_moe": {"family": "glm4_moe", "seed": 1},
+    "deepseek_v2": {"family": "deepseek_v2"},
+    "deepseek_v3": {"family": "deepseek_v3"},
+    "glm4_moe_lite": {"family": "glm4_moe_lite", "seed": 1},
+    "minicpm3": {"family": "minicpm3"},
     "glm": {"family": "glm", "seed": 1},
     "glm4": {"family": "glm4"},
     # layers with a window, all of them or all but the second of three

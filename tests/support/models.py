@@ -52,6 +52,22 @@ SHARED_EXPERT: dict[str, Any] = {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 28,
 }
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "pad_token_id": None,
+}
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+}
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3": {"head_dim": 12},
@@ -177,6 +193,25 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 0,
         "use_qk_norm": True,
     },
+    "deepseek_v2": {**LATENTS, **ROUTED, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek_v3": {
+        **LATENTS,
+        **ROUTED,
+        "n_group": 3,
+        "topk_group": 2,
+        "first_k_dense_replace": 2,
+        "num_mtp_layers": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "glm4_moe_lite": {**LATENTS, **ROUTED},
+    "minicpm3": {**LATENTS, "scale_emb": 3, "scale_depth": 1.2, "dim_model_base": 16},
     "glm": {"head_dim": 16, "pad_token_id": None, "eos_token_id": 2},
     "glm4": {"head_dim": 16, "pad_token_id": None, "eos_token_id": 2},
     "granite": {

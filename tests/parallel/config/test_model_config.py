@@ -68,6 +68,14 @@ MIXTURE = {
     "num_local_experts": 8,
     "moe_intermediate_size": 24,
 }
+ROUTED = {"n_routed_experts": 8, "n_shared_experts": 1}
+LATENTS = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
 GPT_OSS_ROPE = rope("yarn", factor=4.0, original_max_position_embeddings=128, truncate=3)
 FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3": {"layer_types": (["full_attention"] * 2,), "head_dim": (16,)},
@@ -142,6 +150,19 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "moe_num_shared_experts": (0, 2),
         "moe_norm_min": (1e-6,),
     },
+    "glm4_moe_lite": {
+        "mlp_layer_types": (None, ["sparse", "dense"]),
+        "rope_interleave": (True, False),
+        "attention_bias": (True,),
+    },
+    "deepseek_v3": {
+        "first_k_dense_replace": (0, 1),
+        "n_group": (2,),
+        "rope_interleave": (True, False),
+        "q_lora_rank": (16,),
+    },
+    "deepseek_v2": {"routed_scaling_factor": (2.0,), "q_lora_rank": (16,)},
+    "minicpm3": {"scale_emb": (6,), "scale_depth": (1.0, None), "dim_model_base": (32, None)},
     "glm4_moe": {
         "first_k_dense_replace": (0, 1, 2),
         "n_group": (1, 2),
@@ -175,7 +196,11 @@ FAMILY_NEEDED: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 1,
         "moe_intermediate_size": 24,
     },
-    "glm4_moe": {**MIXTURE, "n_routed_experts": 8, "n_shared_experts": 1},
+    "glm4_moe": {**MIXTURE, **ROUTED},
+    "glm4_moe_lite": {**MIXTURE, **ROUTED, **LATENTS},
+    "deepseek_v3": {**MIXTURE, **ROUTED, **LATENTS, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": {**MIXTURE, **ROUTED, **LATENTS},
+    "minicpm3": LATENTS,
     "qwen3_next": SPARSE_HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": SPARSE_HYBRID,
@@ -211,6 +236,7 @@ def random_config(family: str, draw: random.Random) -> dict[str, Any]:
         "gemma3_text",
         "gemma4_text",
         "glm4_moe",
+        "glm4_moe_lite",
         "gpt_oss",
         "ministral",
     )
@@ -264,6 +290,8 @@ def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) ->
     if family in HAVE_WINDOWS:
         base |= {"sliding_window": 100}
     variants = ({}, {"head_dim": 16}, {"original_max_position_embeddings": 256})
+    if FAMILIES[family].has_latents:  # transformers takes it for that of the rotated dimensions
+        variants = variants[::2]
     name = family.removesuffix("_text")
     module = import_module(f"transformers.models.{name}.modeling_{name}")
     embedding = next(
@@ -356,7 +384,7 @@ def test_frequencies_of_gemma_4_are_those_of_transformers(
         ({"model_type": "phi3", "partial_rotary_factor": 0.4}, "of 8 dimensions per head is not"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "softcapping = 50.0 .soft-cap"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_lora_rank = 512 .multi-latent"),
+        ({"model_type": "deepseek_v32", "kv_lora_rank": 512}, "kv_lora_rank = 512 .multi-latent"),
         ({"model_type": "gpt_oss"}, "lacks num_experts_per_tok, num_experts"),
         ({"model_type": "gpt_oss", **MIXTURE, "swiglu_limit": 0}, "swiglu_limit = 0; it must be"),
         (

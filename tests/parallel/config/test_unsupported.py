@@ -104,11 +104,11 @@ def error_message(folder: Path, **fields: Any) -> str:
             ["sliding-window attention (sliding_window = 4096, of 32768 positions) is not "],
         ),
         (
-            {"model_type": "deepseek_v2", "kv_lora_rank": 512, **CODE},
+            {"model_type": "deepseek_v32", "kv_lora_rank": 512, **CODE},
             ["kv_lora_rank = 512 (multi-latent attention)", "would run code"],
         ),
         (
-            {"model_type": "deepseek_v3", "kv_lora_rank": 512, **CODE}
+            {"model_type": "kimi_k2", "kv_lora_rank": 512, **CODE}
             | {"quantization_config": {"quant_method": "hqq"}},
             [
                 "It has kv_lora_rank = 512 (multi-latent attention) and weights quantised by "

@@ -135,6 +135,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
         "attention_bias": True,
     },
+    "deepseek-v2": {"family": "deepseek_v2"},
+    "deepseek-v3": {"family": "deepseek_v3"},
+    "deepseek-v3-halves": {"family": "deepseek_v3", "rope_interleave": False, "q_lora_rank": None},
+    "glm4-moe-lite": {"family": "glm4_moe_lite", "attention_bias": True},
+    "minicpm3": {"family": "minicpm3"},
     "glm": {"family": "glm"},
     "glm-whole": {
         "family": "glm",

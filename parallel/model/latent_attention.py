@@ -1,0 +1,146 @@
+"""A layer's multi-head latent attention, in the form that keeps a token's latent alone.
+
+A head's keys and values are projections of one latent of each token. Here the projection of keys is
+applied to queries instead, and that of values to what attention returns: the latent, and a rotated
+key of all heads before it, are then keys and values of one KV head, which all ranks have.
+
+Source: DeepSeek-AI 2024, DeepSeek-V2, arXiv 2405.04434, section 2.1.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from offload.attention.folding import Partial
+from parallel.batch_invariant import map_blocks
+from parallel.config.layer_heads import LatentShape
+from parallel.config.model_config import ModelConfig
+from parallel.formats.checkpoint import Checkpoint
+from parallel.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
+from parallel.model.residual import Branch
+from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
+from parallel.weights.matrix import empty_parameter
+
+_NORM_EPS = 1e-6  # whatever the config says (transformers, modeling_deepseek_v3.py)
+
+
+class Attends(Protocol):
+    """The interface that latent attention needs of a cache, or of a prefill into one."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial: ...
+
+
+class Stores(Protocol):
+    """The interface that it needs of a prefill if only latents are needed."""
+
+    def store(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
+
+
+class HeadWeights(Module):
+    """The projections of latents to keys and values of this rank's heads."""
+
+    def __init__(self, shape: LatentShape, share: slice):
+        """`share`: the rank's rows of the projection of queries."""
+        super().__init__()
+        self.shape, self.share = shape, share
+        heads = (share.stop - share.start) // shape.query_dim
+        self.keys = empty_parameter(heads, shape.plain_dim, shape.rank)
+        self.values = empty_parameter(heads, shape.value_dim, shape.rank)
+
+    def load(self, checkpoint: Checkpoint, name: str, heads: int) -> None:
+        """Read this rank's rows of the tensor NAME.weight, of so many heads."""
+        shape, per_head = self.shape, self.shape.plain_dim + self.shape.value_dim
+        tensor = checkpoint.tensor(f"{name}.weight", (heads * per_head, shape.rank))
+        own = (each // shape.query_dim * per_head for each in (self.share.start, self.share.stop))
+        weights = tensor[slice(*own)].unflatten(0, (-1, per_head))
+        self.keys.copy_(weights[:, : shape.plain_dim])
+        self.values.copy_(weights[:, shape.plain_dim :])
+
+    def queries(self, plain: Tensor) -> Tensor:
+        """Return what queries (T, H, plain_dim) of keys are as queries (T, H, rank) of latents."""
+        return torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1)
+
+    def outputs(self, out: Tensor) -> Tensor:
+        """Return the heads' outputs (T, H * value_dim), given attention's (T, H, head_dim)."""
+        latent = out[..., self.shape.rope_dim :].transpose(0, 1)
+        return torch.bmm(latent, self.values.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
+class LatentAttention(Branch):
+    """A layer's attention to latents, over this rank's query heads."""
+
+    def __init__(self, config: ModelConfig, group: TensorParallelGroup, layer: int):
+        super().__init__(config, config.norms.attention)
+        assert config.latent is not None
+        shape = self.shape = config.latent
+        self.layer, self.query_multiplier = layer, config.query_multiplier
+        self.is_interleaved = config.interleaved_rope
+        outputs = [shape.rank + shape.rope_dim]
+        if shape.query_rank is not None:
+            outputs = [shape.query_rank, *outputs]
+        # every rank needs all of its results
+        whole = TensorParallelGroup()
+        self.inputs = ColumnParallelLinear(whole, config.hidden, outputs, config.qkv_bias)
+        self.query_norm: RMSNorm | None = None
+        if shape.query_rank is not None:
+            self.query_norm = RMSNorm(shape.query_rank, _NORM_EPS)
+        self.latent_norm = RMSNorm(shape.rank, _NORM_EPS)
+        rows, width = [config.heads * shape.query_dim], shape.query_rank or config.hidden
+        self.q = ColumnParallelLinear(group, width, rows, False, [shape.query_dim])
+        self.heads = HeadWeights(shape, self.q.shares[0])
+        values = config.heads * shape.value_dim
+        self.o = RowParallelLinear(group, values, config.hidden, config.o_bias, shape.value_dim)
+
+    def forward(self, x: Tensor, cache: Attends, start: int) -> AsyncSum:
+        """Attend with x (T, hidden), the tokens from position `start` on.
+
+        Returns a pending all-reduce (T, hidden), which alone holds memory until it is waited for.
+        """
+        x = self.pre(x)
+        parts = self.inputs(x)
+        keys = self._keys(parts[-1])
+        (q,) = self.q(x if self.query_norm is None else self.query_norm(parts[0]))
+        out, _ = cache.attend(self.layer, map_blocks(self._queries, q), keys, keys, start)
+        return self.post(self.o(map_blocks(self.heads.outputs, out)))
+
+    def store_kv(self, x: Tensor, cache: Stores, start: int) -> None:
+        """Store the latents of x (T, hidden), if its attention output is not needed."""
+        keys = self._keys(self.inputs(self.pre(x), first=len(self.inputs.sizes) - 1)[0])
+        cache.store(self.layer, keys, keys, start)
+
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.load_norms(checkpoint, prefix)
+        prefix = f"{prefix}.self_attn"
+        names = ["kv_a_proj_with_mqa"]
+        if self.query_norm is not None:
+            names = ["q_a_proj", *names]
+            self.query_norm.load(checkpoint, f"{prefix}.q_a_layernorm")
+        self.inputs.load(checkpoint, [f"{prefix}.{name}" for name in names])
+        self.latent_norm.load(checkpoint, f"{prefix}.kv_a_layernorm")
+        name = "q_proj" if self.query_norm is None else "q_b_proj"
+        self.q.load(checkpoint, [f"{prefix}.{name}"])
+        heads = self.q.outputs[0] // self.shape.query_dim
+        self.heads.load(checkpoint, f"{prefix}.kv_b_proj", heads)
+        self.o.load(checkpoint, f"{prefix}.o_proj")
+
+    def _keys(self, compressed: Tensor) -> Tensor:
+        """Return the keys (T, 1, D), from latents and then rotated dimensions (T, D)."""
+        latent, rotated = compressed.split([self.shape.rank, self.shape.rope_dim], dim=-1)
+        return torch.cat((*self._halves(rotated), self.latent_norm(latent)), dim=-1)[:, None]
+
+    def _queries(self, q: Tensor) -> Tensor:
+        """Return the queries (T, H, D) of latents, from those of keys (T, H * query_dim)."""
+        heads = q.unflatten(-1, (-1, self.shape.query_dim))
+        plain, rotated = heads.split([self.shape.plain_dim, self.shape.rope_dim], dim=-1)
+        parts = *self._halves(rotated), self.heads.queries(plain)
+        return torch.cat(parts, dim=-1) * self.query_multiplier
+
+    def _halves(self, rotated: Tensor) -> list[Tensor]:
+        """Return dimensions (..., D) in parts, in the order in which caches rotate them."""
+        if self.is_interleaved:
+            return [rotated[..., ::2], rotated[..., 1::2]]
+        return [rotated]
