@@ -196,6 +196,7 @@ class KVLayout:
     window: SlidingWindow | None = None
     windowed_heads: HeadShape | None = None  # heads of layers with a window, if they are others
     recurrent: RecurrentShape | None = None
+    planes: int = 2  # keys, and values; 1 if the values are the keys, which are stored once
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim"):
@@ -275,9 +276,9 @@ class KVLayout:
         return length
 
     @property
-    def layer_token_bytes(self) -> int:
-        """Return the bytes of one token's keys and values in one layer on this rank."""
-        return 2 * self.heads * self.head_dim * self.dtype.itemsize
+    def in_pairs(self) -> KVLayout:
+        """The geometry of buffers with keys and values, even if these are the same."""
+        return self if self.planes == 2 else replace(self, planes=2)
 
     def bytes(self, tokens: int, layers: int | None = None) -> int:
         """Return the bytes of `tokens` tokens in `layers` layers.
@@ -289,7 +290,8 @@ class KVLayout:
             if (window := self.window) is not None:
                 rest = self.windowed.bytes(min(tokens, window.tokens), len(window.layers))
             return rest + self.bytes(tokens, self.full_layers)
-        return tokens * self.layer_token_bytes * layers
+        token = self.planes * self.heads * self.head_dim * self.dtype.itemsize
+        return tokens * layers * token
 
     def stored_bytes(self, tokens: int) -> int:
         """Return the bytes of `tokens` tokens in all layers, as they are stored for later use."""
@@ -301,8 +303,8 @@ class KVLayout:
         return stored
 
     def shape(self, layers: int, tokens: int) -> tuple[int, int, int, int, int]:
-        """Return the shape of head-major storage: (layers, keys and values, Hkv, tokens, D).
+        """Return the shape of head-major storage: (layers, planes, Hkv, tokens, D).
 
         A head's prefix is one contiguous copy.
         """
-        return layers, 2, self.heads, tokens, self.head_dim
+        return layers, self.planes, self.heads, tokens, self.head_dim

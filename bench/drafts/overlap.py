@@ -229,4 +229,4 @@ def _retrieval_cache(
         block=target.shape.block,
     )
     policy = MEASURED[variant.policy]()
-    return RetrievalCache(target.layout, spec, policy, target.rotary, target.link.device)
+    return RetrievalCache(target.layout.in_pairs, spec, policy, target.rotary, target.link.device)

@@ -142,7 +142,7 @@ class DecodingLevels:
             retrieval.reset(spec, policy, rotary, interval)
         else:
             device, layers = self._runtime.target.group.device, plan.retrieval_layers
-            layout = self.target.layout
+            layout = self.target.layout.in_pairs
             retrieval = RetrievalCache(layout, spec, policy, rotary, device, interval, layers)
         self.target.observers.append(retrieval)
         return retrieval
@@ -215,7 +215,7 @@ class DecodingLevels:
         spec = self._plan.spec.draft
         dtype, device = model.embed.weight.dtype, model.group.device
         rotary = model.config.rotary(spec.slots, spec.slots, dtype, device)
-        layout = model.config.kv_layout(model.group.size, dtype, model.group.rank)
+        layout = model.config.kv_layout(model.group.size, dtype, model.group.rank).in_pairs
         kind = PredictionCache if model.config.is_predictor else StreamingCache
         return kind(layout, spec, rotary, device)
 

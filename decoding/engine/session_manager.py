@@ -133,7 +133,8 @@ class SequenceManager:
         """
         assert self.prefix_cache is not None
         rope_key = self.runtime.target.config.rope_key(tokens, tokens + max_new_tokens)
-        return self.prefix_cache.fingerprint.kv_identity(rope_key)
+        layout = self.runtime.requirements.layout
+        return self.prefix_cache.fingerprint.kv_identity(rope_key, layout)
 
     def close(self, session: SequenceState | SwappedSequence) -> None:
         """Close a sequence on all ranks; for rank 0."""

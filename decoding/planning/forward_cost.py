@@ -239,7 +239,9 @@ class ForwardCost:
         config, ranks = self.config, self.ranks
         tokens = concurrency * query_tokens
         weights_s = self._read_s(active_share(config, tokens))
-        layout = config.kv_layout(ranks, self.dtype)
+        layout = config.kv_layout(
+            ranks, self.dtype
+        ).in_pairs  # equal keys and values are read twice
         states = _state_bytes(layout)
         scaled = (kv_scale - 1) * layout.bytes(attended, layout.full_layers)
         kv = concurrency * (layout.bytes(attended) + scaled + states)
@@ -262,7 +264,7 @@ class ForwardCost:
         all weights and KV from memory, though some may still be in a processor cache.
         """
         hardware, config, ranks = self.hardware, self.config, self.ranks
-        layout = config.kv_layout(ranks, self.dtype)
+        layout = config.kv_layout(ranks, self.dtype).in_pairs
         weights_s = self._read_s(ROW_BLOCK * active_share(config, 1))  # read separately per token
         key_blocks = ceil_div(attended, KEY_BLOCK)
         attended = key_blocks * KEY_BLOCK

@@ -60,9 +60,11 @@ class Requirements:
     def layout(self) -> KVLayout:
         """Return the geometry of the target's KV on this rank.
 
-        Raises ConfigError if there are fewer heads than ranks.
+        Split floats have keys and values, even if these are the same. Raises ConfigError if there
+        are fewer heads than ranks.
         """
-        return self.target.kv_layout(self.ranks, self.dtype, self.rank)
+        layout = self.target.kv_layout(self.ranks, self.dtype, self.rank)
+        return layout.in_pairs if self.has_split or self.settings.compress_offload else layout
 
     @property
     def weight_bytes(self) -> int:
@@ -151,7 +153,7 @@ class Requirements:
         split = f"split-{self.mode}"
         can_split = (
             self.copies and self.target.full_layers > 0 and split_format(self.dtype) is not None
-        )
+        ) and self.target.latent is None  # which would be stored twice
         return [self.mode, split] if can_split and self.settings.mode == "auto" else [self.mode]
 
     @property

@@ -37,9 +37,13 @@ class ModelFingerprint:
     digest: str  # covers weights, config, dtype, ranks and device
     model: str
 
-    def kv_identity(self, rope_key: bytes) -> str:
-        """Return the digest for a sequence with these rotary angles (`ModelConfig.rope_key`)."""
-        return sha256(self.digest.encode() + rope_key).hexdigest()
+    def kv_identity(self, rope_key: bytes, layout: KVLayout) -> str:
+        """Return the digest for a sequence with these rotary angles (`ModelConfig.rope_key`).
+
+        Keys that are values as well are stored once, but in split modes.
+        """
+        planes = b"" if layout.planes == 2 else b"keys"
+        return sha256(self.digest.encode() + rope_key + planes).hexdigest()
 
 
 class PrefixCacheManager:

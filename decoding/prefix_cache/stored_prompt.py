@@ -26,7 +26,7 @@ class StoredPrompt:
     ) -> Generator[int, None, None]:
         """Load a prefix of the prompt (T,) in steps (`PrefixCacheManager.load`)."""
         if self._manager is not None:
-            identity = self._manager.fingerprint.kv_identity(rope_key)
+            identity = self._manager.fingerprint.kv_identity(rope_key, cache.layout)
             loading = self._manager.load(identity, prompt.tolist(), cache)
             self.loaded_tokens = yield from loading
 
@@ -40,7 +40,7 @@ class StoredPrompt:
         previous = self._writer
         is_free = previous is None or not previous.is_busy  # rank 0's waits for the others'
         may_save = is_free and bool(logits.isfinite().all())
-        identity = self._manager.fingerprint.kv_identity(rope_key)
+        identity = self._manager.fingerprint.kv_identity(rope_key, cache.layout)
         writer = self._manager.save(identity, self._name, prompt.tolist(), cache, may_save)
         self._writer = writer or previous
 

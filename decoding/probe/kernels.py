@@ -107,7 +107,7 @@ class _Kernels:
         )
         self.device, self.dtype = device, dtype
         self.layer = replace(self.config, layers=1)
-        self.layout = self.layer.kv_layout(1, dtype)
+        self.layout = self.layer.kv_layout(1, dtype).in_pairs
         self._captured: list[Callable[[], Tensor]] = []  # with the tensors that graphs access
 
     def rates(self) -> dict[str, float]:

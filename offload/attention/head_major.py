@@ -1,4 +1,7 @@
-"""Head-major buffers (2, Hkv, capacity, D) of keys and values: slicing, writing, attention."""
+"""Head-major buffers (2, Hkv, capacity, D) of keys and values: slicing, writing, attention.
+
+A buffer (1, Hkv, capacity, D) has keys that are the values as well.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,18 @@ def token_slice(kv: Tensor, start: int, end: int) -> Tensor:
     return kv[..., start:end, :]
 
 
+def in_pairs(kv: Tensor) -> Tensor:
+    """Return a view (2, H, N, D) of a buffer, whose values may be its keys."""
+    return kv if len(kv) == 2 else kv.expand(2, -1, -1, -1)
+
+
 def write_tokens(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
-    """Write k and v (T, H, D) into a buffer kv (2, H, capacity, D) from slot `at` on."""
-    keys, values = _slots(kv, at, len(k)).transpose(1, 2).unbind()
-    keys.copy_(k)
-    values.copy_(v)
+    """Write k and v (T, H, D) into a buffer kv (2, H, capacity, D) from slot `at` on.
+
+    Of a buffer that has no values of their own, v is not read.
+    """
+    for plane, x in zip(_slots(kv, at, len(k)).transpose(1, 2), (k, v), strict=False):
+        plane.copy_(x)
 
 
 def copy_tokens(kv: Tensor, tokens: Tensor, at: int) -> None:
@@ -42,7 +52,7 @@ def attend_prefix(
 
     If causal, the last T tokens are those of the queries.
     """
-    k, v = token_slice(kv, 0, tokens).transpose(1, 2)  # (N, Hkv, D)
+    k, v = token_slice(in_pairs(kv), 0, tokens).transpose(1, 2)  # (N, Hkv, D)
     traffic.attended += 2 * k.nbytes
     return partial_attention(q, k, v, causal)
 

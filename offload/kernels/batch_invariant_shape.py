@@ -18,4 +18,4 @@ def working_bytes(layout: KVLayout, tokens: int, rows: int, groups: int) -> int:
     query_heads = layout.heads * groups
     values = layout.head_dim + 1
     partial = 4 * rows * query_heads * (blocks * values + 1)
-    return 2 * layout.bytes(KEY_BLOCK, 1) + partial
+    return 2 * layout.in_pairs.bytes(KEY_BLOCK, 1) + partial

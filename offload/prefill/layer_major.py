@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.attention.folding import Partial
-from offload.attention.head_major import attend_prefix, token_slice, write_tokens
+from offload.attention.head_major import attend_prefix, in_pairs, token_slice, write_tokens
 from offload.attention.window import attend_slots
 from offload.layout import OBSERVED_ROWS, WRITEBACK_BYTES, KVLayout, Segment
 from offload.prefill.host_copy import KVSource
@@ -93,8 +93,8 @@ class Prefill:
         else:
             kv = self._build(layer_kv, k, v, at)
             out = attend_prefix(kv, q, end, cache.traffic)
-            prefix = token_slice(kv, 0, cache.boundary)
-            recent = token_slice(kv, cache.boundary, end)
+            prefix = in_pairs(token_slice(kv, 0, cache.boundary))
+            recent = in_pairs(token_slice(kv, cache.boundary, end))
         if end == self._cached + self.tokens:
             notify(cache.observers, layer, 0, q[-OBSERVED_ROWS:], prefix, recent)
         return out

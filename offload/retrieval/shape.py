@@ -103,7 +103,7 @@ class RetrievalCacheSpec:
 
     def kv_buffer(self, layout: KVLayout) -> tuple[int, ...]:
         """Return the shape of keys and values (layers, 2, Hkv, slots + 1, D)."""
-        return layout.shape(layout.layers, self.slots + 1)
+        return layout.in_pairs.shape(layout.layers, self.slots + 1)
 
     def has_buffers_of(self, other: RetrievalCacheSpec, window: int | None = None) -> bool:
         """Return whether caches of both specs have the same buffers.
@@ -125,7 +125,7 @@ class RetrievalCacheSpec:
     def layer_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory of one layer."""
         if not self.quantised:
-            return layout.bytes(self.slots + 1, 1)
+            return layout.in_pairs.bytes(self.slots + 1, 1)
         window = self.slots + 1 - self.selected_slots
         return self.quantised_bytes(layout, self.selected_slots, window)
 
@@ -134,11 +134,11 @@ class RetrievalCacheSpec:
         """Return a layer's bytes for `selected` int8 tokens, and `window` in full precision."""
         elements = 2 * layout.heads * layout.head_dim
         scales = 2 * layout.heads * layout.dtype.itemsize
-        return selected * (elements + scales) + layout.bytes(window, 1)
+        return selected * (elements + scales) + layout.in_pairs.bytes(window, 1)
 
     def shared_heads(self, layout: KVLayout) -> int:
         """Return how many heads are dequantised at once, in parts of about equal size."""
-        head_bytes = layout.bytes(self.slots, 1) // layout.heads
+        head_bytes = layout.in_pairs.bytes(self.slots, 1) // layout.heads
         max_heads = max(1, SHARED_BYTES // head_bytes)
         return ceil_div(layout.heads, ceil_div(layout.heads, max_heads))
 
@@ -146,7 +146,7 @@ class RetrievalCacheSpec:
         """Return the bytes of device memory that all layers share."""
         if not self.quantised:
             return 0
-        head_bytes = layout.bytes(self.slots, 1) // layout.heads
+        head_bytes = layout.in_pairs.bytes(self.slots, 1) // layout.heads
         return head_bytes * self.shared_heads(layout)
 
     def windowed_bytes(self, layout: KVLayout) -> int:

@@ -116,9 +116,10 @@ class _Reader:
 
     def __call__(self) -> KVBlock:
         file, layout = self.file, self.file.layout
-        kv = torch.empty((2, self.end - self.start, layout.head_dim), dtype=layout.dtype)
+        shape = (layout.planes, self.end - self.start, layout.head_dim)
+        kv = torch.empty(shape, dtype=layout.dtype)
         data = _bytes_of(kv)
-        per_token = layout.layer_token_bytes // layout.heads
+        per_token = layout.bytes(1, 1) // layout.heads
         try:
             stream = open_regular(file.path)
         except UnsuitableFileError as error:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.attention.head_major import token_slice, write_tokens
+from offload.attention.head_major import in_pairs, token_slice, write_tokens
 from offload.memory.link import Copy, Link
 from offload.memory.transfer_ring import TransferRing
 from offload.tiered.host_layer import HostLayer
@@ -100,13 +100,13 @@ class OffloadedLayer(TieredLayer):
         prefix_of(head, boundary) returns the prefix (2, h, boundary, D) of the heads from `head`
         on, valid until the next call.
         """
-        recent = self._tail.tokens(end - boundary)
+        recent = in_pairs(self._tail.tokens(end - boundary))
         heads = recent.shape[1]
         if not boundary:
             yield KVGroup(0, heads, [recent])
             return
         for head in range(0, heads, self._slot_heads):
-            prefix = prefix_of(head, boundary)
+            prefix = in_pairs(prefix_of(head, boundary))
             tail = recent[:, head : head + prefix.shape[1]]
             yield KVGroup(head, heads, [prefix, tail], recent)
 

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from offload.attention.folding import Partial
-from offload.attention.head_major import attend_prefix, token_slice, write_tokens
+from offload.attention.head_major import (
+    attend_prefix,
+    in_pairs,
+    token_slice,
+    write_tokens,
+)
 from offload.memory.link import Copy, Link
 from offload.tiered.host_layer import HostLayer
 from offload.tiered.kv_file import HostReader, KVBlock, copies_to
@@ -58,7 +63,7 @@ class ResidentLayer(TieredLayer):
 
     def groups(self, end: int, boundary: int) -> Iterator[KVGroup]:
         assert self._kv is not None
-        yield KVGroup(0, self._kv.shape[1], [token_slice(self._kv, 0, end)])
+        yield KVGroup(0, self._kv.shape[1], [in_pairs(token_slice(self._kv, 0, end))])
 
     def attend_on_device(
         self, q: Tensor, end: int, boundary: int, traffic: ByteCounters

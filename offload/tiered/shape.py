@@ -311,7 +311,7 @@ class TieredCacheSpec:
             reconstruct=(2, self.slot_heads if split else 0, capacity, layout.head_dim),
             writeback=(2, planes * min(max(SPLIT_TOKENS, written), capacity) * row),
             slot_numel=slot,
-            ring_numel=max(slots, 2 * capacity * row if self.streams or split else 0),
+            ring_numel=max(slots, layout.planes * capacity * row if self.streams or split else 0),
             splitting_bytes=2 * row * splitting if split else 0,
         )
 

@@ -488,7 +488,7 @@ class ModelConfig:
         if self.latent is not None:
             check_ranks(self.heads, ranks)
             groups = share_size(self.heads, own, ranks)
-            return KVLayout(self.layers, 1, self.head_dim, dtype, groups)
+            return KVLayout(self.layers, 1, self.head_dim, dtype, groups, planes=1)
         check_ranks(self.kv_heads, ranks)
         heads = share_size(self.kv_heads, own, ranks)
         groups = self.heads // self.kv_heads

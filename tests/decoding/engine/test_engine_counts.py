@@ -36,7 +36,7 @@ def pair(checkpoint: Callable[..., Path]) -> Pair:
 
 def token_bytes(engine: Engine) -> int:
     """Return the KV bytes of one token in one layer of the target."""
-    return engine.runtime.target.config.kv_layout(1, engine.runtime.dtype).layer_token_bytes
+    return engine.runtime.target.config.kv_layout(1, engine.runtime.dtype).bytes(1, 1)
 
 
 class Forwards:

@@ -26,6 +26,7 @@ from offload.retrieval.shape import RetrievalCacheSpec, SplitSelectionSpec
 from offload.retrieval.split_selection import SplitSelection
 from offload.tiered.device_view import OnDeviceCache
 from offload.tiered.shape import TieredCacheSpec
+from parallel.config.layer_heads import LatentShape
 from parallel.model.loading import random_model
 from parallel.ranks.process_group import TensorParallelGroup
 from support.planning import MODES, Case, case_of, plan_on, requirements_of, with_budget
@@ -96,7 +97,9 @@ def session_of(
         requirements_of(replace(case, settings=settings)), copies=runtime.link.copies
     )
     try:
-        session = SequenceState(runtime, [1] * case.prompt, case.max_new_tokens)
+        # equal tokens have equal latents, which may all be outliers of split floats
+        prompt = [token % case.target.vocab for token in range(case.prompt)]
+        session = SequenceState(runtime, prompt, case.max_new_tokens)
         fixed = with_budget(requirements, runtime.requirements.strategy.budget)
         yield session, plan_on(machine, fixed, case.prompt, case.max_new_tokens)
     finally:
@@ -189,6 +192,15 @@ def hybrid(seed: int) -> Case:
     return replace(case, settings=settings, **models)
 
 
+def latent(seed: int) -> Case:
+    """Return a tiny case with latent attention."""
+    case = tiny(seed)
+    shape = LatentShape(20, 24, 8, 12, 10)
+    sizes = {"kv_heads": 1, "head_dim": shape.head_dim, "rotary_dim": 8, "qk_norm": None}
+    target = replace(case.target, latent=shape, has_shared_values=True, **sizes)
+    return replace(case, target=target)
+
+
 def in_mode(settings: Settings, mode: str) -> Settings:
     """Return the settings with another mode, and with 16 bits if the mode requires it."""
     dtype = "bfloat16" if "split" in mode else settings.dtype
@@ -205,6 +217,11 @@ def test_planned_bytes_are_allocated(seed: int, link: str) -> None:
 @pytest.mark.parametrize("seed", slow_except(range(8), 1, 4, 6))
 def test_planned_bytes_of_recurrent_states_are_allocated(seed: int) -> None:
     check_bytes(hybrid(seed), "emulated:50")
+
+
+@pytest.mark.parametrize("seed", slow_except(range(16), 1, 4, 6))
+def test_planned_bytes_of_latents_are_allocated(seed: int) -> None:
+    check_bytes(latent(seed), "emulated:50")
 
 
 @pytest.mark.parametrize("windowed", [1, 9])

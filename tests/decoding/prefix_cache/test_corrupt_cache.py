@@ -101,7 +101,9 @@ def test_an_edited_identity_is_detected(
         patched.setattr(engines, "IDENTITY", ModelFingerprint("4567", "another pair"))
         (expected,) = save_prompts(cache_folder, models, PROMPT)
     (prompt,) = prompts_in(cache_folder)
-    own = IDENTITY.kv_identity(models.target.config.rope_key(len(PROMPT), len(PROMPT) + NEW))
+    config = models.target.config
+    rope_key = config.rope_key(len(PROMPT), len(PROMPT) + NEW)
+    own = IDENTITY.kv_identity(rope_key, config.kv_layout(1, torch.float32))
     edit_manifest(prompt, identity=own)
     assert "of a book is corrupt" in check_prefilled_again(cache_folder, models, expected)[0]
 

@@ -54,6 +54,8 @@ def test_evicted_kernels_are_compiled_again() -> None:
 
 @pytest.mark.parametrize("variable", slow_except([ONEDNN, TORCH]))
 def test_limits_set_by_the_user_are_kept(variable: str) -> None:
+    _, limited = run({})
     compiled, growth = run({variable: "1024"})
     assert compiled == (300 if variable == ONEDNN else 301)
-    assert growth > 10_000_000
+    # 100 kernels take 2 to 20 MB, which depends on the processor
+    assert growth > 5 * max(limited, 100_000)

@@ -192,5 +192,5 @@ def test_loaded_prefixes_on_the_host_do_not_cross_the_link(
     copy_via_files(cache, other, tmp_path, 100, forwards=0)
     offloaded = LAYOUT.layers - resident
     tokens = 100 * resident + (100 - other.boundary) * offloaded
-    assert other.traffic.link_in == tokens * LAYOUT.layer_token_bytes
+    assert other.traffic.link_in == tokens * LAYOUT.bytes(1, 1)
     assert not other.traffic.link_out

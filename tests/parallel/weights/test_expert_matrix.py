@@ -13,6 +13,7 @@ pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType as Kind
 
 import parallel.weights.packed
+from parallel.config.families import Gating
 from parallel.config.model_config import ModelConfig
 from parallel.config.weight_sizes import weight_sizes
 from parallel.errors import CheckpointError
@@ -65,7 +66,7 @@ def test_outputs_are_those_of_whole_experts(
     assert torch.equal(*products)
     for tokens in (1, 5):
         x = torch.randn(tokens, 256)
-        weights, chosen = route(torch.randn(tokens, 6), 2, True)
+        weights, chosen = route(torch.randn(tokens, 6), 2, Gating(normalised=True))
         out = moe(x, weights, chosen, packed.experts)
         expected = moe_by_expert(x, weights, chosen, whole.experts)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
@@ -82,7 +83,7 @@ def test_fused_products(
         each.dtype = torch.float16
     monkeypatch.setattr(parallel.weights.packed, "plane_kernels", lambda *_: (kernels, ""))
     x = torch.randn(2, 256).half()
-    weights, chosen = route(torch.randn(2, 6), 2, True)
+    weights, chosen = route(torch.randn(2, 6), 2, Gating(normalised=True))
     assert packed.experts.gate_up.has_fused_products
     out = static_moe(x, weights, chosen, packed.experts)
     assert out.dtype == torch.float16
