@@ -6,7 +6,7 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel.errors import ConfigError
 from parallel.formats.quantisation import QUANTISATION_FIELDS
@@ -27,8 +27,6 @@ _WRAPPERS = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-_ALIASES = ("internlm3", "mimo")  # types that are another in all but name
-OTHER_TYPES = (*_WRAPPERS, *_ALIASES)
 # transformers' defaults, which the configs of text models may leave out
 _SIZES = {
     "hidden_size": 4096,
@@ -66,15 +64,46 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # keys: types of text models, or of la
 }
 _SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id")
 _MROPE = ("mrope_section", "mrope_interleaved")
-# InternLM3's fields in Llama's terms, and its defaults
-_INTERNLM3 = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
-_INTERNLM3_DEFAULTS = {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 2,
+
+
+class _Alias(NamedTuple):
+    """Another type, with the names and defaults of its fields, for one that equals it."""
+
+    model_type: str
+    names: Mapping[str, str] = {}  # names of fields there, by those in the config
+    defaults: Mapping[str, Any] = {}  # values of fields that a config may leave out
+
+
+_ALIASES = {
+    "exaone": _Alias(
+        "llama",
+        {
+            "num_layers": "num_hidden_layers",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "activation_function": "hidden_act",
+        },
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "eos_token_id": 361,
+        },
+    ),
+    "internlm3": _Alias(
+        "llama",
+        {"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 2,
+        },
+    ),
+    "mimo": _Alias("qwen2"),  # with layers that predict further tokens, which are left out
 }
+OTHER_TYPES = (*_WRAPPERS, *_ALIASES)
 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,10 +113,8 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     a text model, and for an InternLM3 that is no Llama.
     """
     kind = fields.get("model_type")
-    if kind == "internlm3":
-        return _as_llama(fields)
-    if kind == "mimo":  # with layers that predict further tokens, which are left out
-        return {**fields, "model_type": "qwen2"}
+    if isinstance(kind, str) and kind in _ALIASES:
+        return _renamed(fields, kind)
     if not isinstance(kind, str) or kind not in _WRAPPERS:
         return _with_plain_ropes(dict(fields)) if kind in _WRAPPERS.values() else dict(fields)
     inner = fields.get("text_config", fields)
@@ -146,12 +173,16 @@ def _without_mrope(rope: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _as_llama(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an InternLM3 as those of the Llama that it is."""
-    own = {_INTERNLM3.get(name, name): value for name, value in fields.items()}
-    if bool(own.get("attention_bias")) != bool(own.get("mlp_bias")):
+def _renamed(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the fields of a type that is another but in name as those of the other.
+
+    Raises ConfigError for an InternLM3 that is no Llama.
+    """
+    alias = _ALIASES[kind]
+    own = {alias.names.get(name, name): value for name, value in fields.items()}
+    if kind == "internlm3" and bool(own.get("attention_bias")) != bool(own.get("mlp_bias")):
         raise ConfigError(
             "the model's config gives qkv_bias and bias of different values, which is not "
             "supported in internlm3."
         )
-    return {**_INTERNLM3_DEFAULTS, **own, "model_type": "llama"}
+    return {**alias.defaults, **own, "model_type": alias.model_type}

@@ -15,6 +15,7 @@ from parallel.errors import CheckpointError
 from parallel.formats.expert_headers import ExpertHeader, expert_headers
 from parallel.formats.expert_tensors import open_expert
 from parallel.formats.gguf.header import LFS, check_lfs_pointer
+from parallel.formats.tensor_names import file_name
 from parallel.formats.tensors import Indexable, SafetensorsReader, TensorSlice
 from parallel.formats.weight_headers import (
     DTYPES,
@@ -63,8 +64,8 @@ class Checkpoint(ABC):
         stored = self._shapes[name]
         if stored != shape:
             raise CheckpointError(
-                f"{self._file_of(name).name}: tensor {name} has shape {stored}, but "
-                f"{self.described_by} implies {shape}."
+                f"{self._file_of(name).name}: tensor {self._name_in_file(name)} has shape "
+                f"{stored}, but {self.described_by} implies {shape}."
             )
         return self._open_tensor(name)
 
@@ -72,9 +73,9 @@ class Checkpoint(ABC):
         """Raise CheckpointError if there is no tensor `name`."""
         if name not in self._shapes:
             raise CheckpointError(
-                f"{self.path}: tensor {name} is missing; the checkpoint has {len(self._shapes)} "
-                "tensors. Was the download interrupted? Fetch it again, or point at a complete "
-                "model."
+                f"{self.path}: tensor {self._name_in_file(name)} is missing; the checkpoint has "
+                f"{len(self._shapes)} tensors. Was the download interrupted? Fetch it again, or "
+                "point at a complete model."
             )
 
     def check_unused(
@@ -98,9 +99,10 @@ class Checkpoint(ABC):
             if not name.endswith(_DERIVED) and not name.startswith((PREDICTION, *others))
         )
         if leftovers:
+            first = self._name_in_file(leftovers[0])
             raise CheckpointError(
                 f"{self.path}: {len(leftovers)} tensors are not part of the model that "
-                f"{self.described_by} describes, first {leftovers[0]}. The config does not belong "
+                f"{self.described_by} describes, first {first}. The config does not belong "
                 "to these weights, or the architecture has parts that are not supported."
             )
 
@@ -138,6 +140,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def _file_of(self, name: str) -> Path:
         """Return the file that holds a tensor."""
+
+    def _name_in_file(self, name: str) -> str:
+        """Return the name that a tensor has in the files, or would have."""
+        return name
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -178,6 +184,9 @@ class SafetensorsCheckpoint(Checkpoint):
         expert = self._experts.get(name)
         return self._headers[name].path if expert is None else expert.stack.path
 
+    def _name_in_file(self, name: str) -> str:
+        return file_name(name, [header.name for header in self._headers.values()])
+
     def _scan(self, path: Path) -> None:
         """Record the tensors of a file. Raises CheckpointError."""
         with self._open(path) as file:
@@ -189,8 +198,8 @@ class SafetensorsCheckpoint(Checkpoint):
                 if name in self._headers:
                     before = self._headers[name].path.name
                     raise CheckpointError(
-                        f"{self.folder}: tensor {name} is in {before} and in {path.name}, which "
-                        "is ambiguous. Fetch the model again."
+                        f"{self.folder}: tensor {stored_name} is in {before} and in {path.name}, "
+                        "which is ambiguous. Fetch the model again."
                     )
                 tensor = file.get_slice(stored_name)
                 shape = tuple(tensor.get_shape())

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from offload.regular_files import MIB, read_json
 from parallel.errors import CheckpointError
+from parallel.formats.tensor_names import own_name
 
 # supported dtypes of weights, in which models also run: name in safetensors, name in torch
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -96,7 +97,7 @@ def text_tensor(name: str) -> str | None:
     for prefix, own in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
-    return name
+    return own_name(name)
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -226,11 +227,11 @@ def _header(path: Path) -> dict[str, StoredTensor]:
                     itemsize is not None and prod(shape) * itemsize != last - first
                 ):
                     raise _Incomplete
-                if (own_name := text_tensor(name)) is None:
+                if (text_name := text_tensor(name)) is None:
                     continue
-                if own_name in tensors:
+                if text_name in tensors:
                     raise _Incomplete
-                tensors[own_name] = tensor
+                tensors[text_name] = tensor
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _Incomplete from error
     return tensors

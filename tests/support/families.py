@@ -22,6 +22,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"family": "qwen3_moe", "norm_topk_prob": True},
     "mixtral": {"family": "mixtral"},
     "exaone4": {"family": "exaone4"},
+    "exaone": {"family": "exaone"},
     "granitemoehybrid": {"family": "granitemoehybrid"},
     "ministral3": {"family": "ministral3"},  # queries are scaled from 16 tokens on
     "seed_oss": {"family": "seed_oss"},

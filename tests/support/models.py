@@ -93,6 +93,19 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 3,
         "pad_token_id": None,
     },
+    "exaone": {
+        "head_dim": 12,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "granitemoehybrid": {
         "layer_types": ["attention"] * 3,
         "num_local_experts": 0,

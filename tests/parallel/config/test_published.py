@@ -56,12 +56,12 @@ OLMO_ROPE = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
-APERTUS_ROPE = {
+LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
 }
 GEMMA_ROPE = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 GEMMA_27B = decoder("gemma3_text", 62, 5376, 21_504, (32, 16), 262_208, head_dim=128)
@@ -235,6 +235,28 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         36.15,
         262_144,
         524_288,
+    ),
+    "EXAONE-3.5-7.8B": (
+        {
+            "model_type": "exaone",
+            "activation_function": "silu",
+            "auto_map": {"AutoConfig": "x.X"},
+            "head_dim": 128,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 32_768,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_layers": 32,
+            "rope_scaling": LLAMA3_ROPE,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+            "vocab_size": 102_400,
+        },
+        7.82,
+        131_072,
+        32_768,
     ),
     "EXAONE-4.0-1.2B": (
         decoder("exaone4", 30, 2048, 4096, (32, 8), 102_400, head_dim=64)
@@ -428,7 +450,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
     ),
     "Apertus-8B": (
         decoder("apertus", 32, 4096, 21_504, (32, 8), 131_072, hidden_act="xielu")
-        | {"max_position_embeddings": 65_536, "rope_theta": 12e6, "rope_scaling": APERTUS_ROPE},
+        | {"max_position_embeddings": 65_536, "rope_theta": 12e6, "rope_scaling": LLAMA3_ROPE},
         8.05,
         131_072,
         65_536,

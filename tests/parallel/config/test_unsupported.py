@@ -97,6 +97,10 @@ def error_message(folder: Path, **fields: Any) -> str:
             ["mamba_d_state = 256 (recurrent layers)", "with hybrid, linear_attention"],
         ),
         ({"model_type": "jamba", **HYBRID}, ["mamba_d_state = 256 (recurrent layers)"]),
+        (
+            {"model_type": "exaone", "activation_function": "gelu"},
+            ["activation 'gelu' is not supported"],
+        ),
         ({"model_type": "internlm9", **CODE}, ["model_type 'internlm9'", "would run code"]),
         ({"model_type": "internlm3", "bias": True}, ["qkv_bias and bias of different values"]),
         (
@@ -135,7 +139,7 @@ def test_every_unsupported_feature_is_named(
     message = error_message(tmp_path, **fields)
     for part in parts:
         assert part in message
-    is_known = fields["model_type"] in (*FAMILIES, "internlm3")
+    is_known = fields["model_type"] in (*FAMILIES, "exaone", "internlm3")
     assert ("is not supported; supported are llama" in message) != is_known
 
 
@@ -150,4 +154,4 @@ def test_every_unsupported_feature_is_named(
     ids=str,
 )
 def test_features_without_effect_are_not_named(fields: dict[str, Any], tmp_path: Path) -> None:
-    assert error_message(tmp_path, **fields).endswith("internlm3, mimo.")
+    assert error_message(tmp_path, **fields).endswith("exaone, internlm3, mimo.")

@@ -126,6 +126,10 @@ GGUF_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"decoder_sparse_step": 1},
     "gemma3_text": {"query_pre_attn_scalar": 12},
 }
+# Files of glm have the architecture of its first code, those of mistral no window, and those of the
+# others architectures that are not read.
+NOT_READ = {"glm", "mistral-window", "apertus", "exaone"}
+NOT_READ |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"}
 GLM4_MOE = {**OTHERS["glm4_moe"], "n_group": 1, "topk_group": 1}  # files say nothing of groups
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -145,9 +149,7 @@ MODELS: dict[str, dict[str, Any]] = {
     **{
         name: {**options, **GGUF_FIELDS.get(name, {})}
         for name, options in {**OTHERS, "glm4_moe": GLM4_MOE}.items()
-        # not supported in files: activations that are metadata, and the architecture of GLM's first
-        # code; the window is not in files of mistral
-        if name not in ("apertus", "glm", "mistral-window")
+        if name not in NOT_READ
     },
     "mistral": {"family": "mistral", "sliding_window": None},
     "phi3-short": {"family": "phi3", "original_max_position_embeddings": 512},

@@ -102,6 +102,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite": {"family": "granite"},
     "granite-bias": {"family": "granite", "attention_bias": True, "mlp_bias": True},
     "exaone4": {"family": "exaone4"},
+    "exaone": {"family": "exaone"},
+    "exaone-tied": {"family": "exaone", "tie_word_embeddings": True, "attention_bias": True},
     "granite4": {"family": "granitemoehybrid", "attention_bias": True},
     "granite4-nope": {"family": "granitemoehybrid", "position_embedding_type": "nope"},
     "ministral3": {"family": "ministral3"},
