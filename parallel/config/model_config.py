@@ -59,7 +59,7 @@ from parallel.config.rope import (
     read_windowed_rope,
     rope_factor,
 )
-from parallel.config.text_model import WRAPPER
+from parallel.config.text_model import GROUPED_QKV, PUBLISHED, WRAPPER
 from parallel.config.windows import sliding_window
 from parallel.config_checks import COUNT, LAYERS, NORM_EPS, bool_field, check_number, is_positive
 from parallel.errors import ConfigError
@@ -125,6 +125,8 @@ class ModelConfig:
     trained_positions: int | None = field(default=None, repr=False)
     # the positions beyond which the model expects dual chunk attention, which is not implemented;
     dense_positions: int | None = field(default=None, repr=False)
+    # the positions for which a model was published whose dynamic RoPE says fewer;
+    published_positions: int | None = field(default=None, repr=False)
     # the maximum number of tokens that attention sees.
     window: int | None = field(default=None, repr=False)
     # Model type of the config that this one is a part of, such as a vision model's
@@ -137,6 +139,8 @@ class ModelConfig:
     is_predictor: bool = field(default=False, repr=False)
     # Layers after the model's own in its files, which predict further tokens and are not used
     unused_layers: int = field(default=0, repr=False)
+    # whether a tensor of Q, K and V has the heads of one KV head after those of another
+    grouped_qkv: bool = field(default=False, repr=False)
     sliding_window: SlidingWindow | None = None  # and the layers that have one
     # RoPE of layers with a window, if it is another
     windowed_rope: dict[str, Any] | None = field(default=None, hash=False)
@@ -309,6 +313,7 @@ class ModelConfig:
         trained = trained_positions(fields if source_fields is None else source_fields)
         if family.is_gemma and trained is None:  # its positions include RoPE's factor
             trained = int(max_positions / (rope.get("factor") or 1))
+        is_grouped = bool_field(fields, GROUPED_QKV, False)
         dtype = fields.get("dtype") or fields.get("torch_dtype")
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         return cls(
@@ -332,6 +337,7 @@ class ModelConfig:
             rotary_dim=rotary_dim,
             trained_positions=trained,
             dense_positions=dense_positions(fields),
+            published_positions=fields.get(PUBLISHED),
             window=limit,
             wrapper=fields.get(WRAPPER),
             kept_types=(),
@@ -345,7 +351,8 @@ class ModelConfig:
             nope_layers=nope,
             qk_norm=family.qk_norm if _has_qk_norm(fields, family) else None,
             norms=family.norms,
-            fused_qkv=family.fused_qkv,
+            fused_qkv=family.fused_qkv or is_grouped,
+            grouped_qkv=is_grouped,
             mlp_names=family.mlp,
             activation=family.activation,
             interleaved_rope=_interleaves(fields, family),
@@ -426,6 +433,7 @@ class ModelConfig:
         Its positions, scaled if the config counts those of the training.
         """
         positions, _ = addressable_positions(self.rope, self.max_positions, self.trained_positions)
+        positions = self.published_positions or positions
         return min(positions, self.window or positions)
 
     @property

@@ -49,9 +49,6 @@ _ATTENTION_TYPES = {FULL, SLIDING, "attention"}
 _TEXT_FIELDS = ("text_config", "llm_config", "language_config")
 _CONVERSIONS = {  # hints on models that need custom code but can be converted
     "chatglm": "its publisher's conversions, whose names end in -hf, need no such code",
-    "internlm2": (
-        "tools/convert2llama.py of github.com/InternLM/InternLM makes a model of type llama of it"
-    ),
     "Yi": "fetch the repository's newer revision, which is of type llama",
 }
 

@@ -23,7 +23,18 @@ _EXAONE = {
     "transformer.h.{}.mlp.c_fc_1": "model.layers.{}.mlp.up_proj",
     "transformer.h.{}.mlp.c_proj": "model.layers.{}.mlp.down_proj",
 }
-_SCHEMES = (_EXAONE,)
+_INTERNLM2 = {
+    "model.tok_embeddings": "model.embed_tokens",
+    "output": "lm_head",
+    "model.layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+    "model.layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "model.layers.{}.attention.wqkv": "model.layers.{}.self_attn.qkv_proj",
+    "model.layers.{}.attention.wo": "model.layers.{}.self_attn.o_proj",
+    "model.layers.{}.feed_forward.w1": "model.layers.{}.mlp.gate_proj",
+    "model.layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
+    "model.layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
+}
+_SCHEMES = (_EXAONE, _INTERNLM2)
 
 
 def own_name(stored: str) -> str:

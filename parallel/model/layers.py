@@ -178,14 +178,24 @@ class ColumnParallelLinear(Module):
         outputs: Sequence[int],
         bias: bool,
         units: Sequence[int] | None = None,
+        by_unit: bool = False,
     ):
-        """`units`: rows of each matrix that must stay on the same rank, such as a head's."""
+        """Allocate this rank's part.
+
+        Args:
+            group: the ranks.
+            inputs: the input dimension.
+            outputs: rows of each matrix.
+            bias: whether there is one.
+            units: rows of each matrix that must stay on the same rank, such as a head's.
+            by_unit: a tensor in which the matrices are stacked has a unit of each in turn.
+        """
         super().__init__()
         self.inputs = inputs
         self.outputs = outputs
-        units = units or [1] * len(outputs)
+        self.units, self.by_unit = units or [1] * len(outputs), by_unit
         self.shares = [
-            group.share(output, unit) for output, unit in zip(outputs, units, strict=True)
+            group.share(output, unit) for output, unit in zip(outputs, self.units, strict=True)
         ]
         self.sizes = [share.stop - share.start for share in self.shares]
         self.weight = Matrix(sum(self.sizes), inputs)
@@ -200,8 +210,7 @@ class ColumnParallelLinear(Module):
         self.weight.load(weights)
         if self.bias is not None:
             biases = self._slices(checkpoint, [f"{name}.bias" for name in names], ())
-            for (tensor, rows, _), own in zip(biases, self.bias.split(self.sizes), strict=True):
-                own.copy_(tensor[rows])
+            self.bias.copy_(torch.cat([tensor[rows] for tensor, rows, _ in biases]))
 
     def deinterleave(self, matrices: int, head_dim: int, rotary_dim: int) -> None:
         """Reorder the rows of each head of the first matrices: of pairs, first rows come first.
@@ -221,16 +230,24 @@ class ColumnParallelLinear(Module):
     ) -> list[Slice]:
         """Return this rank's rows of each tensor NAME (Dout, *inner), or of one stacked tensor."""
         fused = len(names) < len(self.outputs)
-        offset = 0  # rows of the preceding matrices in a fused tensor
         slices = []
         for index, (size, share) in enumerate(zip(self.outputs, self.shares, strict=True)):
             name = names[0] if fused else names[index]
             height = sum(self.outputs) if fused else size
             tensor = checkpoint.tensor(name, (height, *inner))
-            rows = slice(offset + share.start, offset + share.stop)
-            slices.append(Slice(tensor, rows, slice(0, self.inputs)))
-            offset += size if fused else 0
+            for rows in self._stacked_rows(index) if fused else [share]:
+                slices.append(Slice(tensor, rows, slice(0, self.inputs)))
         return slices
+
+    def _stacked_rows(self, index: int) -> list[slice]:
+        """Return which rows of a tensor of all matrices are this rank's of one of them."""
+        share, unit = self.shares[index], self.units[index]
+        if not self.by_unit:
+            offset = sum(self.outputs[:index])
+            return [slice(offset + share.start, offset + share.stop)]
+        step, offset = sum(self.units), sum(self.units[:index])
+        starts = [offset + step * (row // unit) for row in range(share.start, share.stop, unit)]
+        return [slice(start, start + unit) for start in starts]
 
     def forward(self, x: Tensor, first: int = 0) -> list[Tensor]:
         """Return one product (T, Dout / ranks) for each matrix from `first` on; x is (T, Din)."""

@@ -139,7 +139,10 @@ class Attention(Branch):
         per_head = 2 if config.has_output_gates else 1  # a head's gates follow its queries
         outputs = [per_head * queries] + count * [keys]
         row_units = [per_head * own_queries] + count * [own_keys]
-        self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias, row_units)
+        by_unit = config.grouped_qkv
+        self.qkv = ColumnParallelLinear(
+            group, config.hidden, outputs, config.qkv_bias, row_units, by_unit
+        )
         self.qk_norm: HeadNorms | WidthNorms | None = None
         if config.qk_norm == "head":
             # Gemma 4's attention has no scale of its own

@@ -18,6 +18,7 @@ from decoding import GREEDY
 from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import MODES, Pair, lead
 from support.families import OTHERS
+from support.internlm2 import as_internlm2
 from support.models import random_tokens
 from support.ranks import run_ranks
 from support.slow import slow_except
@@ -49,6 +50,17 @@ def test_every_mode_equals_transformers(checkpoint: Checkpoints, name: str) -> N
         layers = min(1, pair.target.config.full_layers)
         output = pair.generate(mode, PROMPT, NEW, **tight, link="emulated:50", gpu_kv_layers=layers)
         assert output == expected, mode
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_internlm2_equals_the_llama_that_it_is(
+    mode: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    llama = checkpoint()
+    folder = as_internlm2(llama, tmp_path / "internlm2")
+    tight = {"retrieval_budget": 24, "chunk_size": 4, "window": 32, "sinks": 2}
+    output = Pair(folder, folder).generate(mode, PROMPT, NEW, **tight, link="emulated:50")
+    assert output == reference(llama)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -89,4 +101,12 @@ def test_two_ranks_equal_transformers(names: list[str], checkpoint: Checkpoints)
     assert dict(zip(names, outputs, strict=True)) == {
         name: reference(folder)[:RANKS_NEW] for name, folder in zip(names, folders, strict=True)
     }
+    assert worker_outputs == []
+
+
+def test_internlm2_on_two_ranks(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    llama = checkpoint()
+    folder = as_internlm2(llama, tmp_path / "internlm2")
+    outputs, worker_outputs = run_ranks(2, generate_on_rank, [folder])
+    assert outputs == [reference(llama)[:RANKS_NEW]]
     assert worker_outputs == []

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,20 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from parallel.config.model_config import ModelConfig
+from parallel.config.weight_sizes import weight_sizes
 from parallel.errors import CheckpointError, ConfigError
-from parallel.model.loading import load_model
+from parallel.model.loading import load_model, parameter_bytes
 from parallel.ranks.process_group import TensorParallelGroup
 from parallel.weights.matrix import Matrix
-from support.loading import all_logits
-from support.models import TINY, WIDE, edit_weights, random_tokens, reference_logits
+from support.internlm2 import as_internlm2
+from support.loading import all_logits, assert_same_parameters
+from support.models import TINY, WIDE, edit_weights, random_tokens, reference_logits, rope
 from support.quantised import fp8, quantise
 
 MLP_PROJECTIONS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 EXAONE_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "c_fc_0", "c_fc_1", "c_proj")
+INTERNLM2_PROJECTIONS = ("wqkv", "wo", "w1", "w2", "w3")
+Names = tuple[str, ...]
 PUBLISHED_EXAONE = {
     "num_hidden_layers": "num_layers",
     "rms_norm_eps": "layer_norm_epsilon",
@@ -118,22 +123,102 @@ def test_errors_have_the_names_in_the_file(
     assert str(caught.value).isprintable()
 
 
+def assert_packed(folder: Path, fp8_folder: Path, names: Names, attention: Names) -> None:
+    """Quantise the modules of these names; assert that they stay packed as a plan says.
+
+    `attention`: what those of attention are called here.
+    """
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    convert = fp8((32, 32), torch.float32, "weight_scale_inv")
+    quantise(folder, fp8_folder, config, convert, names)
+    read = ModelConfig.from_pretrained(fp8_folder, packed=True)
+    assert read == ModelConfig.from_name(str(fp8_folder), packed=True)
+    layers = range(WIDE["num_hidden_layers"])
+    assert {name for name, _ in read.kept_types} == {
+        f"model.layers.{layer}.{name}.weight"
+        for layer in layers
+        for name in (*(f"self_attn.{each}" for each in attention), *MLP_PROJECTIONS)
+    }
+    for rank in range(2):
+        group = TensorParallelGroup(rank=rank, size=2)
+        packed = load_model(fp8_folder, group, "float32", read)
+        matrices = [each for each in packed.modules() if isinstance(each, Matrix)]
+        assert sum(each.packed is not None for each in matrices) == 4 * len(layers)
+        sizes = weight_sizes(read, 2, 4, rank)
+        assert parameter_bytes(packed) == sizes.nbytes + sizes.scratch
+    packed = load_model(fp8_folder, TensorParallelGroup(), "float32", read)
+    tokens = random_tokens(20)
+    torch.testing.assert_close(all_logits(packed, tokens), text_logits(fp8_folder, tokens))
+
+
 def test_quantised_exaone_stays_packed_as_planned(
     checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder, tokens = checkpoint(family="exaone", **WIDE, head_dim=64), random_tokens(20)
-    config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
-    convert = fp8((32, 32), torch.float32, "weight_scale_inv")
-    quantise(folder, tmp_path / "fp8", config, convert, EXAONE_PROJECTIONS)
-    read = ModelConfig.from_pretrained(tmp_path / "fp8", packed=True)
-    assert read == ModelConfig.from_name(str(tmp_path / "fp8"), packed=True)
-    assert {name for name, _ in read.kept_types} == {
-        f"model.layers.{layer}.{name}.weight"
-        for layer in range(WIDE["num_hidden_layers"])
-        for name in (*(f"self_attn.{each}_proj" for each in "qkvo"), *MLP_PROJECTIONS)
-    }
-    model = load_model(tmp_path / "fp8", TensorParallelGroup(), "float32", read)
-    matrices = [each for each in model.modules() if isinstance(each, Matrix)]
-    assert sum(each.packed is not None for each in matrices) == 4 * WIDE["num_hidden_layers"]
-    whole = load_model(tmp_path / "fp8", TensorParallelGroup(), "float32")
-    torch.testing.assert_close(all_logits(model, tokens), all_logits(whole, tokens))
+    folder = checkpoint(family="exaone", **WIDE, head_dim=64)
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert_packed(folder, tmp_path / "fp8", EXAONE_PROJECTIONS, attention)
+
+
+INTERNLM2: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mha": {"num_key_value_heads": 4},
+    "bias": {"attention_bias": True},
+    "tied": {"tie_word_embeddings": True},
+    "dynamic": {"rope_parameters": rope("dynamic", factor=2.0), "max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parametrize("name", INTERNLM2)
+def test_internlm2_is_a_llama(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    llama, tokens = checkpoint(**INTERNLM2[name]), random_tokens(60)
+    folder = as_internlm2(llama, tmp_path / "internlm2")
+    expected = reference_logits(llama, tokens)
+    torch.testing.assert_close(text_logits(folder, tokens), expected, atol=1e-4, rtol=1e-4)
+    config = ModelConfig.from_pretrained(folder)
+    assert config == ModelConfig.from_name(str(folder))
+    llama_config = ModelConfig.from_pretrained(llama)
+    assert config.rope.items() >= llama_config.rope.items()
+    assert config == replace(llama_config, rope=config.rope, fused_qkv=True, grouped_qkv=True)
+    assert_same_parameters(
+        load_model(folder, TensorParallelGroup()), load_model(llama, TensorParallelGroup())
+    )
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_rank_reads_its_heads_of_internlm2(
+    rank: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    llama, group = checkpoint(attention_bias=True), TensorParallelGroup(rank=rank, size=2)
+    folder = as_internlm2(llama, tmp_path / "internlm2")
+    assert_same_parameters(load_model(folder, group), load_model(llama, group))
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.attention.wqkv.weight", "output.weight"])
+def test_errors_have_names_of_internlm2(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = as_internlm2(checkpoint(), tmp_path / "internlm2")
+    edit_weights(folder, lambda tensors: tensors.update({name: tensors[name][:-1]}))
+    with pytest.raises(CheckpointError, match=f"tensor {re.escape(name)} has shape "):
+        load_model(folder, TensorParallelGroup())
+    edit_weights(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=f"tensor {re.escape(name)} is missing"):
+        load_model(folder, TensorParallelGroup())
+
+
+def test_defaults_of_internlm2(tmp_path: Path) -> None:
+    fields = {"model_type": "internlm2", **TINY}
+    del fields["max_position_embeddings"], fields["num_key_value_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = ModelConfig.from_name(str(tmp_path))
+    assert config == ModelConfig.from_pretrained(tmp_path)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, False)
+    assert (config.kv_heads, config.max_positions, config.norm_eps) == (4, 2048, 1e-6)
+
+
+def test_quantised_internlm2_stays_packed_as_planned(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    llama = checkpoint(**WIDE, head_dim=64)
+    folder = as_internlm2(llama, tmp_path / "internlm2")
+    assert_packed(folder, tmp_path / "fp8", INTERNLM2_PROJECTIONS, ("qkv_proj", "o_proj"))

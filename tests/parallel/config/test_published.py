@@ -213,6 +213,22 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         147_456,
         262_144,
     ),
+    "InternLM2-7B": (
+        decoder("internlm2", 32, 4096, 14_336, (32, 8), 92_544, bias=False)
+        | {"max_position_embeddings": 32_768, "auto_map": {"AutoConfig": "x.X"}}
+        | {"rope_theta": 1e6, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        7.74,
+        131_072,
+        65_536,
+    ),
+    "InternLM2.5-7B-chat-1M": (
+        decoder("internlm2", 32, 4096, 14_336, (32, 8), 92_544, bias=False)
+        | {"max_position_embeddings": 262_144, "auto_map": {"AutoConfig": "x.X"}}
+        | {"rope_theta": 5e7, "rope_scaling": {"type": "dynamic", "factor": 2.5}},
+        7.74,
+        131_072,
+        1_048_576,
+    ),
     "InternLM3-8B": (
         decoder("internlm3", 48, 4096, 10_240, (32, 2), 128_512, qkv_bias=False, bias=False)
         | {"max_position_embeddings": 32_768, "auto_map": {"AutoConfig": "x.X"}}
