@@ -23,6 +23,7 @@ from decoding.prefix_cache.fingerprint import WeightDigests, digest_of
 from decoding.prefix_cache.manager import ModelFingerprint
 from decoding.prefix_cache.store import PromptCache
 from decoding.text.gguf_tokenizer import gguf_tokenizer
+from decoding.text.sentencepiece_file import has_sentencepiece_file, sentencepiece_tokenizer
 from decoding.text.vocabulary import check_same_vocabulary
 from offload.dtypes import dtype_name
 from offload.errors import TierForceError, one_line
@@ -204,7 +205,11 @@ def load_tokenizer(folder: Path) -> Any:
     if is_gguf(folder):
         return gguf_tokenizer(folder)
     try:
+        if has_sentencepiece_file(folder):
+            return sentencepiece_tokenizer(folder)
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except TierForceError:
+        raise
     except Exception as error:  # a broken file can raise anything in transformers
         if "trust_remote_code" in str(error):
             raise TierForceError(

@@ -113,8 +113,16 @@ def gguf_tokenizer(path: Path) -> Any:
     header, prefix = read_header(path).metadata, "tokenizer.ggml."
     metadata = {key.removeprefix(prefix): header[key] for key in header if key.startswith(prefix)}
     metadata["chat_template"] = header.get("tokenizer.chat_template")
+    return build_tokenizer(path, metadata, header.get("general.architecture") == "phi3")
+
+
+def build_tokenizer(path: Path, metadata: Mapping[str, Any], is_phi3: bool = False) -> Any:
+    """Return the tokenizer that metadata of a file describe, by their names in GGUF files.
+
+    Raises TierForceError, which names the file, for an unsupported or broken one.
+    """
     try:
-        return _build(metadata, header.get("general.architecture") == "phi3")
+        return _build(metadata, is_phi3)
     except TierForceError as error:
         raise TierForceError(f"{path}: {error}") from error
     except BaseException as error:  # tokenizers' panics are not an Exception

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from decoding.text.gguf_tokenizer import SPLITS, gguf_tokenizer
 from decoding.text.gguf_vocabulary import MAX_MERGES, MAX_TOKENS, check_vocabulary
 from decoding.text.prompt import Template
 from offload.errors import TierForceError
+from support.sentencepiece import kinds_of, merges_of, scores_of, tokens_of, train
 
 SPECIALS = ["<|end|>", "<|start|>", "<unk>"]
 STRINGS = (
@@ -88,15 +88,6 @@ def write(
     writer.write_kv_data_to_file()
     writer.close()
     return path
-
-
-def merges_of(backend: Tokenizer) -> list[str]:
-    return [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
-
-
-def tokens_of(backend: Tokenizer) -> list[str]:
-    vocab = backend.get_vocab()
-    return sorted(vocab, key=vocab.__getitem__)
 
 
 def check_same_tokens(path: Path, backend: Tokenizer) -> Any:
@@ -235,39 +226,16 @@ def test_control_tokens_of_phi3_stand_for_the_white_space_after_them(
 
 @pytest.mark.parametrize(("kind", "prefix"), [("llama", True), ("llama", False), ("gemma4", False)])
 def test_sentencepiece(tmp_path: Path, kind: str, prefix: bool) -> None:
-    backend = Tokenizer(BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    lines_alone = pre_tokenizers.Split(Regex("\n+"), "isolated")  # as Gemma's merges are
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    words = None
     if kind == "gemma4":
-        words = pre_tokenizers.Metaspace(prepend_scheme="never")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([lines_alone, words])
-    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=1200, special_tokens=specials, show_progress=False)
-    backend.train_from_iterator(lines(), trainer)
-    merges = merges_of(backend)
-    model = BPE(
-        vocab=backend.get_vocab(),
-        merges=[tuple(merge.split(" ")) for merge in merges],
-        unk_token="<unk>",
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    backend = Tokenizer(model)  # as in Llama-2's tokenizer.json
-    prepend = [normalizers.Prepend("\u2581")] if prefix else []
-    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "\u2581")])
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in specials[:3]]
-    )
+        lines_alone = pre_tokenizers.Split(Regex("\n+"), "isolated")  # as Gemma's merges are
+        metaspace = pre_tokenizers.Metaspace(prepend_scheme="never")
+        words = pre_tokenizers.Sequence([lines_alone, metaspace])
+    backend, merges = train(lines(), prefix, words)
     backend.add_tokens([AddedToken("of course", special=False, normalized=False)])
     tokens = tokens_of(backend)
-    ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in reversed([*enumerate(merges)])}
-    scores = [ranks.get(token, -1e6) for token in tokens]
-    kinds = [6 if token in specials else 1 for token in tokens]
-    kinds[:3], kinds[-1] = [2, 3, 3], 4
+    scores, kinds = scores_of(tokens, merges), kinds_of(tokens)
+    kinds[-1] = 4
     fields = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     fields |= {"merges": merges} if kind == "gemma4" else {"scores": scores}
     fields |= {} if prefix else {"add_space_prefix": False}
