@@ -60,6 +60,7 @@ class Rotary:
         self.nope_layers = frozenset(nope_layers)
         self.tables = Angles(*_tables(inv_freq, scale, length, dtype, device))
         self._windowed_layers: frozenset[int] = frozenset()
+        self._query_weights: Tensor | None = None
         # the last call of `angles`, and its result: all layers of a forward ask for the same
         self._last: tuple[Angles, int, int, Angles] | None = None
 
@@ -78,6 +79,10 @@ class Rotary:
         index = torch.arange(self.length, dtype=torch.float32, device=cos.device)
         scale = 1 + beta * torch.log(1 + torch.floor(index / positions))
         self.tables = self.tables._replace(query_scale=scale.to(cos.dtype)[:, None, None])
+
+    def weight_queries(self, weights: Tensor) -> None:
+        """Multiply the rotated queries of each layer by its weights (layers, head_dim)."""
+        self._query_weights = weights
 
     def first(self, length: int) -> Rotary:
         """Return the tables of the first positions alone, in memory of their own."""
@@ -100,12 +105,12 @@ class Rotary:
         both = torch.cat((angles.scaled(q), k), dim=1)
         heads = q.shape[1]
         rotated = self.apply(both, angles, layer)
-        return rotated[:, :heads], rotated[:, heads:]
+        return self.weighted(rotated[:, :heads], layer), rotated[:, heads:]
 
     def queries(self, q: Tensor, start: int, layer: int) -> Tensor:
         """Rotate a layer's queries (T, H, head_dim), whose first row is at position `start`."""
         angles = self.angles(start, start + len(q))
-        return self.apply(angles.scaled(q), angles, layer)
+        return self.weighted(self.apply(angles.scaled(q), angles, layer), layer)
 
     def keys(self, k: Tensor, start: int, layer: int) -> Tensor:
         """Rotate a layer's keys (T, H, head_dim), whose first row is at position `start`."""
@@ -129,6 +134,10 @@ class Rotary:
         """Rotate a layer's x (T, H, head_dim) by the angles of its rows."""
         own = self.of_layer(angles, layer)
         return x if own is None else rotate(x, *own)
+
+    def weighted(self, q: Tensor, layer: int) -> Tensor:
+        """Return a layer's rotated queries (T, H, head_dim), multiplied by its weights if any."""
+        return q if self._query_weights is None else q * self._query_weights[layer]
 
     def of_layer(self, angles: Angles, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin for a layer; None if it has no position embedding."""

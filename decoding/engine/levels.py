@@ -126,8 +126,7 @@ class DecodingLevels:
 
     def _target_cache(self) -> TieredCache:
         runtime, spec = self._runtime, self._plan.spec
-        config, device = runtime.target.config, runtime.target.group.device
-        rotary = config.rotary(spec.prompt, spec.tokens, runtime.dtype, device)
+        rotary = runtime.target.rotary(spec.prompt, spec.tokens)
         return TieredCache(self._plan.target_spec, runtime.link, rotary, self._slot.arena)
 
     def _retrieval_cache(self) -> RetrievalCache | None:
@@ -214,7 +213,7 @@ class DecodingLevels:
     def _draft_cache(self, model: Transformer) -> StreamingCache:
         spec = self._plan.spec.draft
         dtype, device = model.embed.weight.dtype, model.group.device
-        rotary = model.config.rotary(spec.slots, spec.slots, dtype, device)
+        rotary = model.rotary(spec.slots, spec.slots)
         layout = model.config.kv_layout(model.group.size, dtype, model.group.rank).in_pairs
         kind = PredictionCache if model.config.is_predictor else StreamingCache
         return kind(layout, spec, rotary, device)

@@ -153,7 +153,7 @@ class Requirements:
         split = f"split-{self.mode}"
         can_split = (
             self.copies and self.target.full_layers > 0 and split_format(self.dtype) is not None
-        ) and self.target.latent is None  # which would be stored twice
+        ) and self.target.latent is None  # split latents are stored twice
         return [self.mode, split] if can_split and self.settings.mode == "auto" else [self.mode]
 
     @property

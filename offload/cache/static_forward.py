@@ -177,6 +177,7 @@ class _FusedAttention:
         places = self._places[int(window is not None)]
         table, index = self._tables[layer]
         q = self._kernels.write(q, k, v, turns, table, index, places)
+        q = self._rotary.weighted(q, layer)
         out: Partial = self._kernels.attend(q, table, index, places, window)
         return out
 
@@ -185,7 +186,7 @@ class _PlainAttention:
     """Plain operations, sequence by sequence, with masks for slots that are not visible."""
 
     def __init__(self, caches: Sequence[StaticCache], rows: int):
-        self._caches, self._layout = caches, caches[0].layout
+        self._caches, self._layout, self._rotary = caches, caches[0].layout, caches[0].rotary
         device = caches[0].buffers(self._layout.attention_layers[0]).kv.device
         self._steps = torch.arange(rows, device=device)
         self._windowed_slots = [cache.windowed_slot(cache.length).slots for cache in caches]
@@ -224,9 +225,10 @@ class _PlainAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Partial:
         """Return the attention of q (B * T, Hq, D), as `StaticForward.attend`."""
-        rotary, kind = self._caches[0].rotary, int(self._layout.window_of(layer) is not None)
-        rotated = (rotary.apply(x, angles, layer) for x in (q, k))
-        parts = [x.split(len(self._steps)) for x in (*rotated, k, v)]
+        kind = int(self._layout.window_of(layer) is not None)
+        q, rotated_k = (self._rotary.apply(x, angles, layer) for x in (q, k))
+        q = self._rotary.weighted(q, layer)
+        parts = [x.split(len(self._steps)) for x in (q, rotated_k, k, v)]
         outs = []
         for index, (own_q, own_k, own_raw, own_v) in enumerate(zip(*parts, strict=True)):
             cache, slots = self._caches[index], self._slots[kind][index]

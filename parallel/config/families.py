@@ -32,7 +32,8 @@ Activation = Literal["silu", "gelu_pytorch_tanh", "relu2", "xielu"]
 UNGATED: tuple[Activation, ...] = ("relu2", "xielu")
 PROPORTIONAL = "proportional"  # RoPE of Gemma 4
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-QKNorm = Literal["head", "width"]  # normalised per head, or over all heads together
+# normalised per head, over all heads together, or per head after its rotation
+QKNorm = Literal["head", "width", "rotated"]
 # those with a sliding window: all, the upper ones, or all but every so many
 WindowLayers = Literal["all", "upper", "pattern"]
 # Experts are selected by probabilities, which are never normalised if it is greedy, by corrected
@@ -153,6 +154,7 @@ class Family:
     rope_theta: float = 10_000.0
     rope_types: tuple[str, ...] = ROPE_TYPES
     rope_aliases: tuple[str, ...] = ()  # type names that mean LongRoPE in this family
+    has_rope_alpha: bool = False  # with an alpha, dynamic RoPE is that of one larger base
     partial_rotary: float | None = None  # default part of a head that rotates; None: always all
     interleaved_rope: bool = False  # rotates adjacent dimensions, not the halves of a head
     sliding_window: int | None = None
@@ -568,6 +570,14 @@ FAMILIES = {
         optional_biases=_BIASES,
         has_latents=True,
         is_minicpm=True,
+    ),
+    "hunyuan_v1_dense": Family(
+        max_positions=2048,
+        norm_eps=1e-5,
+        stop_tokens=(2,),
+        has_rope_alpha=True,
+        optional_biases=("attention_bias",),
+        qk_norm="rotated",
     ),
 }
 

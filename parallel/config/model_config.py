@@ -46,6 +46,7 @@ from parallel.config.positions import (
     addressable_positions,
     context_notes,
     dense_positions,
+    published_positions,
     trained_positions,
 )
 from parallel.config.recurrent import predicts, recurrent_shape, unused_layers
@@ -59,7 +60,7 @@ from parallel.config.rope import (
     read_windowed_rope,
     rope_factor,
 )
-from parallel.config.text_model import GROUPED_QKV, PUBLISHED, WRAPPER
+from parallel.config.text_model import GROUPED_QKV, WRAPPER
 from parallel.config.windows import sliding_window
 from parallel.config_checks import COUNT, LAYERS, NORM_EPS, bool_field, check_number, is_positive
 from parallel.errors import ConfigError
@@ -125,7 +126,7 @@ class ModelConfig:
     trained_positions: int | None = field(default=None, repr=False)
     # the positions beyond which the model expects dual chunk attention, which is not implemented;
     dense_positions: int | None = field(default=None, repr=False)
-    # the positions for which a model was published whose dynamic RoPE says fewer;
+    # the positions for which a model was published whose config may say fewer;
     published_positions: int | None = field(default=None, repr=False)
     # the maximum number of tokens that attention sees.
     window: int | None = field(default=None, repr=False)
@@ -337,7 +338,7 @@ class ModelConfig:
             rotary_dim=rotary_dim,
             trained_positions=trained,
             dense_positions=dense_positions(fields),
-            published_positions=fields.get(PUBLISHED),
+            published_positions=published_positions(rope, max_positions, is_grouped),
             window=limit,
             wrapper=fields.get(WRAPPER),
             kept_types=(),
@@ -433,7 +434,7 @@ class ModelConfig:
         Its positions, scaled if the config counts those of the training.
         """
         positions, _ = addressable_positions(self.rope, self.max_positions, self.trained_positions)
-        positions = self.published_positions or positions
+        positions = max(positions, self.published_positions or 0)
         return min(positions, self.window or positions)
 
     @property
@@ -476,6 +477,8 @@ class ModelConfig:
         from offload.rotary import Rotary
 
         frequencies, scale = self.inverse_frequencies(tokens, length)
+        if self.qk_norm == "rotated":
+            scale = 1.0  # norms after the rotation would undo it
         rotary = Rotary(frequencies, scale, length, dtype, device, self.nope_layers)
         if self.windowed_rope is not None and self.sliding_window is not None:
             heads = self.windowed_heads

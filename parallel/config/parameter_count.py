@@ -126,8 +126,9 @@ def _attention_parameters(config: ModelConfig, ranks: int, rank: int, windowed: 
     hidden, shape = config.hidden, head_shape(config, windowed)
     heads = share_size(shape.heads, rank, ranks)
     queries, keys = (heads * rows for rows in head_rows(shape))
-    qk_norms = {None: 0, "head": 2 * shape.dim, "width": queries + keys}[config.qk_norm]
-    norms = config.norms.total * hidden + qk_norms
+    per_head = 2 * shape.dim
+    qk_norms = {None: 0, "head": per_head, "rotated": per_head, "width": queries + keys}
+    norms = config.norms.total * hidden + qk_norms[config.qk_norm]
     qkv = query_projections(config) * queries + kv_projections(config, windowed) * keys
     o = hidden * (queries + config.o_bias)
     sinks = queries // shape.dim if config.has_sinks else 0

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_ROPE_FACTOR = 64  # largest position scaling that `rope` accepts
+ALPHA = "alpha"  # parameter of Hunyuan's RoPE
 _THETA_RANGE = Number(low=2, high=1e15, whole=False)
 _FACTOR_RANGE = Number(low=1, high=1e6, whole=False)
 _POSITIONS_RANGE = Number(low=2)
@@ -46,6 +47,7 @@ _REQUIRED: dict[str, dict[str, Number]] = {  # required parameters, by RoPE type
 _OPTIONAL = {
     "factor": _FACTOR_RANGE,
     "attention_factor": SCALE,
+    ALPHA: SCALE,
     "mscale": Number(low=0, high=1e6, whole=False),
     "mscale_all_dim": Number(low=0, high=1e6, whole=False),
     "beta_fast": SCALE,
@@ -136,8 +138,8 @@ def read_rope(
                 f"{FULL} alone."
             )
         rope = {**_of_kind(fields, FULL, family), **scaling}
-    if family.has_query_scaling:
-        rope.pop("max_position_embeddings", None)  # unused
+    unused = {"max_position_embeddings": family.has_query_scaling, ALPHA: not family.has_rope_alpha}
+    rope = {name: each for name, each in rope.items() if not unused.get(name)}
     rope["rope_type"] = _rope_type(rope)
     rope.setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
     if rope["rope_type"] in family.rope_aliases:
@@ -236,8 +238,9 @@ def inverse_frequencies(
 ) -> tuple[Tensor, float]:
     """Return the inverse frequencies (rotary_dim / 2,) float32, and the factor on cos and sin.
 
-    transformers computes them. `tokens` matters only to types that depend on a sequence's length. A
-    GGUF file may give frequency factors, by which they are divided, instead of a RoPE type.
+    transformers computes them. `tokens` matters only to types that depend on a sequence's length;
+    with Hunyuan's alpha, dynamic RoPE is the default one of a larger base. A GGUF file may give
+    frequency factors, by which they are divided, instead of a RoPE type.
     """
     import torch
     from transformers import LlamaConfig
@@ -246,6 +249,9 @@ def inverse_frequencies(
     rope = {name: value for name, value in rope.items() if name != _QUERY_SCALE}
     if rope["rope_type"] == "default":  # its own function is in a module that imports a compiler
         rope |= {"rope_type": "linear", "factor": 1.0}
+    if (alpha := rope.pop(ALPHA, None)) and rope["rope_type"] == "dynamic":
+        theta = rope["rope_theta"] * alpha ** (rotary_dim / (rotary_dim - 2))
+        rope |= {"rope_type": "linear", "factor": 1.0, "rope_theta": theta}
     factors = rope.pop("frequency_factors", None)
     hf = LlamaConfig(
         hidden_size=rotary_dim,

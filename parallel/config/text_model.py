@@ -14,7 +14,6 @@ from parallel.formats.quantisation import QUANTISATION_FIELDS
 WRAPPER = "wrapper_type"  # field of the result: model type of the larger model
 TIED = "tie_word_embeddings"
 GROUPED_QKV = "grouped_qkv"  # field of the result: Q, K and V are stacked KV head by KV head
-PUBLISHED = "published_positions"  # field of the result: `ModelConfig.published_positions`
 # Types of models for images and text whose text model is one of another type: their own files name
 # it, or it is this.
 _WRAPPERS = {
@@ -109,9 +108,6 @@ _ALIASES = {
     "mimo": _Alias("qwen2"),  # with layers that predict further tokens, which are left out
 }
 OTHER_TYPES = (*_WRAPPERS, *_ALIASES)
-# max_position_embeddings of InternLM2.5-7B-chat-1M, whose dynamic RoPE has a factor of 2.5, and the
-# tokens for which it was published (chat/lmdeploy.md beside it)
-_INTERNLM2_1M = (262_144, 1_048_576)
 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,16 +189,4 @@ def _renamed(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
             "the model's config gives qkv_bias and bias of different values, which is not "
             "supported in internlm3."
         )
-    positions, published = _INTERNLM2_1M
-    if (
-        kind == "internlm2"
-        and own.get("max_position_embeddings") == positions
-        and _is_dynamic(own.get("rope_scaling"))
-    ):
-        own[PUBLISHED] = published
     return {**alias.defaults, **own, "model_type": alias.model_type}
-
-
-def _is_dynamic(rope: Any) -> bool:
-    """Return whether RoPE parameters are of the type that follows the length of a sequence."""
-    return isinstance(rope, Mapping) and "dynamic" in (rope.get("type"), rope.get("rope_type"))

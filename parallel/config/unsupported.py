@@ -29,18 +29,20 @@ _FOREIGN_FIELDS = {
     "linear_num_key_heads": "linear attention",
     "conv_L_cache": "convolutional layers",
     "use_bidirectional_attention": "attention to later tokens",
+    "use_cla": "layers that share keys and values",
     "use_qk_norm": "norms of queries and keys that differ by head",
     "use_bias": "biases of all projections",
 }
 # fields of recurrent layers, which a hybrid need not have: its list of layers decides
 _HYBRID_FIELDS = ("mamba_d_state",)
 _DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with linear attention
-# those of the foreign fields that are supported in these types
-_OWN_FIELDS: dict[Any, tuple[str, ...]] = {
+# those of the above that are supported in some types
+_SUPPORTED_FIELDS: dict[Any, tuple[str, ...]] = {
     "gemma4_text": ("final_logit_softcapping", "use_bidirectional_attention"),
     "glm4_moe": ("use_qk_norm",),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), ("kv_lora_rank",)),
     **dict.fromkeys(_DELTA_NETS, ("linear_num_key_heads",)),
+    "hunyuan_v1_dense": ("use_qk_norm",),
 }
 _RECURRENT = ("mamba", "hybrid", "linear")  # parts of the names of recurrent layers
 _LAYER_LISTS = ("layer_types", "layers_block_type")
@@ -107,7 +109,7 @@ def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
             yield "no layer_types (recurrent layers)"
     kinds = {kind for name in _LAYER_LISTS for kind in _kinds(fields, name)}
     has_recurrent = not kinds or any(word in kind for kind in kinds for word in _RECURRENT)
-    supported = _OWN_FIELDS.get(fields.get("model_type"), ())
+    supported = _SUPPORTED_FIELDS.get(fields.get("model_type"), ())
     supported += () if has_recurrent else _HYBRID_FIELDS
     names = [name for name in _FOREIGN_FIELDS if name not in supported]
     if fields.get("model_type") == "gemma4_text":

@@ -34,7 +34,11 @@ _INTERNLM2 = {
     "model.layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
     "model.layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
 }
-_SCHEMES = (_EXAONE, _INTERNLM2)
+_HUNYUAN = {
+    "model.layers.{}.self_attn.query_layernorm": "model.layers.{}.self_attn.q_norm",
+    "model.layers.{}.self_attn.key_layernorm": "model.layers.{}.self_attn.k_norm",
+}
+_SCHEMES = (_EXAONE, _INTERNLM2, _HUNYUAN)
 
 
 def own_name(stored: str) -> str:

@@ -122,6 +122,24 @@ class HeadNorms(Module):
         return rms_norm(heads, weight, self.eps).flatten(1)
 
 
+class RotatedHeadNorms(HeadNorms):
+    """The RMSNorms of each head's queries and keys after their rotation.
+
+    A rotation does not change a head's mean square, so all but the weights is applied before it.
+    Rotated queries are multiplied by the weights of both (`query_weight`), which leaves keys
+    without: the products are the same. Source: transformers, modeling_hunyuan_v1_dense.py.
+    """
+
+    @property
+    def query_weight(self) -> Tensor:
+        """The weights (head_dim,) by which rotated queries are multiplied."""
+        return self.weights.float().prod(0).to(self.weights.dtype)
+
+    def _norm(self, weight: Tensor, x: Tensor) -> Tensor:
+        heads = x.float().unflatten(-1, (-1, len(weight)))
+        return F.rms_norm(heads, weight.shape, None, self.eps).to(x.dtype).flatten(1)
+
+
 class WidthNorms(Module):
     """The RMSNorms of a token's queries, and of its keys, over all heads of all ranks.
 

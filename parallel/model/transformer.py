@@ -17,6 +17,7 @@ from torch.nn import Module, ModuleList
 from offload.attention.folding import Partial
 from offload.kernels.batch_invariant_shape import ROW_BLOCK
 from offload.recurrent.delta_rule import DeltaInputs
+from offload.rotary import Rotary
 from parallel.batch_invariant import batch_invariant, map_blocks
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import (
@@ -34,6 +35,7 @@ from parallel.model.latent_attention import LatentAttention
 from parallel.model.layers import (
     ColumnParallelLinear,
     HeadNorms,
+    RotatedHeadNorms,
     RowParallelLinear,
     SinkLogits,
     VocabParallelEmbedding,
@@ -149,6 +151,8 @@ class Attention(Branch):
             scale = shape.dim**0.5 if config.is_gemma4 else 1.0
             kind = config.float32_norms, config.offset_norms
             self.qk_norm = HeadNorms(shape.dim, config.norm_eps, *kind, scale)
+        elif config.qk_norm == "rotated":
+            self.qk_norm = RotatedHeadNorms(shape.dim, config.norm_eps)
         elif config.qk_norm == "width":
             self.qk_norm = WidthNorms(group, [queries, keys], units, config.norm_eps)
         self.value_norm_eps = config.norm_eps if config.is_gemma4 else None
@@ -361,6 +365,15 @@ class Transformer(Module):
         scaling, cap = self.config.logits_scaling, self.config.logits_cap
         logits = logits if scaling == 1.0 else logits / scaling
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def rotary(self, tokens: int, length: int) -> Rotary:
+        """Return the tables of `ModelConfig.rotary`, with the weights of rotated queries if any."""
+        weight = self.embed.weight
+        rotary = self.config.rotary(tokens, length, weight.dtype, weight.device)
+        if self.config.qk_norm == "rotated":
+            norms = (each for each in self.modules() if isinstance(each, RotatedHeadNorms))
+            rotary.weight_queries(torch.stack([each.query_weight for each in norms]))
+        return rotary
 
     def prefill(self, tokens: Tensor, cache: PrefillCacheLike, max_chunk: int) -> Tensor:
         """Prefill a prompt at once (`prefill_steps`); return the logits (1, V)."""

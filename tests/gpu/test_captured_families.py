@@ -61,6 +61,7 @@ def test_experts_are_captured_with_static_shapes_only(
             "qwen3_moe",
             "qwen3_5",
             "qwen3_next",
+            "hunyuan",
         ],
         *(1, 2, 3, 6),
     ),

@@ -154,6 +154,21 @@ def test_queries_are_scaled_by_position_as_in_transformers() -> None:
     assert torch.equal(plain.queries(q[..., :8], 30, 0), plain.keys(q[..., :8], 30, 0))
 
 
+@pytest.mark.parametrize("rows", [3, 65])
+def test_rotated_queries_are_multiplied_by_weights(rows: int) -> None:
+    config = ModelConfig.from_hf(tiny_config())
+    plain, weighted = (config.rotary(90, 90, torch.float32, CPU) for _ in range(2))
+    weights = torch.randn(config.layers, config.head_dim)
+    weighted.weight_queries(weights)
+    q, k = torch.randn(rows, 4, config.head_dim), torch.randn(rows, 2, config.head_dim)
+    for rotary in (weighted, weighted.first(80)):
+        for layer in range(config.layers):
+            rotated_q, rotated_k = rotary.queries_and_keys(q, k, 9, layer)
+            assert torch.equal(rotated_q, plain.queries(q, 9, layer) * weights[layer])
+            assert torch.equal(rotated_q, rotary.queries(q, 9, layer))
+            assert torch.equal(rotated_k, plain.keys(k, 9, layer))
+
+
 def test_positions_past_the_table_are_errors() -> None:
     rotary = ModelConfig.from_hf(tiny_config()).rotary(10, 10, torch.float32, CPU)
     assert rotary.length == 10

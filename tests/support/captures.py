@@ -98,7 +98,7 @@ def nan_graph(function: LogitsFn) -> LogitsFn:
 def streaming_cache(model: Transformer) -> StreamingCache:
     group, config = model.group, model.config
     layout = config.kv_layout(group.size, torch.float32, group.rank)
-    rotary = config.rotary(132, 132, torch.float32, group.device)
+    rotary = model.rotary(132, 132)
     return StreamingCache(layout, StreamingCacheSpec(4, 64, 64), rotary, group.device)
 
 

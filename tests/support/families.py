@@ -35,6 +35,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"family": "deepseek_v3"},
     "glm4_moe_lite": {"family": "glm4_moe_lite", "seed": 1},
     "minicpm3": {"family": "minicpm3"},
+    "hunyuan": {"family": "hunyuan_v1_dense"},
     "glm": {"family": "glm", "seed": 1},
     "glm4": {"family": "glm4"},
     # layers with a window, all of them or all but the second of three

@@ -16,7 +16,7 @@ from offload.tiered.shape import TieredCacheSpec
 from parallel.model.loading import load_model, parameter_bytes
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
-from support.links import CPU, make_test_link
+from support.links import make_test_link
 
 
 def load_and_watch(path: Path, warm: Path) -> tuple[int, int]:
@@ -46,7 +46,7 @@ def all_logits(model: Transformer, tokens: Tensor) -> Tensor:
     """Return float32 logits (T, V) of tokens (T,), from one forward with all KV on the device."""
     link, count = make_test_link("view"), len(tokens)
     layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
-    rotary = model.config.rotary(count, count, torch.float32, CPU)
+    rotary = model.rotary(count, count)
     shape = TieredCacheSpec(layout, count, layout.full_layers, copies=link.copies)
     return model(tokens, TieredCache(shape, link, rotary, HostArena(link, torch.float32)), count)
 

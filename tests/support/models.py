@@ -146,6 +146,16 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         },
     },
     "seed_oss": {"head_dim": 12, "pad_token_id": None},
+    "hunyuan_v1_dense": {
+        "head_dim": 12,
+        "pad_token_id": None,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10_000.0,
+            "alpha": 50.0,
+            "factor": 1.0,
+        },
+    },
     # the second of three layers has no window
     "gemma3_text": {
         "head_dim": 12,

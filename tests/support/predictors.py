@@ -76,7 +76,7 @@ def prediction_cache(block: Transformer, shape: StreamingCacheSpec) -> Predictio
     """Return an empty cache of a block."""
     group, config = block.group, block.config
     layout = config.kv_layout(group.size, torch.float32, group.rank)
-    rotary = config.rotary(shape.slots, shape.slots, torch.float32, group.device)
+    rotary = block.rotary(shape.slots, shape.slots)
     return PredictionCache(layout, shape, rotary, group.device)
 
 

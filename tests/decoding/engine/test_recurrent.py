@@ -23,7 +23,7 @@ from offload.tiered.shape import TieredCacheSpec
 from parallel.model.transformer import Transformer
 from support.batches import SERVING as SMALL
 from support.engines import Pair
-from support.links import CPU, make_test_link
+from support.links import make_test_link
 from support.models import random_tokens
 from support.shared_documents import (
     DOCUMENT,
@@ -144,7 +144,7 @@ def test_stored_states_are_those_of_their_prompt(models: Pair, cache_folder: str
 def resident(model: Transformer, tokens: int) -> TieredCache:
     """Return a cache for so many tokens, all on the device."""
     layout, link = model.config.kv_layout(1, torch.float32), make_test_link("view")
-    rotary = model.config.rotary(tokens, tokens, torch.float32, CPU)
+    rotary = model.rotary(tokens, tokens)
     spec = TieredCacheSpec(layout, tokens, layout.full_layers, copies=link.copies)
     return TieredCache(spec, link, rotary, HostArena(link, torch.float32))
 

@@ -193,6 +193,16 @@ def test_a_rank_reads_its_heads_of_internlm2(
     assert_same_parameters(load_model(folder, group), load_model(llama, group))
 
 
+@pytest.mark.parametrize("name", ["self_attn.key_layernorm", "mlp.up_proj"])
+def test_errors_have_names_of_hunyuan(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint(family="hunyuan_v1_dense"), tmp_path / "hunyuan")
+    edit_weights(folder, lambda tensors: tensors.pop(f"model.layers.1.{name}.weight"))
+    with pytest.raises(CheckpointError, match=rf"tensor model\.layers\.1\.{name}\.weight is mis"):
+        load_model(folder, TensorParallelGroup())
+
+
 @pytest.mark.parametrize("name", ["model.layers.1.attention.wqkv.weight", "output.weight"])
 def test_errors_have_names_of_internlm2(
     name: str, checkpoint: Callable[..., Path], tmp_path: Path

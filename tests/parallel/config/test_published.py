@@ -48,6 +48,15 @@ MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+HUNYUAN_ROPE = {
+    "type": "dynamic",
+    "alpha": 1000.0,
+    "factor": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 OLMO_ROPE = {
     "rope_type": "yarn",
     "factor": 8.0,
@@ -243,6 +252,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         7.62,
         147_456,
         32_768,
+    ),
+    "Hunyuan-7B": (
+        decoder("hunyuan_v1_dense", 32, 4096, 14_336, (32, 8), 128_167, head_dim=128)
+        | {"max_position_embeddings": 32_768, "tie_word_embeddings": True, "use_qk_norm": True}
+        | {"use_cla": False, "rope_theta": 1e4, "rope_scaling": HUNYUAN_ROPE},
+        7.50,
+        131_072,
+        262_144,
     ),
     "Seed-OSS-36B": (
         decoder("seed_oss", 64, 5120, 27_648, (80, 8), 155_136, head_dim=128)

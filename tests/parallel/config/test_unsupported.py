@@ -101,6 +101,10 @@ def error_message(folder: Path, **fields: Any) -> str:
             {"model_type": "exaone", "activation_function": "gelu"},
             ["activation 'gelu' is not supported"],
         ),
+        (
+            {"model_type": "hunyuan_v1_dense", "use_cla": True, "use_qk_norm": True},
+            ["has use_cla = true (layers that share keys and values), which is not supported"],
+        ),
         ({"model_type": "internlm9", **CODE}, ["model_type 'internlm9'", "would run code"]),
         ({"model_type": "internlm3", "bias": True}, ["qkv_bias and bias of different values"]),
         (

@@ -50,7 +50,7 @@ class PrefilledSequence:
         prompt = PROMPTS[seed]
         layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
         link = make_test_link("emulated")
-        rotary = model.config.rotary(prompt, prompt + NEW, torch.float32, CPU)
+        rotary = model.rotary(prompt, prompt + NEW)
         shape = RetrievalCacheSpec.of(24, 4, prompt + NEW, MAX_TOKENS, NEW)
         tiers = TieredCacheSpec(
             layout, prompt + NEW, 1, recent=shape.window, block=shape.block, rows=MAX_TOKENS

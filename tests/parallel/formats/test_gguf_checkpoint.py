@@ -128,7 +128,7 @@ GGUF_FIELDS: dict[str, dict[str, Any]] = {
 }
 # Files of glm have the architecture of its first code, those of mistral no window, and those of the
 # others architectures that are not read.
-NOT_READ = {"glm", "mistral-window", "apertus", "exaone"}
+NOT_READ = {"glm", "mistral-window", "apertus", "exaone", "hunyuan"}
 NOT_READ |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"}
 GLM4_MOE = {**OTHERS["glm4_moe"], "n_group": 1, "topk_group": 1}  # files say nothing of groups
 MODELS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from parallel.model.pipeline import PrefillStep, finish
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 from support.families import OTHERS
-from support.links import CPU, make_test_link
+from support.links import make_test_link
 from support.models import long_rope, random_tokens, reference_logits, rope
 from support.ranks import run_ranks
 from support.slow import slow_except
@@ -142,6 +142,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3-halves": {"family": "deepseek_v3", "rope_interleave": False, "q_lora_rank": None},
     "glm4-moe-lite": {"family": "glm4_moe_lite", "attention_bias": True},
     "minicpm3": {"family": "minicpm3"},
+    "hunyuan": {"family": "hunyuan_v1_dense"},
+    "hunyuan-bias": {
+        "family": "hunyuan_v1_dense",
+        "attention_bias": True,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_parameters": rope("dynamic", factor=4.0),
+        "max_position_embeddings": 32,
+    },
+    "hunyuan-yarn": {
+        "family": "hunyuan_v1_dense",
+        "rope_parameters": rope("yarn", factor=8.0, original_max_position_embeddings=64),
+    },
     "glm": {"family": "glm"},
     "glm-whole": {
         "family": "glm",
@@ -250,7 +263,7 @@ def resident(
     link = link or make_test_link("view")
     layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
     count = layout.full_layers if resident_layers is None else resident_layers
-    rotary = model.config.rotary(tokens, tokens, torch.float32, CPU)
+    rotary = model.rotary(tokens, tokens)
     shape = TieredCacheSpec(layout, tokens, count, copies=link.copies, **sizes)
     return TieredCache(shape, link, rotary, HostArena(link, torch.float32))
 
@@ -303,7 +316,7 @@ def test_layer_major_prefill_matches_token_major(
     folder, tokens = checkpoint(**MODELS[name]), random_tokens(TOKENS)
     model, steps = load_model(folder, TensorParallelGroup()), list[PrefillStep]()
     cache, other = resident(model, TOKENS + 5), resident(model, TOKENS + 5)
-    cache.rotary = other.rotary = model.config.rotary(TOKENS, TOKENS + 5, torch.float32, CPU)
+    cache.rotary = other.rotary = model.rotary(TOKENS, TOKENS + 5)
     with Prefill(cache, TOKENS) as prefill:
         prefilled = model.prefill_steps(tokens, prefill, chunk)
         while not steps or steps[-1].done < steps[-1].total:
@@ -351,7 +364,7 @@ def test_bfloat16_is_as_accurate_as_transformers(checkpoint: Checkpoints) -> Non
     model = load_model(folder, TensorParallelGroup())
     assert model.embed.weight.dtype == torch.bfloat16
     layout = model.config.kv_layout(1, torch.bfloat16)
-    rotary = model.config.rotary(TOKENS, TOKENS, torch.bfloat16, CPU)
+    rotary = model.rotary(TOKENS, TOKENS)
     link = make_test_link("view")
     shape = TieredCacheSpec(layout, TOKENS, 1, copies=link.copies)
     cache = TieredCache(shape, link, rotary, HostArena(link, torch.bfloat16))
