@@ -46,7 +46,6 @@ from parallel.config.positions import (
     addressable_positions,
     context_notes,
     dense_positions,
-    published_positions,
     trained_positions,
 )
 from parallel.config.recurrent import predicts, recurrent_shape, unused_layers
@@ -126,8 +125,6 @@ class ModelConfig:
     trained_positions: int | None = field(default=None, repr=False)
     # the positions beyond which the model expects dual chunk attention, which is not implemented;
     dense_positions: int | None = field(default=None, repr=False)
-    # the positions for which a model was published whose config may say fewer;
-    published_positions: int | None = field(default=None, repr=False)
     # the maximum number of tokens that attention sees.
     window: int | None = field(default=None, repr=False)
     # Model type of the config that this one is a part of, such as a vision model's
@@ -338,7 +335,6 @@ class ModelConfig:
             rotary_dim=rotary_dim,
             trained_positions=trained,
             dense_positions=dense_positions(fields),
-            published_positions=published_positions(rope, max_positions, is_grouped),
             window=limit,
             wrapper=fields.get(WRAPPER),
             kept_types=(),
@@ -434,7 +430,6 @@ class ModelConfig:
         Its positions, scaled if the config counts those of the training.
         """
         positions, _ = addressable_positions(self.rope, self.max_positions, self.trained_positions)
-        positions = max(positions, self.published_positions or 0)
         return min(positions, self.window or positions)
 
     @property

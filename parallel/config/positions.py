@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parallel.config.rope import ALPHA, rope_object
+from parallel.config.rope import rope_object
 from parallel.config_checks import COUNT, FULL, check_number
 
 # Smallest plausible number of training positions: if dividing by RoPE's factor leaves at least as
 # many, max_position_embeddings is taken to include the factor.
 MIN_TRAINED = 2048
-# max_position_embeddings of InternLM2.5-7B-chat-1M, whose dynamic RoPE has a factor of 2.5, and the
-# tokens for which it was published (chat/lmdeploy.md beside it)
-_INTERNLM2_1M = (262_144, 1_048_576)
-# RoPE's alpha of dense Hunyuans, and the tokens for which they were published (their README.md);
-# some configs limit them to 32,768 to save memory
-_HUNYUAN_256K = (1000, 262_144)
 
 
 def trained_positions(fields: Mapping[str, Any]) -> int | None:
@@ -63,20 +57,6 @@ def addressable_positions(
     if max_positions / factor >= MIN_TRAINED:
         return max_positions, True
     return int(max_positions * factor), False
-
-
-def published_positions(
-    rope: Mapping[str, Any], max_positions: int, is_internlm2: bool
-) -> int | None:
-    """Return the positions for which a model was published, if its config may say less.
-
-    Parameters as in `addressable_positions`; None for all models but some InternLM2s and Hunyuans.
-    """
-    if rope["rope_type"] != "dynamic":
-        return None
-    if rope.get(ALPHA) == _HUNYUAN_256K[0]:
-        return _HUNYUAN_256K[1]
-    return _INTERNLM2_1M[1] if is_internlm2 and max_positions == _INTERNLM2_1M[0] else None
 
 
 def dense_positions(fields: Mapping[str, Any]) -> int | None:

@@ -236,7 +236,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         | {"rope_theta": 5e7, "rope_scaling": {"type": "dynamic", "factor": 2.5}},
         7.74,
         131_072,
-        1_048_576,
+        655_360,
     ),
     "InternLM3-8B": (
         decoder("internlm3", 48, 4096, 10_240, (32, 2), 128_512, qkv_bias=False, bias=False)
@@ -259,7 +259,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         | {"use_cla": False, "rope_theta": 1e4, "rope_scaling": HUNYUAN_ROPE},
         7.50,
         131_072,
-        262_144,
+        32_768,
     ),
     "Seed-OSS-36B": (
         decoder("seed_oss", 64, 5120, 27_648, (80, 8), 155_136, head_dim=128)
