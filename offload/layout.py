@@ -90,10 +90,12 @@ class SlidingWindow:
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """Layers with a gated delta net: a state of fixed size instead of keys and values.
+    """Layers with a state of fixed size instead of keys and values: gated delta nets, or Mamba-2.
 
-    The heads are those of one rank, or of the whole model. Source: Yang et al. 2025, Gated Delta
-    Networks, arXiv 2412.06464, section 3.
+    The heads are those of one rank, or of the whole model. In Mamba-2 the values are x, and the key
+    heads are its groups, with B as keys and C as queries. Source: Yang et al. 2025, Gated Delta
+    Networks, arXiv 2412.06464, section 3; Dao and Gu 2024, Transformers are SSMs, arXiv 2405.21060,
+    section 7.
     """
 
     layers: frozenset[int]
@@ -104,6 +106,7 @@ class RecurrentShape:
     kernel_size: int  # weights of a channel in the causal convolution of queries, keys and values
     # whether value head i has key head i % key_heads; else consecutive ones share a key head
     is_tiled: bool = False
+    is_mamba: bool = False  # else the layers are gated delta nets
     step: int = CHECKPOINT_STEP  # states are kept in host memory at its multiples
 
     @property

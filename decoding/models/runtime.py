@@ -140,10 +140,12 @@ class Runtime:
     def prompt_kernels(self) -> Kernels | None:
         """Return the kernels of recurrent layers in prompts, or None; and the reason.
 
-        None if there are no such layers.
+        None if there are no such layers, or if they are of a kind that has no kernels.
         """
         shape, device = self.requirements.layout.recurrent, self.target.group.device
-        return None if shape is None else prompt_kernels(device.type, self.dtype, shape)
+        if shape is None or shape.is_mamba:
+            return None
+        return prompt_kernels(device.type, self.dtype, shape)
 
     @property
     def slot_kernels(self) -> list[Kernels]:

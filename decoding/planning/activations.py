@@ -35,9 +35,11 @@ def activation_elements(requirements: Requirements) -> int:
     shapes = (head_shape(target, windowed) for windowed in (False, True))
     gates = 2 if target.has_output_gates else 0  # and the gated output
     attention = max(each.dim * each.heads * ((5 + gates) * each.groups + 4) for each in shapes)
-    if (states := target.recurrent) is not None:  # the outputs twice, and their gates
+    if (states := target.recurrent) is not None:
+        # outputs twice, and their gates; Mamba-2 multiplies and squares them in float32
+        copies = 6 if states.is_mamba else 4
         outputs = states.value_heads * states.value_dim
-        attention = max(attention, 2 * states.channels + 4 * outputs)
+        attention = max(attention, 2 * states.channels + copies * outputs)
     widest = max(4 * target.intermediate, attention) // ranks
     if target.experts is not None:  # the sum, and one expert's inputs and outputs
         widest = max(widest, 3 * target.hidden + 4 * target.experts.intermediate // ranks)

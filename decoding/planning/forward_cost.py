@@ -27,6 +27,7 @@ from parallel.config.parameter_count import (
     moe_layers,
     query_projections,
     recurrent_layers,
+    recurrent_rows,
     windowed_layers,
 )
 from parallel.config.weight_sizes import weight_sizes
@@ -50,7 +51,7 @@ def matmul_flops(config: ModelConfig) -> float:
     """
     attention = config.full_layers * _projections(config, windowed=False)
     attention += windowed_layers(config) * _projections(config, windowed=True)
-    attention += recurrent_layers(config) * _delta_net_weights(config)
+    attention += recurrent_layers(config) * _recurrent_weights(config)
     mlps = dense_layers(config) * config.intermediate * (mlp_inputs(config) + 1)
     if (experts := config.experts) is not None:
         shared = experts.shared or 0
@@ -74,11 +75,11 @@ def _projections(config: ModelConfig, windowed: bool) -> int:
     return config.hidden * shape.dim * shape.heads * per_head
 
 
-def _delta_net_weights(config: ModelConfig) -> int:
-    """Return the weights of the projections of a gated delta net."""
+def _recurrent_weights(config: ModelConfig) -> int:
+    """Return the weights of the projections of a recurrent layer."""
     if (shape := config.recurrent) is None:
         return 0
-    return config.hidden * (shape.channels + shape.value_heads * (2 * shape.value_dim + 2))
+    return config.hidden * (recurrent_rows(shape) + shape.value_heads * shape.value_dim)
 
 
 def recurrence_flops(config: ModelConfig) -> float:
@@ -86,12 +87,14 @@ def recurrence_flops(config: ModelConfig) -> float:
 
     Each head's state is read for the token's value and for its output, and corrected; in its chunk
     the token has scores with all others, which are solved for values and keys, and weigh the values
-    again. They are in float32, in which GPUs like the RTX 4090 compute half as fast.
+    again. Mamba-2 does not read the state for the value, and has nothing to solve. They are in
+    float32, in which GPUs like the RTX 4090 compute half as fast.
     """
     if (shape := config.recurrent) is None:
         return 0.0
-    states = 3 * shape.key_dim * shape.value_dim
-    chunk = STATE_CHUNK * (3 * shape.key_dim + 2 * shape.value_dim)
+    keys, values = shape.key_dim, shape.value_dim
+    states = (2 if shape.is_mamba else 3) * keys * values
+    chunk = STATE_CHUNK * (keys + values if shape.is_mamba else 3 * keys + 2 * values)
     return 2 * 2.0 * len(shape.layers) * shape.value_heads * (states + chunk)
 
 
@@ -118,7 +121,7 @@ def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
     last, projections = head_shape(config, is_windowed), kv_projections(config, is_windowed)
     last_layer = 2.0 * projections * config.hidden * last.heads * last.dim
     if is_recurrent(config, config.layers - 1):
-        last_layer = 2.0 * _delta_net_weights(config)
+        last_layer = 2.0 * _recurrent_weights(config)
     matmul = (other_layers * matmul_flops(config) + last_layer + recurrence_flops(config)) * tokens
     first = min(tokens, _window(config))  # tokens that see all before them
     windowed = first * (first + 1) / 2 + (tokens - first) * first

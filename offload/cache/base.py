@@ -15,7 +15,7 @@ from torch import Tensor
 from offload.attention.folding import Partial
 from offload.cache.hidden_states import HiddenStates
 from offload.layout import KVLayout
-from offload.recurrent.delta_rule import DeltaInputs
+from offload.recurrent.recurrence import RecurrentInputs
 from offload.recurrent.states import RecurrentStates
 from offload.traffic import ByteCounters
 
@@ -62,7 +62,7 @@ class Cache(ABC):
         overwritten.
         """
 
-    def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor:
+    def recur(self, layer: int, inputs: RecurrentInputs, start: int) -> Tensor:
         """Return a recurrent layer's outputs (T, Hv, Dv) of the tokens at `start`."""
         assert self.recurrent is not None
         return self.recurrent.outputs(layer, inputs)

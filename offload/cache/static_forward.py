@@ -22,7 +22,7 @@ from offload.attention.folding import Partial, concatenated
 from offload.attention.head_major import attend_by_heads, token_slice
 from offload.cache.static_shape import StaticCache
 from offload.kernels.selection import slot_kernels
-from offload.recurrent.delta_rule import DeltaInputs
+from offload.recurrent.recurrence import RecurrentInputs
 from offload.rotary import Angles
 
 
@@ -125,7 +125,7 @@ class StaticForward:
         """Write the tokens' KV and return their attention, as `Cache.attend`; `start` is unused."""
         return self._attention.attend(layer, self._angles.scaled(q), k, v, self._angles)
 
-    def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor:
+    def recur(self, layer: int, inputs: RecurrentInputs, start: int) -> Tensor:
         """Return a recurrent layer's outputs (B * T, Hv, Dv), as `Cache.recur`."""
         firsts = [index * self._rows for index in range(len(self.caches))]
         parts = [inputs.rows(slice(first, first + self._rows)) for first in firsts]

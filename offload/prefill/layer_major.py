@@ -15,7 +15,7 @@ from offload.attention.head_major import attend_prefix, in_pairs, token_slice, w
 from offload.attention.window import attend_slots
 from offload.layout import OBSERVED_ROWS, WRITEBACK_BYTES, KVLayout, Segment
 from offload.prefill.host_copy import KVSource
-from offload.recurrent.delta_rule import DeltaInputs
+from offload.recurrent.recurrence import RecurrentInputs
 from offload.tiered.cache import TieredCache, notify
 from offload.tiered.kv_file import HostReader, KVBlock, copies_to
 from offload.tiered.layer import TieredLayer
@@ -126,7 +126,7 @@ class Prefill:
         if (kept := self._cache.hidden_states) is not None:
             kept.record(states, self._cached + self.tokens - len(states))
 
-    def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor:
+    def recur(self, layer: int, inputs: RecurrentInputs, start: int) -> Tensor:
         """Return a recurrent layer's outputs (T, Hv, Dv) of the tokens at `start`.
 
         It is called for all tokens, in order.

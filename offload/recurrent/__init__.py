@@ -1,1 +1,1 @@
-"""Layers with a state instead of keys and values: gated delta nets, and their states in a cache."""
+"""Layers with a state instead of keys and values: their recurrences, and states in a cache."""

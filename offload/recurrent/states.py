@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from offload.layout import STATE_TOKENS, RecurrentShape
-from offload.recurrent.delta_rule import (
-    DeltaInputs,
+from offload.recurrent.recurrence import (
+    RecurrentInputs,
     advance,
     advance_by_steps,
-    delta_rows,
     for_key_heads,
     for_value_heads,
     outputs_in_chunk,
     outputs_in_chunks,
+    recurrent_rows,
     step,
 )
 from offload.recurrent.selection import prompt_kernels
@@ -33,7 +33,7 @@ class StateTensors:
     states: Tensor  # (L, Hv, Dk, Dv)
     channels: Tensor  # (L, K - 1 + rows, C), with those of the tokens before the forward's
     keys: Tensor  # (L, Hk, rows, Dk)
-    corrections: Tensor  # (L, Hv, rows, Dv)
+    updates: Tensor  # (L, Hv, rows, Dv), what is added to the values of the keys
     decays: Tensor  # (L, Hv, rows)
     shape: RecurrentShape
 
@@ -62,7 +62,7 @@ class StateTensors:
 
     @property
     def all(self) -> list[Tensor]:
-        return [self.states, self.channels, self.keys, self.corrections, self.decays]
+        return [self.states, self.channels, self.keys, self.updates, self.decays]
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +90,7 @@ class StateTensors:
         first = self.shape.kernel_size - 1
         self.channels[index].index_copy_(0, places + first, channels.to(self.channels.dtype))
         self.keys[index].index_copy_(1, places, for_key_heads(self.shape, k))
-        self.corrections[index].index_copy_(1, places, d)
+        self.updates[index].index_copy_(1, places, d)
         self.decays[index].index_copy_(1, places, decays)
 
     def add(self, other: StateTensors, count: int, by_steps: bool) -> None:
@@ -98,7 +98,7 @@ class StateTensors:
         if not count:
             return
         keys = for_value_heads(self.shape, other.keys[:, :, :count])
-        kept = keys, other.corrections[:, :, :count], other.decays[:, :, :count]
+        kept = keys, other.updates[:, :, :count], other.decays[:, :, :count]
         if by_steps:
             for state, *own in zip(self.states, *kept, strict=True):
                 advance_by_steps(state, *own)
@@ -120,7 +120,7 @@ class StateTensors:
     def _kept(self) -> list[Tensor]:
         """What a forward's tokens would change, (L, heads, rows, ...) each."""
         channels = self.channels[:, self.shape.kernel_size - 1 :].unsqueeze(1)
-        return [channels, self.keys, self.corrections, self.decays]
+        return [channels, self.keys, self.updates, self.decays]
 
 
 class RecurrentStates:
@@ -177,7 +177,7 @@ class RecurrentStates:
             self._follow(self.parent, start)
         self._written, self._forwards = rows, self._forwards + 1
 
-    def outputs(self, layer: int, inputs: DeltaInputs, tokens: Tensor | None = None) -> Tensor:
+    def outputs(self, layer: int, inputs: RecurrentInputs, tokens: Tensor | None = None) -> Tensor:
         """Return a layer's outputs (T, Hv, Dv) of the current forward's tokens.
 
         If only the first `tokens` () int64 are tokens, the rest is padding, of which nothing is
@@ -189,7 +189,7 @@ class RecurrentStates:
             places = torch.where(places < tokens, places, tensors.padding)
         before = tensors.before[index]
         if not self.is_batch_invariant:
-            rows = delta_rows(self.shape, inputs, before)
+            rows = recurrent_rows(self.shape, inputs, before)
             out, d = outputs_in_chunk(rows, tensors.states[index])
             decays = inputs.log_decay.t().exp()
             tensors.keep(index, places, inputs.channels, rows.k, d, decays)
@@ -197,7 +197,7 @@ class RecurrentStates:
         state, outs = tensors.states[index].clone(), []
         for row in range(count):
             single = inputs.rows(slice(row, row + 1))
-            rows = delta_rows(self.shape, single, before)
+            rows = recurrent_rows(self.shape, single, before)
             decay = single.log_decay[0].exp()
             out, d = step(rows, decay, state)
             own = places[row : row + 1]
@@ -206,14 +206,14 @@ class RecurrentStates:
             outs.append(out.transpose(0, 1))
         return torch.cat(outs).to(inputs.channels.dtype)
 
-    def extend(self, layer: int, inputs: DeltaInputs) -> Tensor:
+    def extend(self, layer: int, inputs: RecurrentInputs) -> Tensor:
         """Return a layer's outputs (T, Hv, Dv) of a prompt's next tokens; its state advances."""
         state, before = self.state_of(layer)
         kernels, _ = prompt_kernels(state.device.type, inputs.channels.dtype, self.shape)
         outs = []
         for first in range(0, len(inputs.channels), STATE_TOKENS):
             part = inputs.rows(slice(first, first + STATE_TOKENS))
-            rows = delta_rows(self.shape, part, before)
+            rows = recurrent_rows(self.shape, part, before)
             if kernels is None:
                 out = outputs_in_chunks(rows, state)
             else:

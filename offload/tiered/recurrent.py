@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.layout import RecurrentShape, Segment
 from offload.memory.link import Copy, Link
-from offload.recurrent.delta_rule import DeltaInputs
+from offload.recurrent.recurrence import RecurrentInputs
 from offload.recurrent.states import RecurrentStates
 from offload.tiered.kv_file import HostReader, KVBlock, copies_to, read_segments
 from offload.tiered.layer import KVGroup, TieredLayer
@@ -90,7 +90,7 @@ class TieredStates(RecurrentStates):
             self._last = position
         self._slots[position] = self._free.pop()
 
-    def extend_from(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor:
+    def extend_from(self, layer: int, inputs: RecurrentInputs, start: int) -> Tensor:
         """Return the outputs of a prompt's tokens from `start` on, as `extend`.
 
         On the way the states of some positions are kept.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from offload.errors import one_line
 from offload.regular_files import read_json
 from parallel.config.families import FAMILIES, Family, expert_count, missing_fields
+from parallel.config.recurrent import recurrent_shape
 from parallel.config.rope import with_known_rope
 from parallel.config.text_model import TIED, WRAPPER, text_fields
 from parallel.config.windows import layer_types
@@ -200,10 +201,8 @@ def fields_for_transformers(fields: Mapping[str, Any], family: Family) -> dict[s
             hf_fields.pop(name, None)
     if family.has_latents:  # transformers takes it for qk_rope_head_dim
         hf_fields.pop("head_dim", None)
-    if hf_fields.get("model_type") == "granitemoehybrid":  # its recurrent layers, of which are none
-        unused = [name for name in hf_fields if name.startswith(("mamba_", "time_step"))]
-        hf_fields = {name: each for name, each in hf_fields.items() if name not in unused}
-        hf_fields["mamba_n_heads"] = 1
+    if family.has_mamba:
+        hf_fields = _with_known_mamba(hf_fields, fields, family)
     if hf_fields.get("model_type") == "exaone4" and "layer_types" not in hf_fields:
         # transformers fails on patterns of letters, and without windows it divides by zero
         has_window = fields.get("sliding_window", family.sliding_window)
@@ -215,6 +214,20 @@ def fields_for_transformers(fields: Mapping[str, Any], family: Family) -> dict[s
     if hf_fields.get("sliding_window") is False:
         hf_fields["sliding_window"] = None
     return hf_fields
+
+
+def _with_known_mamba(
+    hf_fields: Mapping[str, Any], fields: Mapping[str, Any], family: Family
+) -> dict[str, Any]:
+    """Return a copy of fields without those that have no effect, but that transformers may reject.
+
+    They are limits of step sizes, and sizes of recurrent layers without any.
+    """
+    known = {name: value for name, value in hf_fields.items() if name != "time_step_limit"}
+    if recurrent_shape(fields, family) is not None:
+        return known
+    sizes = [name for name in known if name.startswith("mamba_")]
+    return {name: known[name] for name in known if name not in sizes} | {"mamba_n_heads": 1}
 
 
 def _is_tied(folder: Path, tensors: Mapping[str, StoredTensor], tied: bool) -> bool:

@@ -62,7 +62,7 @@ class MlpNames(NamedTuple):
     down: str = "down_proj"
 
 
-PRE_NORMS, MLP = Norms(), MlpNames()
+PRE_NORMS, MLP, SHARED_EXPERT = Norms(), MlpNames(), MlpNames("mlp.shared_expert")
 _UNGATED_MLP = MlpNames(gate_up=("up_proj",))
 
 
@@ -88,7 +88,7 @@ class ExpertNames:
     down: str = "down_proj"
     count: tuple[str, ...] = ("num_local_experts", "num_experts")  # config fields with the number
     per_token: str = "num_experts_per_tok"  # config field with the number of a token's experts
-    shared: str = "mlp.shared_expert"  # prefix of those of an expert of all tokens
+    shared: MlpNames = SHARED_EXPERT  # those of an expert of all tokens
     shared_gate: str | None = "mlp.shared_expert_gate"
     correction: str = ""  # tensor with the router's correction, if it has one
     correction_dims: tuple[int, ...] = ()  # its dimensions before that of the experts
@@ -195,6 +195,7 @@ class Family:
     has_latents: bool = False  # multi-head latent attention
     is_minicpm: bool = False  # multipliers of MiniCPM
     has_delta_nets: bool = False  # in most layers; the others have gates of attention's outputs
+    has_mamba: bool = False  # whether layers may have Mamba-2
 
     @property
     def has_layer_kinds(self) -> bool:
@@ -277,6 +278,7 @@ _ERNIE = Family(
     rope_theta=500_000.0,
     interleaved_rope=True,
 )
+_GRANITE4_MLP = MlpNames("shared_mlp", ("input_linear",), "output_linear")
 _GLM = Family(
     max_positions=131_072,
     kv_heads=2,
@@ -296,7 +298,7 @@ _GLM4_MOE_EXPERTS = ExpertNames(
     "mlp.experts",
     "mlp.gate",
     count=("n_routed_experts",),
-    shared="mlp.shared_experts",
+    shared=MlpNames("mlp.shared_experts"),
     shared_gate=None,
     correction="mlp.gate.e_score_correction_bias",
 )
@@ -444,9 +446,18 @@ FAMILIES = {
         stop_tokens=(2,),
         intermediate="shared_intermediate_size",
         optional_biases=("attention_bias",),
-        mlp=MlpNames("shared_mlp", ("input_linear",), "output_linear"),
+        mlp=_GRANITE4_MLP,
         has_nope_layers=True,
         has_multipliers=True,
+        has_mamba=True,
+        experts=ExpertNames(
+            "intermediate_size",
+            "block_sparse_moe.experts",
+            "block_sparse_moe.router.layer",
+            shared=_GRANITE4_MLP,
+            shared_gate=None,
+        ),
+        shared_expert="shared_intermediate_size",
     ),
     "ministral3": Family(
         max_positions=262_144,
@@ -510,7 +521,7 @@ FAMILIES = {
             "mlp.gate",
             count=("moe_num_experts",),
             per_token="moe_k",
-            shared="mlp.shared_experts",
+            shared=MlpNames("mlp.shared_experts"),
             shared_gate=None,
             correction="mlp.moe_statics.e_score_correction_bias",
             correction_dims=(1,),
@@ -633,6 +644,8 @@ def missing_fields(fields: Mapping[str, Any]) -> list[str]:
 
 def _has_experts(fields: Mapping[str, Any], family: Family) -> bool:
     """Return whether a config of a family with experts has any."""
+    if family.has_mamba:  # transformers has 8 by default
+        return expert_count(fields) != 0
     return not family.is_gemma4 or bool_field(fields, "enable_moe_block", False)
 
 

@@ -48,7 +48,13 @@ from parallel.config.positions import (
     dense_positions,
     trained_positions,
 )
-from parallel.config.recurrent import predicts, recurrent_shape, unused_layers
+from parallel.config.recurrent import (
+    predicts,
+    rank_shape,
+    recurrent_shape,
+    split_heads,
+    unused_layers,
+)
 from parallel.config.rope import (
     MAX_ROPE_FACTOR,
     QueryScaling,
@@ -167,10 +173,8 @@ class ModelConfig:
     logits_cap: float | None = None  # logits are cap * tanh(logits / cap)
     is_gemma4: bool = False  # norms of values, no scale of attention, and a number for each layer
     has_sinks: bool = False  # heads have learned logits beside those of the keys
-    # Gated delta nets, with the heads of the whole model; in the other layers, attention's outputs
-    # are multiplied by gates
-    recurrent: RecurrentShape | None = None
-    has_output_gates: bool = False
+    recurrent: RecurrentShape | None = None  # and its layers, with the heads of the whole model
+    has_output_gates: bool = False  # attention's outputs are multiplied by gates
 
     def __post_init__(self) -> None:
         check_number("layers", self.layers, LAYERS)
@@ -505,9 +509,8 @@ class ModelConfig:
             windowed = windowed._replace(heads=own)
         recurrent = self.recurrent
         if recurrent is not None:
-            check_ranks(recurrent.key_heads, ranks)
-            own = share_size(recurrent.key_heads, ranks - 1 if rank is None else rank, ranks)
-            recurrent = replace(recurrent, key_heads=own, value_heads=own * recurrent.shared)
+            check_ranks(split_heads(recurrent), ranks)
+            recurrent = rank_shape(recurrent, ranks - 1 if rank is None else rank, ranks)
         window = self.sliding_window
         return KVLayout(
             self.layers, heads, self.head_dim, dtype, groups, window, windowed, recurrent

@@ -5,10 +5,11 @@ Does not import torch. The layers of `parallel.model.layers` allocate by the sam
 
 from __future__ import annotations
 
-from offload.layout import HeadShape
+from offload.layout import HeadShape, RecurrentShape
 from parallel.config.families import UNGATED
 from parallel.config.layer_heads import LatentShape
 from parallel.config.model_config import ModelConfig
+from parallel.config.recurrent import rank_shape, split_heads
 from parallel.formats.weight_headers import PREDICTION
 from parallel.ranks.partition import share_size, vocab_rows
 
@@ -33,12 +34,13 @@ def head_shape(config: ModelConfig, windowed: bool) -> HeadShape:
 def min_kv_heads(config: ModelConfig) -> int:
     """Return the KV heads of the layers that have fewest: over more ranks they cannot be split.
 
-    Those of recurrent layers are their key heads. Latent attention is split by query heads.
+    Those of recurrent layers are their key heads, or the value heads that share a single one.
+    Latent attention is split by query heads.
     """
     if config.latent is not None:
         return config.heads
     heads = [head_shape(config, windowed).heads for windowed in (False, True)]
-    return min(heads if config.recurrent is None else [*heads, config.recurrent.key_heads])
+    return min(heads if config.recurrent is None else [*heads, split_heads(config.recurrent)])
 
 
 def windowed_layers(config: ModelConfig) -> int:
@@ -47,12 +49,12 @@ def windowed_layers(config: ModelConfig) -> int:
 
 
 def is_recurrent(config: ModelConfig, layer: int) -> bool:
-    """Return whether a layer has a gated delta net instead of attention."""
+    """Return whether a layer has a recurrent state instead of attention."""
     return config.recurrent is not None and layer in config.recurrent.layers
 
 
 def recurrent_layers(config: ModelConfig) -> int:
-    """Return the number of layers with a gated delta net."""
+    """Return the number of layers with a recurrent state."""
     return 0 if config.recurrent is None else len(config.recurrent.layers)
 
 
@@ -95,7 +97,7 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
         embeddings * vocab_rows(config.vocab, ranks) * config.hidden
         + config.full_layers * _attention_parameters(config, ranks, rank, windowed=False)
         + windowed * _attention_parameters(config, ranks, rank, windowed=True)
-        + recurrent_layers(config) * _delta_net_parameters(config, ranks, rank)
+        + recurrent_layers(config) * _recurrent_parameters(config, ranks, rank)
         + mlps * _mlp_parameters(config, ranks, rank)
         + mixtures * _router_parameters(config, ranks, rank)
         + expert_parameters(config, ranks, rank)
@@ -151,18 +153,26 @@ def _input_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     return 2 * hidden + hidden * share_size(2 * hidden, rank, ranks)
 
 
-def _delta_net_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
+def recurrent_rows(shape: RecurrentShape) -> int:
+    """Return the rows of the input projections of a recurrent layer with these heads.
+
+    Beside channels and gates there are betas and decays, or the step sizes of Mamba-2.
+    """
+    per_head = shape.value_dim + (1 if shape.is_mamba else 2)
+    return shape.channels + shape.value_heads * per_head
+
+
+def _recurrent_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     """Return a layer's parameters on a rank without those of its MLP, but with all norms."""
-    if (whole := config.recurrent) is None:
+    if config.recurrent is None:
         return 0
-    keys = share_size(whole.key_heads, rank, ranks)
-    values = keys * whole.shared
-    channels = 2 * keys * whole.key_dim + values * whole.value_dim
-    # queries, keys and values; gates, betas and decays
-    rows = channels + values * (whole.value_dim + 2)
-    out = config.hidden * values * whole.value_dim
-    others = channels * whole.kernel_size + 2 * values + whole.value_dim
-    return config.norms.total * config.hidden + rows * config.hidden + out + others
+    own = rank_shape(config.recurrent, rank, ranks)
+    width = own.value_heads * own.value_dim
+    others = own.channels * own.kernel_size + 2 * own.value_heads
+    # Mamba-2 has biases of channels and numbers of heads as well, and a norm of the whole width
+    others += own.channels + own.value_heads + width if own.is_mamba else own.value_dim
+    projections = config.hidden * (recurrent_rows(own) + width)
+    return config.norms.total * config.hidden + projections + others
 
 
 def mlp_inputs(config: ModelConfig) -> int:
@@ -215,8 +225,13 @@ def moe_layers(config: ModelConfig) -> int:
 
 def dense_layers(config: ModelConfig) -> int:
     """Return the number of layers with a dense MLP, which may have experts as well."""
+    return sum(has_mlp(config, layer) for layer in range(config.layers))
+
+
+def has_mlp(config: ModelConfig, layer: int) -> bool:
+    """Return whether a layer has a dense MLP, which may be beside experts."""
     has_both = config.experts is not None and config.experts.is_gemma4
-    return config.layers - (0 if has_both else moe_layers(config))
+    return has_both or not has_experts(config, layer)
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:

@@ -35,6 +35,7 @@ _FOREIGN_FIELDS = {
 }
 # fields of recurrent layers, which a hybrid need not have: its list of layers decides
 _HYBRID_FIELDS = ("mamba_d_state",)
+_MAMBA = ("granitemoehybrid",)
 _DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with linear attention
 # those of the above that are supported in some types
 _SUPPORTED_FIELDS: dict[Any, tuple[str, ...]] = {
@@ -43,10 +44,12 @@ _SUPPORTED_FIELDS: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), ("kv_lora_rank",)),
     **dict.fromkeys(_DELTA_NETS, ("linear_num_key_heads",)),
     "hunyuan_v1_dense": ("use_qk_norm",),
+    **dict.fromkeys(_MAMBA, ("mamba_d_state",)),
 }
 _RECURRENT = ("mamba", "hybrid", "linear")  # parts of the names of recurrent layers
 _LAYER_LISTS = ("layer_types", "layers_block_type")
 _ATTENTION_TYPES = {FULL, SLIDING, "attention"}
+_SAVED_INF = {"__float__": "Infinity"}  # as transformers writes it
 # config of the text model within a wrapper
 _TEXT_FIELDS = ("text_config", "llm_config", "language_config")
 _CONVERSIONS = {  # hints on models that need custom code but can be converted
@@ -102,11 +105,6 @@ def _window_part(fields: Mapping[str, Any]) -> str | None:
 
 def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
     """Yield unsupported features, without quantisation and the windows of a known type."""
-    if fields.get("model_type") == "granitemoehybrid":
-        if experts := fields.get("num_local_experts", 8):
-            yield f"num_local_experts = {quote(experts)} (experts beside an MLP)"
-        if not any(_kinds(fields, name) for name in _LAYER_LISTS):
-            yield "no layer_types (recurrent layers)"
     kinds = {kind for name in _LAYER_LISTS for kind in _kinds(fields, name)}
     has_recurrent = not kinds or any(word in kind for kind in kinds for word in _RECURRENT)
     supported = _SUPPORTED_FIELDS.get(fields.get("model_type"), ())
@@ -114,8 +112,12 @@ def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
     names = [name for name in _FOREIGN_FIELDS if name not in supported]
     if fields.get("model_type") == "gemma4_text":
         yield from _gemma4_parts(fields)
-    is_delta_net = fields.get("model_type") in _DELTA_NETS
-    attention_types = _ATTENTION_TYPES | ({LINEAR} if is_delta_net else set())
+    is_mamba = fields.get("model_type") in _MAMBA
+    if is_mamba:
+        yield from _mamba_parts(fields)
+    attention_types = set(_ATTENTION_TYPES)
+    if is_mamba or fields.get("model_type") in _DELTA_NETS:
+        attention_types |= {LINEAR, "mamba"} if is_mamba else {LINEAR}
     for part in _present_fields(fields, names):
         yield f"{part} ({_FOREIGN_FIELDS[part.partition(' ')[0]]})"
     for name in _LAYER_LISTS:
@@ -133,6 +135,18 @@ def _gemma4_parts(fields: Mapping[str, Any]) -> Iterator[str]:
         yield f"num_kv_shared_layers = {quote(shared)} (layers without keys and values)"
     if (later := fields.get("use_bidirectional_attention")) not in (None, "vision"):
         yield f"use_bidirectional_attention = {quote(later)} (attention to later tokens)"
+
+
+def _mamba_parts(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the unsupported features of Mamba-2, which published models do not have."""
+    if not fields.get("mamba_conv_bias", True):
+        yield "mamba_conv_bias = false (convolutions without biases)"
+    if fields.get("mamba_proj_bias"):
+        yield "mamba_proj_bias = true (biases of projections)"
+    # transformers limits step sizes in prompts, but not in single tokens
+    low, high = fields.get("time_step_limit") or (0, inf)
+    if low or high not in (inf, _SAVED_INF):
+        yield f"time_step_limit = {quote([low, high])} (limits of step sizes)"
 
 
 def _quantised_part(fields: Mapping[str, Any]) -> str | None:

@@ -9,12 +9,14 @@ from collections.abc import Collection, Iterator
 from functools import cache
 from typing import NamedTuple
 
+from parallel.config.families import MlpNames
 from parallel.config.layer_heads import LatentShape
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import (
     expert_parameters,
     float32_parameters,
     has_experts,
+    has_mlp,
     has_window,
     head_rows,
     head_shape,
@@ -24,7 +26,9 @@ from parallel.config.parameter_count import (
     mlp_inputs,
     parameter_count,
     query_projections,
+    recurrent_rows,
 )
+from parallel.config.recurrent import head_shares, rank_shape
 from parallel.formats.plane_format import PlaneFormat, is_kept, kept_bytes
 from parallel.formats.weight_headers import EMBEDDING, HEAD, PREDICTION
 from parallel.ranks.partition import share, share_size, vocab_rows
@@ -133,20 +137,8 @@ def weight_sizes(
 
 def matrix_columns(config: ModelConfig) -> dict[str, int]:
     """Return the columns of each matrix, by its name in a checkpoint, with {} for all experts."""
-    sparse = config.experts.layers if config.experts is not None else ()
-    block, gate_up, down = config.mlp_names
-    absent = {
-        f"{layer_name(config, layer)}.{block}.{name}.weight"
-        for layer in sparse
-        for name in (*gate_up, down)
-    }
     parts = [*(parts for _, parts in _matrices(config, 1, 0, ())), *_stacks(config, 1, 0)]
-    return {
-        part.tensor: part.columns.stop
-        for stack in parts
-        for part in stack
-        if part.tensor not in absent
-    }
+    return {part.tensor: part.columns.stop for stack in parts for part in stack}
 
 
 def _stacks(config: ModelConfig, ranks: int, rank: int) -> Iterator[list[_Part]]:
@@ -181,26 +173,32 @@ def _matrices(
     if config.is_predictor:
         yield "fc", [_Part(f"{PREDICTION}fc.weight", hidden, share(2 * hidden, rank, ranks))]
     inner = share(config.intermediate, rank, ranks)
-    columns = inner.stop - inner.start
     for layer in range(config.layers):
         prefix = layer_name(config, layer)
         if is_recurrent(config, layer):
-            yield from _delta_net(config, ranks, rank, layer, types)
+            yield from _recurrent(config, ranks, rank, layer, types)
         else:
             yield from _attention(config, ranks, rank, layer)
         mixture = config.experts if has_experts(config, layer) else None
         if mixture is not None and mixture.shared is not None:
             own = share(mixture.shared, rank, ranks)
-            shared, rows = f"{prefix}.{mixture.names.shared}", own.stop - own.start
-            names = [f"{shared}.{name}.weight" for name in ("gate_proj", "up_proj")]
-            yield "shared_gate_up", [_Part(name, rows, all_columns) for name in names]
-            yield "shared_down", [_Part(f"{shared}.down_proj.weight", hidden, own)]
-        block, gate_up, down = config.mlp_names
-        # a single name may stand for gate and up
-        inputs = (gate_up[0], gate_up[-1])[: mlp_inputs(config)]
-        names = [f"{prefix}.{block}.{name}.weight" for name in inputs]
-        yield "gate_up", [_Part(name, columns, all_columns) for name in names]
-        yield "down", [_Part(f"{prefix}.{block}.{down}.weight", hidden, inner)]
+            shared = _mlp(config, prefix, mixture.names.shared, own)
+            yield from ((f"shared_{name}", parts) for name, parts in shared)
+        if has_mlp(config, layer):
+            yield from _mlp(config, prefix, config.mlp_names, inner)
+
+
+def _mlp(
+    config: ModelConfig, prefix: str, names: MlpNames, inner: slice
+) -> Iterator[tuple[str, list[_Part]]]:
+    """Yield a rank's matrices of an MLP: its `inner` rows of gate and up, and columns of down."""
+    block, gate_up, down = names
+    rows, hidden = inner.stop - inner.start, slice(0, config.hidden)
+    # a single name may stand for gate and up
+    own = (gate_up[0], gate_up[-1])[: mlp_inputs(config)]
+    inputs = [f"{prefix}.{block}.{name}.weight" for name in own]
+    yield "gate_up", [_Part(name, rows, hidden) for name in inputs]
+    yield "down", [_Part(f"{prefix}.{block}.{down}.weight", config.hidden, inner)]
 
 
 def _attention(
@@ -246,27 +244,28 @@ def _latent_attention(
     yield "o", [_Part(f"{prefix}.o_proj.weight", config.hidden, values)]
 
 
-def _delta_net(
+def _recurrent(
     config: ModelConfig, ranks: int, rank: int, layer: int, types: Collection[str]
 ) -> Iterator[tuple[str, list[_Part]]]:
-    """Yield a rank's matrices of a layer's gated delta net.
+    """Yield a rank's matrices of a recurrent layer's mixer.
 
     Over several ranks the columns of the output of tiled heads are not packed.
     """
-    shape, prefix = config.recurrent, f"model.layers.{layer}.linear_attn"
+    shape = config.recurrent
     assert shape is not None
-    unit = shape.shared * shape.value_dim
-    columns = share(shape.value_heads * shape.value_dim, rank, ranks, unit)
-    values = columns.stop - columns.start
-    heads = values // shape.value_dim
-    keys = share_size(shape.key_heads * shape.key_dim, rank, ranks, shape.key_dim)
-    stacks = {"qkvz": {"qkv": 2 * keys + values, "z": values}, "ba": {"b": heads, "a": heads}}
+    own, (_, values) = rank_shape(shape, rank, ranks), head_shares(shape, rank, ranks)
+    columns = slice(values.start * shape.value_dim, values.stop * shape.value_dim)
+    prefix = f"model.layers.{layer}.{'mamba' if shape.is_mamba else 'linear_attn'}"
+    width, heads = own.value_heads * own.value_dim, own.value_heads
+    stacks = {"_qkvz": {"_qkv": own.channels, "_z": width}, "_ba": {"_b": heads, "_a": heads}}
+    if shape.is_mamba:
+        stacks = {"": {"": recurrent_rows(own)}}
     inputs = []
     for stack, parts in stacks.items():
-        if f"{prefix}.in_proj_{stack}.weight" in types:
+        if f"{prefix}.in_proj{stack}.weight" in types:
             parts = {stack: sum(parts.values())}
         inputs += [
-            _Part(f"{prefix}.in_proj_{name}.weight", rows, slice(0, config.hidden))
+            _Part(f"{prefix}.in_proj{name}.weight", rows, slice(0, config.hidden))
             for name, rows in parts.items()
         ]
     yield "inputs", inputs

@@ -12,7 +12,7 @@ from torch import Tensor
 from offload.attention.folding import Partial, concatenated
 from offload.cache.base import Cache
 from offload.cache.prediction import PredictionCache
-from offload.recurrent.delta_rule import DeltaInputs
+from offload.recurrent.recurrence import RecurrentInputs
 from parallel.model.pipeline import LayerSteps, finish
 from parallel.model.transformer import KVCacheLike, Transformer
 
@@ -70,7 +70,7 @@ class BatchedCache:
             outs.append(cache.attend(layer, own_q, own_k, own_v, cache.length))
         return concatenated(outs, dim=0)
 
-    def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor:
+    def recur(self, layer: int, inputs: RecurrentInputs, start: int) -> Tensor:
         """Call `Cache.recur` with each sequence's part of the inputs."""
         outs, first = [], 0
         for cache, count in zip(self._caches, self._counts, strict=True):

@@ -1,8 +1,8 @@
 """Matrices and biases of experts in safetensors files that stack those of a layer.
 
-gpt-oss, Gemma 4 and Qwen3.5 have such. Knows only headers, and does not import torch, since a plan
-has to be fast. Source of the layouts: transformers, modeling_gpt_oss.py, integrations/mxfp4.py,
-modeling_gemma4.py and modeling_qwen3_5_moe.py.
+gpt-oss, Gemma 4, Qwen3.5 and Granite 4 have such. Knows only headers, and does not import torch,
+since a plan has to be fast. Source of the layouts: transformers, modeling_gpt_oss.py,
+integrations/mxfp4.py, modeling_gemma4.py, modeling_qwen3_5_moe.py and conversion_mapping.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from parallel.formats.weight_headers import DTYPES, TensorHeader
 
 MXFP4 = PLANE_FORMATS["MXFP4"]
 _STACK = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
-# stacks whose first half of rows are gates, of Gemma 4 and Qwen3.5
-_GATES_FIRST = re.compile(r"(?:.+\.)?layers\.\d+\.(?:mlp\.)?experts")
+# stacks whose first half of rows are gates, of Gemma 4, Qwen3.5 and Granite 4
+_GATES_FIRST = re.compile(r"(?:.+\.)?layers\.\d+\.(?:mlp\.|block_sparse_moe\.)?experts")
+_GRANITE4 = {  # ends of Granite 4's names, and what others have instead
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+}
 _MAX_HEADERS = 1 << 18  # experts' parts in a model; the largest have a third of them
 
 
@@ -64,7 +68,7 @@ def expert_headers(
     headers: dict[str, ExpertHeader] = {}
     stacks: set[str] = set()
     for name, tensor in tensors.items():
-        match = _STACK.fullmatch(name)
+        match = _STACK.fullmatch(_usual_name(name))
         has_biases = match is not None and f"{match[1]}.gate_up_proj_bias" in tensors
         has_gates_first = match is not None and not match[3] and _GATES_FIRST.fullmatch(match[1])
         if match is None or not (has_biases or has_gates_first):
@@ -78,6 +82,14 @@ def expert_headers(
         if len(headers) > _MAX_HEADERS:
             raise _broken(tensor, f"is one of stacks with more than {_MAX_HEADERS:,} matrices")
     return headers, stacks
+
+
+def _usual_name(name: str) -> str:
+    """Return the name that a stack has in most models."""
+    for own, usual in _GRANITE4.items():
+        if name.endswith(f".{own}"):
+            return name.removesuffix(own) + usual
+    return name
 
 
 def _stack(

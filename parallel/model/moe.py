@@ -206,10 +206,10 @@ class SharedExpert(Module):
         return map_blocks(sigmoid_gated, partial, linear(x, self.gate))
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
-        """Read the tensors of layer PREFIX: three matrices, and a gate if it has one."""
-        shared = f"{prefix}.{self.names.shared}"
-        self.gate_up.load(checkpoint, [f"{shared}.{name}" for name in ("gate_proj", "up_proj")])
-        self.down.load(checkpoint, f"{shared}.down_proj")
+        """Read the tensors of layer PREFIX: those of an MLP, and a gate if it has one."""
+        block, gate_up, down = self.names.shared
+        self.gate_up.load(checkpoint, [f"{prefix}.{block}.{name}" for name in gate_up])
+        self.down.load(checkpoint, f"{prefix}.{block}.{down}")
         if self.gate is not None:
             name = f"{prefix}.{self.names.shared_gate}.weight"
             shape = tuple(self.gate.shape)[int(checkpoint.is_converted) :]

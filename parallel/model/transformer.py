@@ -16,7 +16,7 @@ from torch.nn import Module, ModuleList
 
 from offload.attention.folding import Partial
 from offload.kernels.batch_invariant_shape import ROW_BLOCK
-from offload.recurrent.delta_rule import DeltaInputs
+from offload.recurrent.recurrence import RecurrentInputs
 from offload.rotary import Rotary
 from parallel.batch_invariant import batch_invariant, map_blocks
 from parallel.config.model_config import ModelConfig
@@ -43,6 +43,7 @@ from parallel.model.layers import (
     make_norm,
     unweighted_norm,
 )
+from parallel.model.mamba import Mamba2
 from parallel.model.moe import MlpAndExperts, SparseMoE
 from parallel.model.pipeline import (
     Chunk,
@@ -64,7 +65,7 @@ class Attends(Protocol):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial: ...
 
-    def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor: ...
+    def recur(self, layer: int, inputs: RecurrentInputs, start: int) -> Tensor: ...
 
 
 class KVCacheLike(Attends, Protocol):
@@ -110,7 +111,7 @@ class PaddedCache:
         after = len(q) - own.stop
         return F.pad(out, (0, 0, 0, 0, own.start, after)), F.pad(lse, (0, 0, own.start, after))
 
-    def recur(self, layer: int, inputs: DeltaInputs, start: int) -> Tensor:
+    def recur(self, layer: int, inputs: RecurrentInputs, start: int) -> Tensor:
         """Call `Cache.recur` with the token rows; padding rows get zeros."""
         own, rows = self._own, len(inputs.channels)
         out = self._cache.recur(layer, inputs.rows(own), start)
@@ -231,9 +232,9 @@ class DecoderLayer(Module):
 
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, index: int):
         super().__init__()
-        mixer: type[Attention | DeltaNet | LatentAttention] = Attention
-        if is_recurrent(config, index):
-            mixer = DeltaNet
+        mixer: type[Attention | DeltaNet | LatentAttention | Mamba2] = Attention
+        if config.recurrent is not None and is_recurrent(config, index):
+            mixer = Mamba2 if config.recurrent.is_mamba else DeltaNet
         elif config.latent is not None:
             mixer = LatentAttention
         self.attention = mixer(config, group, index)

@@ -62,6 +62,8 @@ def test_experts_are_captured_with_static_shapes_only(
             "qwen3_5",
             "qwen3_next",
             "hunyuan",
+            "granite-mamba",
+            "granite-experts",
         ],
         *(1, 2, 3, 6),
     ),

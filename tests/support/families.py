@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.models import long_rope
+from support.models import MAMBA, long_rope
 
 # arguments of `build_checkpoint`
 OTHERS: dict[str, dict[str, Any]] = {
@@ -24,6 +24,15 @@ OTHERS: dict[str, dict[str, Any]] = {
     "exaone4": {"family": "exaone4"},
     "exaone": {"family": "exaone"},
     "granitemoehybrid": {"family": "granitemoehybrid"},
+    "granite-mamba": {"family": "granitemoehybrid", **MAMBA},
+    "granite-experts": {
+        "family": "granitemoehybrid",
+        **MAMBA,
+        "position_embedding_type": "nope",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "mamba_n_groups": 2,
+    },
     "ministral3": {"family": "ministral3"},  # queries are scaled from 16 tokens on
     "seed_oss": {"family": "seed_oss"},
     "arcee": {"family": "arcee"},

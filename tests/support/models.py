@@ -31,6 +31,15 @@ DIMENSIONS: dict[str, Any] = {
     "intermediate_size": 96,
     "vocab_size": 300,
 }
+# the second of three layers has attention, the others Mamba-2
+MAMBA: dict[str, Any] = {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+}
 # the second of three layers has full attention, the others a gated delta net
 DELTA_NETS: dict[str, Any] = {
     "head_dim": 16,

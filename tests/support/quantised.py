@@ -29,7 +29,7 @@ def quantise(
     convert: Callable[[Tensor], Expected],
     names: tuple[str, ...] = PROJECTIONS,
 ) -> Tensors:
-    """Write a copy of a checkpoint whose projections are quantised.
+    """Write a copy of a checkpoint whose projections are quantised, but for stacks of experts.
 
     Args:
         folder: the checkpoint, of one safetensors file.
@@ -50,7 +50,7 @@ def quantise(
     expected: Tensors = {}
     for name, tensor in load_file(out / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in names and name != module:
+        if module.rpartition(".")[2] in names and name != module and tensor.dim() == 2:
             parts, expected[name] = convert(tensor.float())
             tensors |= {f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()}
         else:

@@ -23,6 +23,7 @@ from offload.tiered.shape import TieredCacheSpec
 from parallel.model.transformer import Transformer
 from support.batches import SERVING as SMALL
 from support.engines import Pair
+from support.families import OTHERS
 from support.links import make_test_link
 from support.models import random_tokens
 from support.shared_documents import (
@@ -43,14 +44,22 @@ from support.shared_documents import (
 )
 from support.slow import slow_except
 
+KINDS = ["qwen3_5", "granite-mamba"]
 MODES = ["plain", "retrieval", "hierarchical"]
 LAST = 768  # position before the end of a question at which its state is kept
 
 
+@pytest.fixture(scope="module", params=slow_except(KINDS, 0))
+def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Arguments of `build_checkpoint` for a model with gated delta nets, or with Mamba-2."""
+    options: dict[str, Any] = OTHERS[request.param]
+    return options
+
+
 @pytest.fixture(scope="module")
-def models(checkpoint: Callable[..., Path]) -> Pair:
+def models(checkpoint: Callable[..., Path], kind: dict[str, Any]) -> Pair:
     """A target that keeps its states every few tokens, and a draft with states too."""
-    options = {"family": "qwen3_5_text", "max_position_embeddings": 4096}
+    options = {**kind, "max_position_embeddings": 4096}
     pair = Pair(checkpoint(**options), checkpoint(**options, seed=1))
     keep_every(pair, STEP)
     return pair
@@ -58,10 +67,10 @@ def models(checkpoint: Callable[..., Path]) -> Pair:
 
 @pytest.mark.parametrize("mode", ["split", "split-retrieval", "split-hierarchical"])
 def test_states_of_nested_levels_follow_those_above(
-    mode: str, checkpoint: Callable[..., Path]
+    mode: str, checkpoint: Callable[..., Path], kind: dict[str, Any]
 ) -> None:
     """With all of the KV, and the target as its own draft, every draft token must be accepted."""
-    folder = checkpoint(family="qwen3_5_text")
+    folder = checkpoint(**kind)
     lengths = {"num_draft_tokens": 9, "num_inner_draft_tokens": 3}
     options = {"retrieval_budget": 4096, "chunk_size": 4, "window": 256, "prompt_lookup_ngram": 0}
     with Pair(folder, folder, dtype="bfloat16").engine(
@@ -94,9 +103,9 @@ def test_questions_about_a_stored_document_load_it_once(
 
 
 def test_chat_that_starts_over_goes_on_at_the_end_of_its_document(
-    checkpoint: Callable[..., Path],
+    checkpoint: Callable[..., Path], kind: dict[str, Any]
 ) -> None:
-    options = {"family": "qwen3_5_text", "max_position_embeddings": 4096}
+    options = {**kind, "max_position_embeddings": 4096}
     target = checkpoint(**options, vocab_size=2048)  # the tokenizer's
     first, *others = check_chat(Pair(target, target))
     assert first > 500
@@ -164,10 +173,10 @@ def kept_states(cache: TieredCache) -> dict[tuple[int, int], Tensor]:
 
 @pytest.mark.parametrize("seed", slow_except(range(6), 0, 1))
 def test_every_kept_state_is_that_of_its_position(
-    checkpoint: Callable[..., Path], cache_folder: str, seed: int
+    checkpoint: Callable[..., Path], kind: dict[str, Any], cache_folder: str, seed: int
 ) -> None:
     """Turns that extend, cut and replace a conversation, in memory and through the disk."""
-    folder, step = checkpoint(family="qwen3_5_text", max_position_embeddings=4096), 128
+    folder, step = checkpoint(**{**kind, "max_position_embeddings": 4096}), 128
     models, draw = Pair(folder, folder), random.Random(seed)
     keep_every(models, step)
     prompt = random_tokens(draw.choice((300, 640, 700)), seed=seed).tolist()

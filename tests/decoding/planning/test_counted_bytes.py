@@ -180,12 +180,15 @@ def tiny(seed: int, windowed: int = 0) -> Case:
 
 
 def hybrid(seed: int) -> Case:
-    """Return a tiny case in which all layers but every third have states, the draft's too."""
+    """Return a tiny case in which all layers but every third have states, the draft's too.
+
+    They are gated delta nets, or Mamba-2 if the seed is odd.
+    """
     case = tiny(seed)
     models = {}
     for name, layers in (("target", 7), ("draft", 3)):
         recurrent = frozenset(index for index in range(layers) if (index + 1) % 3)
-        shape = RecurrentShape(recurrent, 2, 6, 12, 8, 4, step=64)
+        shape = RecurrentShape(recurrent, 2, 6, 12, 8, 4, is_mamba=seed % 2 == 1, step=64)
         config = replace(getattr(case, name), layers=layers, nope_layers=frozenset())
         models[name] = replace(config, recurrent=shape, has_output_gates=True)
     settings = replace(case.settings, gpu_kv_layers=seed % 3)

@@ -14,7 +14,7 @@ from decoding import Settings
 from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET
 from decoding.planning.cost_model import CostModel
 from decoding.planning.forecast import Forecast
-from decoding.planning.forward_cost import ForwardCost, prefill_flops
+from decoding.planning.forward_cost import ForwardCost, matmul_flops, prefill_flops
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.plan import Plan
 from decoding.planning.planner import Planner
@@ -24,6 +24,11 @@ from decoding.planning.round_cost import Acceptance
 from decoding.speculation.draft_length import best_length, expected_tokens
 from offload.layout import SlidingWindow
 from parallel.config.model_config import ModelConfig
+from parallel.model.loading import random_model
+from parallel.ranks.process_group import TensorParallelGroup
+from parallel.weights.matrix import Matrix
+from support.families import OTHERS
+from support.models import tiny_config
 
 PROMPT, NEW = 130_048, 512
 SEVEN, THIRTEEN, SMALL = (config_of(sizes) for sizes in (LLAMA_7B, LLAMA_13B, LLAMA_68M))
@@ -209,6 +214,14 @@ def test_prefill_flops() -> None:
     weights = 5 * (4 * 256 * 256 + 3 * 256 * 768) + 2 * 256 * 256
     pairs = 5 * 4 * 64 * (1 + 2 + 3)
     assert prefill_flops(config, 3) == pytest.approx((2 * weights * 3, 4 * pairs))
+
+
+@pytest.mark.parametrize("name", ["olmo2", "qwen3_5", "granite-mamba"])
+def test_matmul_flops_are_two_per_weight(name: str) -> None:
+    config = ModelConfig.from_hf(tiny_config(**OTHERS[name]))
+    layers = random_model(config, TensorParallelGroup(), torch.float32).layers
+    weights = sum(each.rows * each.columns for each in layers.modules() if isinstance(each, Matrix))
+    assert matmul_flops(config) == 2 * weights
 
 
 def test_forward_over_an_8_bit_retrieval_cache_uses_its_measured_rate() -> None:

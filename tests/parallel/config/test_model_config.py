@@ -141,6 +141,14 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "granitemoehybrid": {
         "position_embedding_type": ("rope", "nope"),
         "embedding_multiplier": (12.0,),
+        "layer_types": (["mamba", "attention"], ["linear_attention", "full_attention"]),
+        "mamba_n_heads": (4, 8),
+        "mamba_n_groups": (2,),
+        "mamba_d_head": ("auto", 32),
+        "mamba_d_state": (16,),
+        "mamba_conv_bias": (True,),
+        "time_step_limit": (None, [0.0, {"__float__": "Infinity"}]),
+        "num_local_experts": (0, 8),
     },
     "seed_oss": {"attention_out_bias": (True,)},
     "ernie4_5_moe": {
@@ -207,6 +215,7 @@ FAMILY_NEEDED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         "layer_types": ["attention"] * 2,
         "num_local_experts": 0,
+        "num_experts_per_tok": 2,
         "shared_intermediate_size": 40,
         "mamba_n_heads": 2,
     },

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Module
+from transformers import AutoModelForCausalLM
 
 from parallel.config.model_config import FAMILIES, ModelConfig
 from parallel.config.parameter_count import parameter_count
 from parallel.model.loading import load_model, random_model
 from parallel.ranks.process_group import TensorParallelGroup
+from support.families import OTHERS
 from support.models import tiny_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -33,11 +35,15 @@ def allocated_parameters(model: Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+MODELS = {family: {"family": family} for family in FAMILIES}
+MODELS |= {name: OTHERS[name] for name in ("granite-mamba", "granite-experts")}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_count_equals_allocated_parameters(family: str, variant: str) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_count_equals_allocated_parameters(name: str, variant: str) -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    config = ModelConfig.from_hf(tiny_config(family, **heads | VARIANTS[variant]))
+    config = ModelConfig.from_hf(tiny_config(**MODELS[name] | heads | VARIANTS[variant]))
     for ranks in (1, 2, 4):
         counts = []
         for rank in range(ranks):
@@ -47,6 +53,18 @@ def test_count_equals_allocated_parameters(family: str, variant: str) -> None:
             )
             counts.append(count)
         assert parameter_count(config, ranks) == max(counts)
+
+
+# Cohere's branches have one norm there.
+@pytest.mark.parametrize("name", [each for each in OTHERS if not each.startswith("cohere")])
+def test_count_equals_that_of_transformers(name: str) -> None:
+    fields = {key: each for key, each in OTHERS[name].items() if key != "seed"}
+    hf = tiny_config(**fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    # tied ones are the same object; some are buffers
+    stored = {id(each): each.numel() for each in model.state_dict(keep_vars=True).values()}
+    assert parameter_count(ModelConfig.from_hf(hf), 1) == sum(stored.values())
 
 
 def test_count_equals_loaded_parameters(checkpoint: Callable[..., Path]) -> None:

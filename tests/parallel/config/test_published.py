@@ -365,6 +365,17 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         81_920,
         131_072,
     ),
+    "Granite-4.0-H-Tiny": (
+        decoder("granitemoehybrid", 40, 1536, 512, (12, 4), 100_352, mamba_d_state=128)
+        | {"shared_intermediate_size": 1024, "num_local_experts": 64, "num_experts_per_tok": 6}
+        | {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4}
+        | {"tie_word_embeddings": True, "max_position_embeddings": 131_072}
+        | {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_expand": 2, "mamba_n_groups": 1}
+        | {"mamba_d_conv": 4, "position_embedding_type": "nope"},
+        6.94,
+        8192,
+        131_072,
+    ),
     "GLM-4-9B-chat-1M": (
         decoder("glm", 40, 4096, 13_696, (32, 4), 151_552, attention_bias=True)
         | {"max_position_embeddings": 1_048_576, "partial_rotary_factor": 0.5},
@@ -533,4 +544,4 @@ def test_size_and_context(name: str, tmp_path: Path) -> None:
     assert parameter_count(config, 1) / 1e9 == pytest.approx(billions, abs=0.01)
     assert 2 * 2 * config.full_layers * config.kv_heads * config.head_dim == kv_bytes
     assert config.context_limit == context
-    assert config.has_predictor == (config.recurrent is not None)
+    assert config.has_predictor == config.has_output_gates

@@ -80,17 +80,16 @@ def error_message(folder: Path, **fields: Any) -> str:
             ["layer_types with sliding_attention (sliding-window attention)"],
         ),
         (
-            {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], **GRANITE},
-            ["mamba_d_state = 256 (recurrent layers) and layer_types with mamba"],
+            {"model_type": "granitemoehybrid", "layer_types": ["mamba", "conv"]}
+            | {**GRANITE, "mamba_conv_bias": False, "mamba_proj_bias": True},
+            [
+                "mamba_conv_bias = false (convolutions without biases), mamba_proj_bias = true "
+                "(biases of projections)"
+            ],
         ),
         (
-            {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2}
-            | {**GRANITE, "num_local_experts": 64},
-            ["num_local_experts = 64 (experts beside an MLP), which is not supported"],
-        ),
-        (
-            {"model_type": "granitemoehybrid", "shared_intermediate_size": 96},
-            ["num_local_experts = 8", "no layer_types (recurrent layers)"],
+            {"model_type": "bamba", **HYBRID, "layer_types": ["mamba", "attention"]},
+            ["mamba_d_state = 256 (recurrent layers)", "layer_types with mamba"],
         ),
         (
             {"model_type": "zamba2", "layers_block_type": ["hybrid", "linear_attention"], **HYBRID},

@@ -106,6 +106,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "exaone-tied": {"family": "exaone", "tie_word_embeddings": True, "attention_bias": True},
     "granite4": {"family": "granitemoehybrid", "attention_bias": True},
     "granite4-nope": {"family": "granitemoehybrid", "position_embedding_type": "nope"},
+    "granite4-mamba": OTHERS["granite-mamba"],
+    "granite4-experts": OTHERS["granite-experts"],
+    "granite4-mamba-sizes": {
+        **OTHERS["granite-mamba"],
+        "mamba_expand": 3,
+        "mamba_n_heads": 6,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 3,
+        "mamba_d_conv": 2,
+        "tie_word_embeddings": True,
+    },
     "ministral3": {"family": "ministral3"},
     "seed-oss": {"family": "seed_oss"},
     "seed-oss-bias": {
@@ -307,7 +318,8 @@ def test_logits_match_transformers(checkpoint: Checkpoints, name: str) -> None:
         *((name, 32) for name in ("smollm3", "phi3-long", "olmo2", "granite", "qwen3-moe")),
         *product(["mistral-window", "gemma3"], [1, 7, 32, 90]),
         ("cohere2", 32),
-        *product(["qwen3.5", "qwen3-next"], [1, 7, 32, 90]),
+        *product(["qwen3.5", "qwen3-next", "granite4-mamba"], [1, 7, 32, 90]),
+        ("granite4-experts", 32),
     ],
 )
 def test_layer_major_prefill_matches_token_major(
@@ -400,11 +412,13 @@ def test_two_ranks_match_one_rank(part: int, checkpoint: Checkpoints) -> None:
     """Tests every third model: two ranks start once for all of them."""
     names = ["mha", "gqa", "tied", "qkv-bias", "attention-bias", "mlp-bias", "head-dim", "sharded"]
     names += ["qwen3", "smollm3", "phi3-partial-long", "olmo2-bias", "granite-bias", "mixtral"]
-    names += ["qwen3-next", "qwen3.5", "qwen3.5-moe"]
+    names += ["qwen3-next", "qwen3.5", "qwen3.5-moe", "granite4-mamba", "granite4-experts"]
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
     odd: list[dict[str, Any]] = [
         {"intermediate_size": 49},
         {"family": "qwen3_moe", "moe_intermediate_size": 21},
+        {**OTHERS["granite-mamba"], "mamba_expand": 3, "mamba_n_heads": 3},
+        MODELS["granite4-mamba-sizes"],
         *({"family": family, **heads} for family in ("llama", "olmo2", "phi3")),
     ]
     models = [*map(MODELS.get, names), *odd][part::3]
