@@ -16,6 +16,7 @@ MAX_LAYERS = 100_000
 MAX_EXPERTS = 1 << 12  # per layer
 # kinds of layers in a config
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+OLD_KINDS = {"mamba": LINEAR, "attention": FULL}  # their names in older configs
 PREDICTORS = "mtp_num_hidden_layers"  # config field: multi-token-prediction blocks
 
 

@@ -14,7 +14,7 @@ from decoding.config.defaults import (
 )
 from decoding.planning.requirements import Requirements, noise_positions
 from offload.layout import STATE_CHUNK, STATE_TOKENS, RecurrentShape, ceil_div
-from parallel.config.parameter_count import MAX_STATIC_TOKENS, head_shape
+from parallel.config.parameter_count import MAX_STATIC_TOKENS, head_shape, mlp_inputs
 from parallel.config.weight_sizes import weight_sizes
 
 # query tokens times heads of a block of flash-attention 2 for head dimensions of up to 128 (an RTX
@@ -106,8 +106,9 @@ def moe_scratch_bytes(requirements: Requirements) -> int:
     sizes = weight_sizes(requirements.target, requirements.ranks, item)
     if not sizes.whole_experts and item == 2:
         return experts.per_token * tokens * (columns * (3 * item + 16) + 8 * hidden)
-    outputs = experts.count * tokens * (3 * columns * item + 8 * hidden)
-    return max(outputs, experts.count // 3 * 3 * columns * hidden * item)
+    matrices = mlp_inputs(requirements.target) + 1
+    outputs = experts.count * tokens * (matrices * columns * item + 8 * hidden)
+    return max(outputs, experts.count // 3 * matrices * columns * hidden * item)
 
 
 def unpacked_expert_bytes(requirements: Requirements) -> int:
@@ -116,7 +117,8 @@ def unpacked_expert_bytes(requirements: Requirements) -> int:
     sizes = weight_sizes(config, requirements.ranks, item)
     if config.experts is None or not sizes.kept_experts:
         return 0
-    return 2 * ceil_div(config.experts.intermediate, requirements.ranks) * config.hidden * item
+    columns = ceil_div(config.experts.intermediate, requirements.ranks)
+    return mlp_inputs(config) * columns * config.hidden * item
 
 
 def prefill_chunk(requirements: Requirements, prompt: int = LONG_PROMPT) -> int:

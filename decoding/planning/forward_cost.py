@@ -28,6 +28,7 @@ from parallel.config.parameter_count import (
     query_projections,
     recurrent_layers,
     recurrent_rows,
+    single_branches,
     windowed_layers,
 )
 from parallel.config.weight_sizes import weight_sizes
@@ -55,7 +56,8 @@ def matmul_flops(config: ModelConfig) -> float:
     mlps = dense_layers(config) * config.intermediate * (mlp_inputs(config) + 1)
     if (experts := config.experts) is not None:
         shared = experts.shared or 0
-        mlps += 3 * moe_layers(config) * (experts.per_token * experts.intermediate + shared)
+        own = experts.per_token * experts.intermediate + shared
+        mlps += moe_layers(config) * own * (mlp_inputs(config) + 1)
     inputs = 2 * config.hidden**2 if config.is_predictor else 0
     return 2.0 * (attention + config.hidden * mlps + inputs)
 
@@ -337,7 +339,7 @@ class ForwardCost:
 
     def _all_reduces_s(self, query_tokens: float, may_share: bool = True) -> float:
         """Return the seconds of a forward's all-reduces."""
-        return 2 * self.config.layers * self._all_reduce_s(query_tokens, may_share=may_share)
+        return self._all_reduces * self._all_reduce_s(query_tokens, may_share=may_share)
 
     def _sampling_s(self, query_tokens: int) -> float:
         """Return the seconds of sampling from a forward's logits."""
@@ -383,7 +385,7 @@ class ForwardCost:
         all_reduce_s = self._all_reduce_s(tokens, chunks, may_share)
         times = {
             "arithmetic": arithmetic / self.ranks + chunks * self._unpack_experts_s(),
-            "all-reduce": 2 * (self.config.layers - 1) * all_reduce_s,
+            "all-reduce": (self._all_reduces - 2) * all_reduce_s,
             "write-back": written / hardware.link_out,
         }
         bound = max(times, key=times.__getitem__)
@@ -400,6 +402,11 @@ class ForwardCost:
         if not hardware.runs_ahead:
             seconds += sizes.kept_experts / (hardware.packed_rate or hardware.memory_rate)
         return seconds
+
+    @property
+    def _all_reduces(self) -> int:
+        """The all-reduces of a forward: one of each layer's mixer, and one of its MLP."""
+        return 2 * self.config.layers - single_branches(self.config)
 
     def _all_reduce_s(self, tokens: float, chunks: int = 1, may_share: bool = True) -> float:
         """Return the seconds of all-reducing the hidden states of `tokens` tokens, in chunks.

@@ -18,6 +18,7 @@ from parallel.config.rope import with_known_rope
 from parallel.config.text_model import TIED, WRAPPER, text_fields
 from parallel.config.windows import layer_types
 from parallel.config_checks import FULL, PREDICTORS, bool_field
+from parallel.config_layers import without_rope
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.expert_headers import ExpertHeader, expert_headers
 from parallel.formats.group_headers import GroupHeader, group_headers
@@ -221,9 +222,11 @@ def _with_known_mamba(
 ) -> dict[str, Any]:
     """Return a copy of fields without those that have no effect, but that transformers may reject.
 
-    They are limits of step sizes, and sizes of recurrent layers without any.
+    They are limits of step sizes, Nemotron-H's RoPE, and sizes of recurrent layers without any.
     """
     known = {name: value for name, value in hf_fields.items() if name != "time_step_limit"}
+    if family.has_split_layers:
+        return without_rope(known)
     if recurrent_shape(fields, family) is not None:
         return known
     sizes = [name for name in known if name.startswith("mamba_")]

@@ -25,6 +25,7 @@ from parallel.config_checks import (
     per_layer_field,
     quote,
 )
+from parallel.config_layers import LAYER_LISTS, has_sparse_layers, read_split_layers
 from parallel.errors import ConfigError
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "relu2", "xielu"]
@@ -121,12 +122,18 @@ class MoEConfig:
     gating: Gating
     layers: frozenset[int]  # layers with experts; the others have a dense MLP
     names: ExpertNames
-    clamp: Clamp | None = None  # None: silu(gate) * up, or gelu(gate) * up
+    clamp: Clamp | None = None  # limits before the activation
     has_biases: bool = False  # experts and router
-    # layers have an MLP beside their experts, the router scales what it gets and returns, and the
-    # activation is GELU, as in Gemma 4
+    # layers have an MLP beside their experts, and the router scales what it gets and returns, as in
+    # Gemma 4
     is_gemma4: bool = False
     shared: int | None = None  # intermediate size of one more expert, of all tokens
+    activation: Activation = "silu"
+
+    @property
+    def inputs(self) -> int:
+        """Return the projections that an expert begins with: gate and up, or up alone."""
+        return 1 if self.activation in UNGATED else 2
 
     def __post_init__(self) -> None:
         sizes = (self.count, self.per_token, self.intermediate)
@@ -178,6 +185,7 @@ class Family:
     fused_qkv: bool = False  # one tensor for Q, K and V
     mlp: MlpNames = MLP
     activation: Activation = "silu"
+    activation_field: str = "hidden_act"
     has_nope_layers: bool = False
     has_multipliers: bool = False  # Granite's
     has_offset_norms: bool = False  # norms are in float32, and stored less 1
@@ -196,6 +204,7 @@ class Family:
     is_minicpm: bool = False  # multipliers of MiniCPM
     has_delta_nets: bool = False  # in most layers; the others have gates of attention's outputs
     has_mamba: bool = False  # whether layers may have Mamba-2
+    has_split_layers: bool = False  # the config lists mixers and MLPs as layers of their own
 
     @property
     def has_layer_kinds(self) -> bool:
@@ -253,6 +262,7 @@ _GEMMA3 = Family(
         ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
     activation="gelu_pytorch_tanh",
+    activation_field="hidden_activation",
     is_gemma=True,
 )
 _QWEN3_NEXT = Family(
@@ -459,6 +469,32 @@ FAMILIES = {
         ),
         shared_expert="shared_intermediate_size",
     ),
+    "nemotron_h": Family(
+        max_positions=4096,
+        kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        norm_eps_field="layer_norm_epsilon",
+        stop_tokens=(2,),
+        norms=Norms(("norm", None), ("norm", None)),
+        mlp=MlpNames("mixer", ("up_proj",)),
+        activation="relu2",
+        activation_field="mlp_hidden_act",
+        has_nope_layers=True,
+        has_mamba=True,
+        has_split_layers=True,
+        experts=ExpertNames(
+            "moe_intermediate_size",
+            "mixer.experts",
+            "mixer.gate",
+            count=("n_routed_experts",),
+            shared=MlpNames("mixer.shared_experts", ("up_proj",)),
+            shared_gate=None,
+            correction="mixer.gate.e_score_correction_bias",
+        ),
+        shared_expert="moe_shared_expert_intermediate_size",
+        routing="sigmoid",
+    ),
     "ministral3": Family(
         max_positions=262_144,
         kv_heads=8,
@@ -614,7 +650,7 @@ def family_of(fields: Mapping[str, Any]) -> Family:
         raise ConfigError(
             "layer_types in a mistral config is not supported: it indicates a Ministral model."
         )
-    act = fields.get("hidden_activation" if family.is_gemma else "hidden_act", family.activation)
+    act = fields.get(family.activation_field, family.activation)
     if act != family.activation:
         raise ConfigError(
             f"activation {quote(act)} is not supported; models of type {kind} have "
@@ -632,6 +668,9 @@ def missing_fields(fields: Mapping[str, Any]) -> list[str]:
     if family is None:
         return []
     required = list(_REQUIRED)
+    if family.has_split_layers:  # their lists say how many there are
+        required[required.index("num_hidden_layers")] = LAYER_LISTS[0]
+        fields = {LAYER_LISTS[0]: None, **fields} if LAYER_LISTS[1] in fields else fields
     if family.experts is not None and _has_experts(fields, family):
         required += [family.experts.per_token, family.experts.intermediate]
         required += [] if expert_count(fields) is not None else [family.experts.count[-1]]
@@ -644,6 +683,8 @@ def missing_fields(fields: Mapping[str, Any]) -> list[str]:
 
 def _has_experts(fields: Mapping[str, Any], family: Family) -> bool:
     """Return whether a config of a family with experts has any."""
+    if family.has_split_layers:
+        return has_sparse_layers(fields)
     if family.has_mamba:  # transformers has 8 by default
         return expert_count(fields) != 0
     return not family.is_gemma4 or bool_field(fields, "enable_moe_block", False)
@@ -689,6 +730,7 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
         gating=_gating(fields, family, count),
         layers=sparse,
         names=names,
+        activation=family.activation,
         clamp=_clamp(fields) if family.is_gpt_oss else None,
         has_biases=family.is_gpt_oss,
         is_gemma4=family.is_gemma4,
@@ -704,6 +746,8 @@ _ROUTING_DEFAULTS = {"deepseek_v3": (8, 4, 2.5), "glm4_moe_lite": (1, 1, 1.8)}
 def _sparse_layers(fields: Mapping[str, Any]) -> frozenset[int]:
     """Return the layers with experts. Raises ConfigError for invalid numbers."""
     layers, kind = range(fields["num_hidden_layers"]), fields["model_type"]
+    if FAMILIES[kind].has_split_layers:
+        return read_split_layers(fields).sparse
     if kind in ("qwen3_moe", "qwen3_next"):
         step = fields.get("decoder_sparse_step", 1)
         check_number("decoder_sparse_step", step, COUNT)
@@ -797,8 +841,10 @@ def _clamp(fields: Mapping[str, Any]) -> Clamp:
 
 
 def nope_layers(fields: Mapping[str, Any]) -> frozenset[int]:
-    """Return the layers without RoPE (NoPE) of a SmolLM3 or Granite 4 config."""
+    """Return the layers without RoPE (NoPE) of a SmolLM3, Granite 4 or Nemotron-H config."""
     layers = range(fields["num_hidden_layers"])
+    if fields["model_type"] == "nemotron_h":
+        return frozenset(layers)
     if fields["model_type"] == "granitemoehybrid":
         kind = fields.get("position_embedding_type")
         if not isinstance(kind, str | None):

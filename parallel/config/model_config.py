@@ -68,6 +68,7 @@ from parallel.config.rope import (
 from parallel.config.text_model import GROUPED_QKV, WRAPPER
 from parallel.config.windows import sliding_window
 from parallel.config_checks import COUNT, LAYERS, NORM_EPS, bool_field, check_number, is_positive
+from parallel.config_layers import SplitLayers, read_split_layers, with_whole_layers
 from parallel.errors import ConfigError
 from parallel.formats.gguf.families import family_of as family_of_file
 from parallel.formats.gguf.header import GgufHeader, read_header
@@ -175,6 +176,7 @@ class ModelConfig:
     has_sinks: bool = False  # heads have learned logits beside those of the keys
     recurrent: RecurrentShape | None = None  # and its layers, with the heads of the whole model
     has_output_gates: bool = False  # attention's outputs are multiplied by gates
+    split_layers: SplitLayers | None = None  # None: a layer's parts are one layer of the checkpoint
 
     def __post_init__(self) -> None:
         check_number("layers", self.layers, LAYERS)
@@ -277,6 +279,7 @@ class ModelConfig:
         `source_fields`: the fields before any default was filled in. Raises ConfigError for a model
         that is not supported.
         """
+        fields, split = _with_whole_layers(fields)
         family = family_of(fields)
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         head_dim = fields.get("head_dim", family.head_dim)
@@ -312,7 +315,8 @@ class ModelConfig:
         intermediate = fields[family.intermediate]
         check_number(family.intermediate, intermediate, COUNT)
         max_positions = fields.get("max_position_embeddings", family.max_positions)
-        trained = trained_positions(fields if source_fields is None else source_fields)
+        source = fields if source_fields is None or split is not None else source_fields
+        trained = trained_positions(source)
         if family.is_gemma and trained is None:  # its positions include RoPE's factor
             trained = int(max_positions / (rope.get("factor") or 1))
         is_grouped = bool_field(fields, GROUPED_QKV, False)
@@ -366,6 +370,7 @@ class ModelConfig:
             is_gemma4=family.is_gemma4,
             is_cohere=family.is_cohere,
             recurrent=recurrent_shape(fields, family),
+            split_layers=split,
             has_output_gates=family.has_delta_nets,
             has_predictor=family.has_delta_nets and predicts(fields),
             is_predictor=False,
@@ -542,6 +547,17 @@ def _interleaves(fields: Mapping[str, Any], family: Family) -> bool:
 
 def _has_qk_norm(fields: Mapping[str, Any], family: Family) -> bool:
     return family.qk_norm_field is None or bool_field(fields, family.qk_norm_field, False)
+
+
+def _with_whole_layers(
+    fields: Mapping[str, Any],
+) -> tuple[Mapping[str, Any], SplitLayers | None]:
+    """Return fields with layers that have a mixer and an MLP, and the parts if these are listed."""
+    family = FAMILIES.get(str(fields.get("model_type")))
+    if family is None or not family.has_split_layers:
+        return fields, None
+    layers = read_split_layers(fields)
+    return with_whole_layers(fields, layers), layers
 
 
 def _gemma_numbers(fields: Mapping[str, Any], family: Family, head_dim: int) -> dict[str, Any]:

@@ -78,9 +78,21 @@ def head_rows(shape: HeadShape) -> tuple[int, int]:
     return shape.groups * shape.dim, shape.dim
 
 
-def layer_name(config: ModelConfig, layer: int) -> str:
-    """Return the name of a layer in the checkpoint."""
-    return f"{PREDICTION if config.is_predictor else 'model.'}layers.{layer}"
+def layer_name(config: ModelConfig, layer: int, of_mlp: bool = False) -> str:
+    """Return the name of a layer in the checkpoint: that of its mixer, or of its MLP."""
+    index: int | None = layer
+    if (split := config.split_layers) is not None:
+        index = split.mlps[layer] if of_mlp else split.mixers[layer]
+    return f"{PREDICTION if config.is_predictor else 'model.'}layers.{index}"
+
+
+def mixer_name(config: ModelConfig, layer: int) -> str:
+    """Return the name of a layer's attention or recurrent mixer in that of the layer."""
+    if config.split_layers is not None:
+        return "mixer"
+    if config.recurrent is None or not is_recurrent(config, layer):
+        return "self_attn"
+    return "mamba" if config.recurrent.is_mamba else "linear_attn"
 
 
 def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) -> int:
@@ -102,6 +114,7 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
         + mixtures * _router_parameters(config, ranks, rank)
         + expert_parameters(config, ranks, rank)
         + config.hidden  # final norm
+        - config.hidden * single_branches(config)  # counted with mixers
         + (_input_parameters(config, ranks, rank) if config.is_predictor else 0)
     )
 
@@ -176,7 +189,7 @@ def _recurrent_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
 
 
 def mlp_inputs(config: ModelConfig) -> int:
-    """Return the projections that a dense MLP begins with: gate and up, or up alone."""
+    """Return the projections that an MLP begins with: gate and up, or up alone."""
     return 1 if config.activation in UNGATED else 2
 
 
@@ -199,7 +212,8 @@ def _router_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     others = experts.count + 4 * config.hidden if experts.is_gemma4 else 0
     if experts.shared is not None:
         has_gate = experts.names.shared_gate is not None
-        others = config.hidden * (3 * share_size(experts.shared, rank, ranks) + has_gate)
+        matrices = mlp_inputs(config) + 1
+        others = config.hidden * (matrices * share_size(experts.shared, rank, ranks) + has_gate)
     return experts.count * (per_expert + experts.gating.is_corrected) + others
 
 
@@ -215,7 +229,8 @@ def expert_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     if config.experts is None:
         return 0
     columns = share_size(config.experts.intermediate, rank, ranks)
-    return moe_layers(config) * config.experts.count * 3 * columns * config.hidden
+    matrices = mlp_inputs(config) + 1
+    return moe_layers(config) * config.experts.count * matrices * columns * config.hidden
 
 
 def moe_layers(config: ModelConfig) -> int:
@@ -228,9 +243,16 @@ def dense_layers(config: ModelConfig) -> int:
     return sum(has_mlp(config, layer) for layer in range(config.layers))
 
 
+def single_branches(config: ModelConfig) -> int:
+    """Return the number of layers with neither an MLP nor experts."""
+    return 0 if config.split_layers is None else config.split_layers.mlps.count(None)
+
+
 def has_mlp(config: ModelConfig, layer: int) -> bool:
     """Return whether a layer has a dense MLP, which may be beside experts."""
     has_both = config.experts is not None and config.experts.is_gemma4
+    if config.split_layers is not None and config.split_layers.mlps[layer] is None:
+        return False
     return has_both or not has_experts(config, layer)
 
 

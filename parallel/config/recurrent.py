@@ -15,6 +15,7 @@ from parallel.config_checks import (
     FULL,
     LINEAR,
     MAX_LAYERS,
+    OLD_KINDS,
     PREDICTORS,
     Number,
     check_number,
@@ -37,14 +38,20 @@ _DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
-_MAMBA: dict[str, Any] = {
+_GRANITE4: dict[str, Any] = {
     "mamba_n_groups": 1,
     "mamba_n_heads": 128,
     "mamba_d_state": 256,
     "mamba_d_head": "auto",
     "mamba_d_conv": 4,
 }
-_OLD_NAMES = {"mamba": LINEAR, "attention": FULL}  # names of kinds of layers in older configs
+_NEMOTRON: dict[str, Any] = {
+    "n_groups": 8,
+    "mamba_num_heads": 128,
+    "ssm_state_size": 128,
+    "mamba_head_dim": 64,
+    "conv_kernel": 4,
+}
 
 
 def recurrent_shape(fields: Mapping[str, Any], family: Family) -> RecurrentShape | None:
@@ -65,9 +72,10 @@ def recurrent_shape(fields: Mapping[str, Any], family: Family) -> RecurrentShape
         return None
     if len(layers) == len(kinds):
         raise ConfigError("the model has no layer with full attention, which is not supported.")
-    defaults = _MAMBA if family.has_mamba else _DELTA_NET
+    mamba = _NEMOTRON if family.has_split_layers else _GRANITE4
+    defaults = mamba if family.has_mamba else _DELTA_NET
     sizes = {name: fields.get(name, default) for name, default in defaults.items()}
-    if family.has_mamba:
+    if "mamba_d_head" in sizes:
         sizes["mamba_d_head"] = _mamba_head_dim(fields, sizes)
     *_, kernel_field = sizes
     for name, value in sizes.items():
@@ -149,7 +157,7 @@ def _kinds(fields: Mapping[str, Any], family: Family) -> list[str]:
     """Return the kinds of all layers."""
     for name in ("layer_types", "layers_block_type"):
         if kinds := per_layer_field(fields, name, str):
-            return [_OLD_NAMES.get(kind, kind) for kind in kinds]
+            return [OLD_KINDS.get(kind, kind) for kind in kinds]
     if family.has_mamba:
         return [LINEAR] * fields["num_hidden_layers"]
     interval = fields.get("full_attention_interval", _INTERVAL)

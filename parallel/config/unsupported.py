@@ -35,7 +35,15 @@ _FOREIGN_FIELDS = {
 }
 # fields of recurrent layers, which a hybrid need not have: its list of layers decides
 _HYBRID_FIELDS = ("mamba_d_state",)
-_MAMBA = ("granitemoehybrid",)
+_MAMBA = {"granitemoehybrid": "mamba_d_state", "nemotron_h": "ssm_state_size"}
+# fields of such models, their values in published ones, and what others would mean
+_MAMBA_FIELDS: dict[str, tuple[Any, str]] = {
+    "mamba_conv_bias": (True, "convolutions without biases"),
+    "use_conv_bias": (True, "convolutions without biases"),
+    "mamba_proj_bias": (False, "biases of projections"),
+    "moe_latent_size": (None, "experts between projections"),
+    "mamba_hidden_act": ("silu", "activations other than SiLU"),
+}
 _DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with linear attention
 # those of the above that are supported in some types
 _SUPPORTED_FIELDS: dict[Any, tuple[str, ...]] = {
@@ -44,7 +52,7 @@ _SUPPORTED_FIELDS: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), ("kv_lora_rank",)),
     **dict.fromkeys(_DELTA_NETS, ("linear_num_key_heads",)),
     "hunyuan_v1_dense": ("use_qk_norm",),
-    **dict.fromkeys(_MAMBA, ("mamba_d_state",)),
+    **{kind: (field,) for kind, field in _MAMBA.items()},
 }
 _RECURRENT = ("mamba", "hybrid", "linear")  # parts of the names of recurrent layers
 _LAYER_LISTS = ("layer_types", "layers_block_type")
@@ -117,7 +125,7 @@ def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
         yield from _mamba_parts(fields)
     attention_types = set(_ATTENTION_TYPES)
     if is_mamba or fields.get("model_type") in _DELTA_NETS:
-        attention_types |= {LINEAR, "mamba"} if is_mamba else {LINEAR}
+        attention_types |= {LINEAR, "mamba", "mlp", "moe"} if is_mamba else {LINEAR}
     for part in _present_fields(fields, names):
         yield f"{part} ({_FOREIGN_FIELDS[part.partition(' ')[0]]})"
     for name in _LAYER_LISTS:
@@ -139,10 +147,11 @@ def _gemma4_parts(fields: Mapping[str, Any]) -> Iterator[str]:
 
 def _mamba_parts(fields: Mapping[str, Any]) -> Iterator[str]:
     """Yield the unsupported features of Mamba-2, which published models do not have."""
-    if not fields.get("mamba_conv_bias", True):
-        yield "mamba_conv_bias = false (convolutions without biases)"
-    if fields.get("mamba_proj_bias"):
-        yield "mamba_proj_bias = true (biases of projections)"
+    if fields["model_type"] == "nemotron_h" and fields.get("mlp_bias"):
+        yield "mlp_bias = true (biases of MLPs)"
+    for name, (usual, meaning) in _MAMBA_FIELDS.items():
+        if (value := fields.get(name, usual)) != usual and (value or usual):
+            yield f"{name} = {json.dumps(value, default=str)[:80]} ({meaning})"
     # transformers limits step sizes in prompts, but not in single tokens
     low, high = fields.get("time_step_limit") or (0, inf)
     if low or high not in (inf, _SAVED_INF):

@@ -23,6 +23,7 @@ from parallel.config.parameter_count import (
     is_recurrent,
     kv_projections,
     layer_name,
+    mixer_name,
     mlp_inputs,
     parameter_count,
     query_projections,
@@ -150,10 +151,10 @@ def _stacks(config: ModelConfig, ranks: int, rank: int) -> Iterator[list[_Part]]
     rows = mixture.count * (inner.stop - inner.start)
     names = mixture.names
     for layer in sorted(mixture.layers):
-        prefix = f"{layer_name(config, layer)}.{names.experts}.{{}}"
+        prefix = f"{layer_name(config, layer, of_mlp=True)}.{names.experts}.{{}}"
         yield [
             _Part(f"{prefix}.{name}.weight", rows, slice(0, config.hidden))
-            for name in (names.gate, names.up)
+            for name in (names.gate, names.up)[-mlp_inputs(config) :]
         ]
         yield [_Part(f"{prefix}.{names.down}.weight", mixture.count * config.hidden, inner)]
 
@@ -174,7 +175,7 @@ def _matrices(
         yield "fc", [_Part(f"{PREDICTION}fc.weight", hidden, share(2 * hidden, rank, ranks))]
     inner = share(config.intermediate, rank, ranks)
     for layer in range(config.layers):
-        prefix = layer_name(config, layer)
+        prefix = layer_name(config, layer, of_mlp=True)
         if is_recurrent(config, layer):
             yield from _recurrent(config, ranks, rank, layer, types)
         else:
@@ -205,7 +206,8 @@ def _attention(
     config: ModelConfig, ranks: int, rank: int, layer: int
 ) -> Iterator[tuple[str, list[_Part]]]:
     """Yield a rank's matrices of a layer's attention."""
-    prefix, windowed = f"{layer_name(config, layer)}.self_attn", has_window(config, layer)
+    prefix = f"{layer_name(config, layer)}.{mixer_name(config, layer)}"
+    windowed = has_window(config, layer)
     if config.latent is not None:
         yield from _latent_attention(config, config.latent, ranks, rank, prefix)
         return
@@ -255,7 +257,7 @@ def _recurrent(
     assert shape is not None
     own, (_, values) = rank_shape(shape, rank, ranks), head_shares(shape, rank, ranks)
     columns = slice(values.start * shape.value_dim, values.stop * shape.value_dim)
-    prefix = f"model.layers.{layer}.{'mamba' if shape.is_mamba else 'linear_attn'}"
+    prefix = f"{layer_name(config, layer)}.{mixer_name(config, layer)}"
     width, heads = own.value_heads * own.value_dim, own.value_heads
     stacks = {"_qkvz": {"_qkv": own.channels, "_z": width}, "_ba": {"_b": heads, "_a": heads}}
     if shape.is_mamba:

@@ -45,6 +45,10 @@ _TEXT_PREFIXES = {  # those of a text model in a larger one: its own
     "model.language_model.": "model.",
     "model.mtp.": PREDICTION,
     "language_model.lm_head.": "lm_head.",
+    # Nemotron-H's
+    "backbone.embeddings.": "model.embed_tokens.",
+    "backbone.norm_f.": "model.norm.",
+    "backbone.": "model.",
 }
 _VISION = (  # prefixes of the parts for images in a larger model
     "vision_tower.",

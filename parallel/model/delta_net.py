@@ -47,7 +47,7 @@ class DeltaNet(RecurrentMixer):
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norms(checkpoint, prefix)
-        prefix, shape, heads = f"{prefix}.linear_attn", self.shape, self.heads
+        prefix, shape, heads = f"{prefix}.{self.name}", self.shape, self.heads
         self.in_proj.weight.load(list(self._input_slices(checkpoint, prefix)))
         self.decay.load(checkpoint, prefix, shape.value_heads, heads.values(1))
         self.load_kernel(checkpoint, prefix, heads.channels)

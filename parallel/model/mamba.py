@@ -106,7 +106,7 @@ class Mamba2(RecurrentMixer):
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norms(checkpoint, prefix)
-        prefix, shape = f"{prefix}.mamba", self.shape
+        prefix, shape = f"{prefix}.{self.name}", self.shape
         width, height = shape.value_heads * shape.value_dim, shape.key_heads * shape.key_dim
         keys, values = _times(self.keys, shape.key_dim), _times(self.values, shape.value_dim)
         # the tensors' order is z, x, B, C and the steps

@@ -9,7 +9,6 @@ Source: Shazeer et al. 2017, arXiv 1701.06538; the router as in Mixtral, arXiv 2
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -19,7 +18,7 @@ from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.layers import ColumnParallelLinear, RowParallelLinear, unweighted_norm
-from parallel.model.residual import Branch, Mlp, gated, gelu_gated, sigmoid_gated
+from parallel.model.residual import ACTIVATIONS, Branch, Mlp, sigmoid_gated
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 from parallel.weights.expert_matrix import ExpertMatrix
 from parallel.weights.matmul import linear
@@ -29,32 +28,31 @@ from parallel.weights.routing import Routing
 
 
 class Experts(Module):
-    """The gated MLPs of a layer: this rank's intermediate columns of each."""
+    """The MLPs of a layer, with or without gates: this rank's intermediate columns of each."""
 
     def __init__(self, shape: MoEConfig, hidden: int, group: TensorParallelGroup):
         super().__init__()
         self.shape, self.hidden = shape, hidden
         self.share = group.share(shape.intermediate)
         columns = self.share.stop - self.share.start
-        self.gate_up = ExpertMatrix(shape.count, 2 * columns, hidden)
+        self.names = (shape.names.gate, shape.names.up)[-shape.inputs :]
+        self.gate_up = ExpertMatrix(shape.count, shape.inputs * columns, hidden)
         self.down = ExpertMatrix(shape.count, hidden, columns)
         self.gate_up_bias: Parameter | None = None
         self.down_bias: Parameter | None = None  # zero on all ranks but the first: it is summed
         self.has_down_bias = group.rank == 0
         if shape.has_biases:
-            self.gate_up_bias = empty_parameter(shape.count, 2 * columns)
+            self.gate_up_bias = empty_parameter(shape.count, shape.inputs * columns)
             self.down_bias = empty_parameter(shape.count, hidden)
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """Return the activations (..., columns) of stacked products (..., 2 columns).
+        """Return the activations (..., columns) of products, of which gates come first.
 
         The products may be overwritten.
         """
-        gate, up = gate_up.chunk(2, dim=-1)
-        if self.shape.is_gemma4:
-            return gelu_gated(gate, up)
         if (clamp := self.shape.clamp) is None:
-            return F.silu(gate) * up
+            return ACTIVATIONS[self.shape.activation](*gate_up.chunk(self.shape.inputs, dim=-1))
+        gate, up = gate_up.chunk(2, dim=-1)
         gate.clamp_(max=clamp.limit)
         up.clamp_(-clamp.limit, clamp.limit).add_(1)
         return torch.sigmoid_(gate * clamp.alpha).mul_(gate).mul_(up)
@@ -79,7 +77,7 @@ class Experts(Module):
         """Add an expert's slices to those to be loaded, and load its biases."""
         size, hidden, names = self.shape.intermediate, self.hidden, self.shape.names
         biases = []
-        for name in (names.gate, names.up):
+        for name in self.names:
             tensor = checkpoint.tensor(f"{prefix}.{name}.weight", (size, hidden))
             gate_up.append(Slice(tensor, self.share, slice(0, hidden)))
             if self.shape.has_biases:
@@ -193,14 +191,15 @@ class SharedExpert(Module):
         super().__init__()
         assert shape.shared is not None
         self.names = shape.names
-        self.gate_up = ColumnParallelLinear(group, hidden, [shape.shared] * 2, False)
+        self.activate = ACTIVATIONS[shape.activation]
+        outputs = [shape.shared] * shape.inputs
+        self.gate_up = ColumnParallelLinear(group, hidden, outputs, False)
         self.down = RowParallelLinear(group, shape.shared, hidden, False)
         self.gate = None if self.names.shared_gate is None else empty_parameter(1, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's partial sum (T, hidden) of the expert's output for x (T, hidden)."""
-        gate, up = self.gate_up(x)
-        partial = self.down.weight.product(map_blocks(gated, gate, up))
+        partial = self.down.weight.product(map_blocks(self.activate, *self.gate_up(x)))
         if self.gate is None:
             return partial
         return map_blocks(sigmoid_gated, partial, linear(x, self.gate))

@@ -17,6 +17,7 @@ from torch.nn import Module, Parameter
 from offload.recurrent.recurrence import RecurrentInputs
 from parallel.batch_invariant import map_blocks
 from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import mixer_name
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.layers import RowParallelLinear
 from parallel.model.residual import Branch
@@ -66,7 +67,7 @@ class RecurrentMixer(Branch):
     kernel: Parameter  # (C, K), the convolution's
 
     def __init__(self, config: ModelConfig, layer: int):
-        super().__init__(config, config.norms.attention)
+        super().__init__(config, config.norms.attention, mixer_name(config, layer))
         assert config.recurrent is not None
         self.layer, self.shape, self.eps = layer, config.recurrent, config.norm_eps
 

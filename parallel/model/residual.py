@@ -22,8 +22,10 @@ from parallel.weights.matrix import empty_parameter
 class Branch(Module):
     """A residual branch: x + multiplier * post_norm(f(pre_norm(x))), with one norm or both."""
 
-    def __init__(self, config: ModelConfig, norm_names: BranchNorms):
+    def __init__(self, config: ModelConfig, norm_names: BranchNorms, name: str = ""):
+        """`name`: that of its tensors but norms in a layer of the checkpoint, if it varies."""
         super().__init__()
+        self.name = name
         self.norm_names = norm_names
         self.pre_norm, self.post_norm = (
             None if name is None else make_norm(config) for name in norm_names

@@ -22,12 +22,14 @@ from parallel.batch_invariant import batch_invariant, map_blocks
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import (
     has_experts,
+    has_mlp,
     has_window,
     head_rows,
     head_shape,
     is_recurrent,
     kv_projections,
     layer_name,
+    mixer_name,
 )
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.delta_net import DeltaNet
@@ -126,7 +128,7 @@ class Attention(Branch):
     """A layer's attention, over this rank's heads."""
 
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, layer: int):
-        super().__init__(config, config.norms.attention)
+        super().__init__(config, config.norms.attention, mixer_name(config, layer))
         self.layer = layer
         windowed = has_window(config, layer)
         shape = head_shape(config, windowed)
@@ -185,7 +187,7 @@ class Attention(Branch):
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norms(checkpoint, prefix)
-        attention = f"{prefix}.self_attn"
+        attention = f"{prefix}.{self.name}"
         self.qkv.load(checkpoint, [f"{attention}.{name}" for name in self.names])
         if self.interleaved:
             self.qkv.deinterleave(2, self.head_dim, self.interleaved)
@@ -224,7 +226,7 @@ class Attention(Branch):
 
 
 class DecoderLayer(Module):
-    """y = x + attention(x), then y + mlp(y): two all-reduces per layer.
+    """y = x + attention(x), then y + mlp(y): two all-reduces per layer, or one without an MLP.
 
     In Cohere's models both have the same input: y = x + attention(x) + mlp(x). In Gemma 4 a layer's
     output is multiplied by a number of its own.
@@ -238,16 +240,20 @@ class DecoderLayer(Module):
         elif config.latent is not None:
             mixer = LatentAttention
         self.attention = mixer(config, group, index)
-        kind: type[Mlp | SparseMoE | MlpAndExperts] = Mlp
+        self.mlp: Mlp | SparseMoE | MlpAndExperts | None = None
         if config.experts is not None and has_experts(config, index):
             kind = MlpAndExperts if config.experts.is_gemma4 else SparseMoE
-        self.mlp = kind(config, group)
+            self.mlp = kind(config, group)
+        elif has_mlp(config, index):
+            self.mlp = Mlp(config, group)
         self.is_parallel = config.is_cohere
         self.scalar = empty_parameter(1) if config.is_gemma4 else None
 
     def forward(self, x: Tensor, cache: Attends, start: int) -> Tensor:
         """Transform x (T, hidden), the tokens from position `start` on, to the same shape."""
         attended = x + self.attention(x, cache, start)()
+        if self.mlp is None:
+            return self._scaled(attended)
         return self._scaled(attended + self.mlp(x if self.is_parallel else attended)())
 
     def run_pipelined(self, chunks: Iterable[Chunk], cache: Attends) -> Iterator[Chunk]:
@@ -262,12 +268,14 @@ class DecoderLayer(Module):
         def transform(chunk: Chunk) -> None:
             before = chunk.x
             attended = chunk.finish_sum()
+            assert self.mlp is not None
             chunk.start_sum(self.mlp(before if self.is_parallel else attended))
 
         def finish(chunk: Chunk) -> None:
             chunk.x = self._scaled(chunk.finish_sum())
 
-        return pipelined(chunks, [attend, transform, finish])
+        stages = [attend, finish] if self.mlp is None else [attend, transform, finish]
+        return pipelined(chunks, stages)
 
     def run_last(self, chunks: Sequence[Chunk], cache: PrefillCacheLike) -> Tensor:
         """Store the keys and values of a whole prompt, in the last layer.
@@ -281,9 +289,11 @@ class DecoderLayer(Module):
                 self.attention.store_kv(chunk.x[: tail - chunk.start], cache, chunk.start)
         return self(chunks[-1].x[tail - first :], cache, tail)
 
-    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+    def load(self, checkpoint: Checkpoint, prefix: str, mlp_prefix: str) -> None:
+        """Read the mixer of layer PREFIX, and the MLP of layer MLP_PREFIX if there is one."""
         self.attention.load(checkpoint, prefix)
-        self.mlp.load(checkpoint, prefix)
+        if self.mlp is not None:
+            self.mlp.load(checkpoint, mlp_prefix)
         if self.scalar is not None:
             self.scalar.copy_(checkpoint.tensor(f"{prefix}.layer_scalar", (1,))[:])
 
@@ -455,7 +465,8 @@ class Transformer(Module):
     def load_layers(self, checkpoint: Checkpoint) -> None:
         """Fill the parameters of all layers, as `load`."""
         for index, layer in enumerate(self.layers):
-            cast(DecoderLayer, layer).load(checkpoint, layer_name(self.config, index))
+            names = (layer_name(self.config, index, of_mlp) for of_mlp in (False, True))
+            cast(DecoderLayer, layer).load(checkpoint, *names)
 
     def reserve_scratch(self) -> None:
         """Allocate the memory in which a layer's packed matrices are unpacked."""

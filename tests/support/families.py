@@ -25,6 +25,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "exaone": {"family": "exaone"},
     "granitemoehybrid": {"family": "granitemoehybrid"},
     "granite-mamba": {"family": "granitemoehybrid", **MAMBA},
+    "nemotron_h": {"family": "nemotron_h"},
     "granite-experts": {
         "family": "granitemoehybrid",
         **MAMBA,

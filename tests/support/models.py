@@ -246,6 +246,23 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "minicpm3": {**LATENTS, "scale_emb": 3, "scale_depth": 1.2, "dim_model_base": 16},
     "glm": {"head_dim": 16, "pad_token_id": None, "eos_token_id": 2},
     "glm4": {"head_dim": 16, "pad_token_id": None, "eos_token_id": 2},
+    # mixers and MLPs are layers of their own; the last of three mixers has no MLP
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"],
+        "head_dim": 12,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "chunk_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 28,
+    },
     "granite": {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.7,
@@ -312,6 +329,8 @@ def build_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + torch.randn(1, generator=generator) * scale)
+            elif name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * scale)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

@@ -138,6 +138,20 @@ FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "swiglu_alpha": (1,),
         "attention_bias": (False,),
     },
+    "nemotron_h": {
+        "layers_block_type": (
+            ["linear_attention", "full_attention", "moe"],
+            ["mamba", "mlp", "mamba", "attention"],
+            ["mlp", "attention"],
+            None,
+        ),
+        "hybrid_override_pattern": ("ME*-M", "M**E", "MX*"),
+        "n_groups": (4,),
+        "mamba_num_heads": (16,),
+        "n_group": (2,),
+        "norm_topk_prob": (False,),
+        "layer_norm_epsilon": (1e-6,),
+    },
     "granitemoehybrid": {
         "position_embedding_type": ("rope", "nope"),
         "embedding_multiplier": (12.0,),
@@ -212,6 +226,13 @@ FAMILY_NEEDED: dict[str, dict[str, Any]] = {
     "qwen3_next": SPARSE_HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": SPARSE_HYBRID,
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "mlp", "attention"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+    },
     "granitemoehybrid": {
         "layer_types": ["attention"] * 2,
         "num_local_experts": 0,
@@ -248,9 +269,18 @@ def random_config(family: str, draw: random.Random) -> dict[str, Any]:
         "glm4_moe_lite",
         "gpt_oss",
         "ministral",
+        "nemotron_h",
     )
     strict["num_key_value_heads"] += HYBRIDS
-    strict["head_dim"] = (*HYBRIDS, "ministral3", "glm4", "gemma3_text", "gemma4_text", "gpt_oss")
+    strict["head_dim"] = (
+        *HYBRIDS,
+        "nemotron_h",
+        "ministral3",
+        "glm4",
+        "gemma3_text",
+        "gemma4_text",
+        "gpt_oss",
+    )
     for name, families in strict.items():
         if family in families and fields.get(name, 0) is None:
             del fields[name]
@@ -291,7 +321,8 @@ def test_from_pretrained_and_from_name_agree(family: str, tmp_path: Path) -> Non
     assert valid > 50
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "gemma4_text"])
+# Gemma 4 has a test of its own, Nemotron-H no RoPE.
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma4_text", "nemotron_h"}))
 def test_frequencies_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     base = {"model_type": family, **NEEDED, "num_key_value_heads": 4, "sliding_window": None}

@@ -376,6 +376,28 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         8192,
         131_072,
     ),
+    "Nemotron-Nano-9B-v2": (
+        decoder("nemotron_h", 56, 4480, 15_680, (40, 8), 131_072, head_dim=128)
+        | {"hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"}
+        | {"mamba_num_heads": 128, "mamba_head_dim": 80, "n_groups": 8, "ssm_state_size": 128}
+        | {"mlp_hidden_act": "relu2", "time_step_limit": [0.0, float("inf")], "expand": 2}
+        | {"max_position_embeddings": 131_072, "use_conv_bias": True, "use_bias": False},
+        8.89,
+        16_384,
+        131_072,
+    ),
+    "Nemotron-3-Nano-30B-A3B": (
+        decoder("nemotron_h", 52, 2688, 1856, (32, 2), 131_072, head_dim=128)
+        | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
+        | {"mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128}
+        | {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1}
+        | {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
+        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+        | {"mlp_hidden_act": "relu2", "max_position_embeddings": 262_144},
+        31.58,
+        6_144,
+        262_144,
+    ),
     "GLM-4-9B-chat-1M": (
         decoder("glm", 40, 4096, 13_696, (32, 4), 151_552, attention_bias=True)
         | {"max_position_embeddings": 1_048_576, "partial_rotary_factor": 0.5},

@@ -130,7 +130,7 @@ GGUF_FIELDS: dict[str, dict[str, Any]] = {
 # others architectures that are not read.
 NOT_READ = {"glm", "mistral-window", "apertus", "exaone", "hunyuan"}
 NOT_READ |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"}
-NOT_READ |= {"granite-mamba", "granite-experts"}
+NOT_READ |= {"granite-mamba", "granite-experts", "nemotron_h"}
 GLM4_MOE = {**OTHERS["glm4_moe"], "n_group": 1, "topk_group": 1}  # files say nothing of groups
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -16,6 +16,7 @@ from offload.recurrent.selection import prompt_kernels
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import min_kv_heads
 from parallel.config.weight_sizes import weight_sizes
+from parallel.config_layers import SplitLayers
 from parallel.errors import ConfigError
 from parallel.model.loading import load_model, parameter_bytes
 from parallel.ranks.process_group import TensorParallelGroup
@@ -54,6 +55,51 @@ def test_broken_configs_are_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"layers_block_type": ["mlp", "mamba", "attention"]},
+            "layer 0 of the model's config is an",
+        ),
+        ({"layers_block_type": ["mamba", "moe", "mlp"]}, "layer 2 of the model's config is an MLP"),
+        ({"layers_block_type": ["mamba", "conv"]}, "layers of kind 'conv'"),
+        ({"layers_block_type": ["mamba", "moe"]}, "no layer with full attention"),
+        ({"layers_block_type": None}, "lacks layers_block_type"),
+        ({"layers_block_type": None, "hybrid_override_pattern": "M-*X"}, "layers of kind 'X'"),
+        ({"n_groups": 4}, "6 value heads of linear attention do not divide into 4"),
+        ({"use_bias": True, "mlp_bias": True}, "mlp_bias = true (biases of MLPs) and use_bias"),
+        ({"moe_latent_size": 16}, "moe_latent_size = 16 (experts between projections)"),
+        ({"mamba_hidden_act": "gelu"}, 'mamba_hidden_act = "gelu" (activations other than SiLU)'),
+        ({"mlp_hidden_act": "silu"}, "activation 'silu' is not supported; models of type nemotron"),
+        ({"n_routed_experts": None}, "n_routed_experts = None; it must be a whole number"),
+    ],
+)
+def test_broken_configs_of_split_layers_are_one_clear_line(
+    checkpoint: Checkpoints, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    text = json.loads((checkpoint(**OTHERS["nemotron_h"]) / "config.json").read_text())
+    changed = {name: value for name, value in {**text, **fields}.items() if value is not None}
+    if "n_routed_experts" in fields:
+        changed |= fields
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        ModelConfig.from_name(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pattern_of_letters_is_a_list_of_layers(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    folder = checkpoint(**OTHERS["nemotron_h"])
+    text = json.loads((folder / "config.json").read_text())
+    assert text.pop("layers_block_type")[:3] == ["linear_attention", "moe", "full_attention"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**text, "hybrid_override_pattern": "ME*-M"}))
+    config = ModelConfig.from_name(str(path))
+    assert config == ModelConfig.from_pretrained(folder)
+    assert config.split_layers == SplitLayers((0, 2, 4), (1, 3, None), frozenset({0}))
+
+
 def test_the_heads_of_a_single_group_are_split(checkpoint: Checkpoints) -> None:
     config = ModelConfig.from_pretrained(checkpoint(**OTHERS["granite-mamba"]))
     config = replace(config, heads=16, kv_heads=16)
@@ -81,17 +127,22 @@ def test_prompts_have_no_kernels(checkpoint: Checkpoints) -> None:
 
 
 NAMES = ("in_proj", "out_proj", "q_proj", "o_proj", "input_linear", "output_linear")
+NAMES += ("up_proj", "down_proj")
 
 
-@pytest.mark.parametrize("name", ["granite-mamba", "granite-experts"])
+@pytest.mark.parametrize("name", ["granite-mamba", "granite-experts", "nemotron_h"])
 def test_packed_layers_are_planned(checkpoint: Checkpoints, tmp_path: Path, name: str) -> None:
-    folder = checkpoint(**{**OTHERS[name], "hidden_size": 64, "shared_intermediate_size": 64})
+    sizes = {"hidden_size": 64, "shared_intermediate_size": 64}
+    if name == "nemotron_h":
+        sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "mamba_num_heads": 8}
+    folder = checkpoint(**OTHERS[name] | sizes)
     scheme = fp8((1, -1), torch.float32, "weight_scale", "row")
     path = tmp_path / "model"
     quantise(folder, path, {"quant_method": "fbgemm_fp8"}, scheme, NAMES)
     config, tokens = ModelConfig.from_pretrained(path, packed=True), random_tokens(60)
     assert config == ModelConfig.from_name(str(path), packed=True)
-    assert {"model.layers.0.mamba.in_proj.weight"} <= {each for each, _ in config.kept_types}
+    mixer = "mixer" if name == "nemotron_h" else "mamba"
+    assert f"model.layers.0.{mixer}.in_proj.weight" in {each for each, _ in config.kept_types}
     whole = load_model(path, TensorParallelGroup(), "float32")
     packed = load_model(path, TensorParallelGroup(), "float32", config)
     for ranks in (1, 2):

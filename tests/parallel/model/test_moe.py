@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,8 +32,10 @@ def naive_moe(x: Tensor, scores: Tensor, k: int, experts: Experts) -> Tensor:
             products = gate_up[expert] @ token
             if experts.gate_up_bias is not None:
                 products += experts.gate_up_bias[expert]
-            gate, up = products.split(COLUMNS)
-            if (clamp := experts.shape.clamp) is None:
+            gate, up = products[:COLUMNS], products[-COLUMNS:]
+            if experts.shape.activation == "relu2":
+                out = down[expert] @ (up * (up > 0)) ** 2
+            elif (clamp := experts.shape.clamp) is None:
                 out = down[expert] @ (F.silu(gate) * up)
             else:
                 gate = torch.where(gate > clamp.limit, clamp.limit, gate)
@@ -45,10 +48,13 @@ def naive_moe(x: Tensor, scores: Tensor, k: int, experts: Experts) -> Tensor:
     return torch.stack(rows)
 
 
-def random_experts(count: int, has_biases: bool) -> Experts:
+def random_experts(count: int, kind: str) -> Experts:
     """Return experts with random weights; those with biases are clamped, as gpt-oss's."""
-    clamp = Clamp(1.702, 1.5) if has_biases else None
-    shape = MoEConfig(count, 1, COLUMNS, NORMALISED, frozenset({0}), NAMES, clamp, has_biases)
+    shape = MoEConfig(count, 1, COLUMNS, NORMALISED, frozenset({0}), NAMES)
+    if kind == "biases":
+        shape = replace(shape, clamp=Clamp(1.702, 1.5), has_biases=True)
+    elif kind == "no gates":
+        shape = replace(shape, activation="relu2")
     experts = Experts(shape, HIDDEN, TensorParallelGroup())
     for matrix in (experts.gate_up, experts.down):
         matrix.allocate()
@@ -57,7 +63,7 @@ def random_experts(count: int, has_biases: bool) -> Experts:
     return experts
 
 
-@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("kind", ["gates", "no gates", "biases"])
 @pytest.mark.parametrize("moe", [moe_by_expert, static_moe])
 # The first two gather weights; in the last one some experts have no token.
 @pytest.mark.parametrize(
@@ -65,10 +71,10 @@ def random_experts(count: int, has_biases: bool) -> Experts:
     [(1, 12, 2), (2, 12, 2), (3, 12, 2), (30, 4, 2), (3, 4, 4), (4, 9, 1)],
 )
 def test_moe_matches_a_naive_reference(
-    moe: Moe, tokens: int, experts: int, k: int, has_biases: bool
+    moe: Moe, tokens: int, experts: int, k: int, kind: str
 ) -> None:
     x, scores = torch.randn(tokens, HIDDEN), torch.randn(tokens, experts)
-    mixture = random_experts(experts, has_biases)
+    mixture = random_experts(experts, kind)
     weights, chosen = route(scores, k, NORMALISED)
     result = moe(x, weights, chosen, mixture)
     expected = naive_moe(x, scores, k, mixture)

@@ -117,6 +117,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_d_conv": 2,
         "tie_word_embeddings": True,
     },
+    "nemotron-h": {"family": "nemotron_h"},
+    "nemotron-h-dense": {
+        "family": "nemotron_h",
+        "layers_block_type": ["attention", "mamba", "mlp", "mamba", "mlp", "attention"],
+        "n_groups": 1,
+    },
     "ministral3": {"family": "ministral3"},
     "seed-oss": {"family": "seed_oss"},
     "seed-oss-bias": {
@@ -319,7 +325,7 @@ def test_logits_match_transformers(checkpoint: Checkpoints, name: str) -> None:
         *product(["mistral-window", "gemma3"], [1, 7, 32, 90]),
         ("cohere2", 32),
         *product(["qwen3.5", "qwen3-next", "granite4-mamba"], [1, 7, 32, 90]),
-        ("granite4-experts", 32),
+        *(("granite4-experts", 32), ("nemotron-h", 32)),
     ],
 )
 def test_layer_major_prefill_matches_token_major(
@@ -413,6 +419,7 @@ def test_two_ranks_match_one_rank(part: int, checkpoint: Checkpoints) -> None:
     names = ["mha", "gqa", "tied", "qkv-bias", "attention-bias", "mlp-bias", "head-dim", "sharded"]
     names += ["qwen3", "smollm3", "phi3-partial-long", "olmo2-bias", "granite-bias", "mixtral"]
     names += ["qwen3-next", "qwen3.5", "qwen3.5-moe", "granite4-mamba", "granite4-experts"]
+    names += ["nemotron-h", "nemotron-h-dense"]
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
     odd: list[dict[str, Any]] = [
         {"intermediate_size": 49},
