@@ -282,7 +282,8 @@ class ModelConfig:
         fields, split = _with_whole_layers(fields)
         family = family_of(fields)
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-        head_dim = fields.get("head_dim", family.head_dim)
+        latent = latent_shape(fields) if family.has_latents else None
+        head_dim = fields.get("head_dim", family.head_dim) if latent is None else latent.head_dim
         if head_dim is None and hidden % heads:
             raise ConfigError(
                 f"the model's config gives hidden_size = {hidden}, which does not divide into "
@@ -295,9 +296,8 @@ class ModelConfig:
         if family.is_gemma4:
             windowed_heads = HeadShape(kv_heads, head_dim, heads // kv_heads)
             kv_heads, head_dim = full_attention_heads(fields, kv_heads, head_dim, windows)
-        latent = latent_shape(fields) if family.has_latents else None
         if latent is not None:
-            kv_heads, head_dim = 1, latent.head_dim
+            kv_heads = 1
         rotated = head_dim if latent is None else latent.rope_dim
         rope, rotary_dim = read_rope(fields, family, rotated)
         nope = nope_layers(fields) if family.has_nope_layers else frozenset()

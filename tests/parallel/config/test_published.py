@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import parameter_count
@@ -71,6 +72,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
+}
+DEEPSEEK_ROPE = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
 }
 GEMMA_ROPE = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 GEMMA_27B = decoder("gemma3_text", 62, 5376, 21_504, (32, 16), 262_208, head_dim=128)
@@ -548,6 +558,41 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int, int]] = {
         188_416,
         131_072,
     ),
+    "GLM-4.7-Flash": (  # without its block that predicts further tokens
+        decoder("glm4_moe_lite", 47, 2048, 10_240, (20, 20), 154_880, q_lora_rank=768)
+        | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256}
+        | {"n_routed_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1}
+        | {"moe_intermediate_size": 1536, "first_k_dense_replace": 1, "n_group": 1}
+        | {"topk_group": 1, "routed_scaling_factor": 1.8, "topk_method": "noaux_tc"}
+        | {"norm_topk_prob": True, "attention_bias": False, "partial_rotary_factor": 1.0}
+        | {"num_nextn_predict_layers": 1, "max_position_embeddings": 202_752, "rope_theta": 1e6},
+        29.94,
+        54_144,
+        202_752,
+    ),
+    "DeepSeek-V2-Lite": (
+        decoder("deepseek_v2", 27, 2048, 10_944, (16, 16), 102_400, q_lora_rank=None)
+        | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+        | {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2}
+        | {"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1}
+        | {"topk_group": 1, "routed_scaling_factor": 1.0, "topk_method": "greedy"}
+        | {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1}
+        | {"max_position_embeddings": 163_840, "auto_map": {"AutoConfig": "x.X"}}
+        | {"rope_theta": 1e4, "rope_scaling": DEEPSEEK_ROPE},
+        15.71,
+        31_104,
+        163_840,
+    ),
+    "MiniCPM3-4B": (
+        decoder("minicpm3", 62, 2560, 6400, (40, 40), 73_448, q_lora_rank=768)
+        | {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64}
+        | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+        | {"max_position_embeddings": 32_768, "tie_word_embeddings": True}
+        | {"auto_map": {"AutoConfig": "x.X"}},
+        4.07,
+        35_712,
+        32_768,
+    ),
     "Yi-34B-200K": (
         decoder("llama", 60, 7168, 20_480, (56, 8), 64_000) | {"max_position_embeddings": 200_000},
         34.39,
@@ -564,6 +609,7 @@ def test_size_and_context(name: str, tmp_path: Path) -> None:
     config = ModelConfig.from_name(str(tmp_path))
     assert config == ModelConfig.from_pretrained(tmp_path)
     assert parameter_count(config, 1) / 1e9 == pytest.approx(billions, abs=0.01)
-    assert 2 * 2 * config.full_layers * config.kv_heads * config.head_dim == kv_bytes
+    planes = config.kv_layout(1, torch.bfloat16).planes
+    assert 2 * planes * config.full_layers * config.kv_heads * config.head_dim == kv_bytes
     assert config.context_limit == context
     assert config.has_predictor == config.has_output_gates
