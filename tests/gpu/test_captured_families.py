@@ -64,6 +64,7 @@ def test_experts_are_captured_with_static_shapes_only(
             "hunyuan",
             "granite-mamba",
             "granite-experts",
+            "nemotron_h",
         ],
         *(1, 2, 3, 6),
     ),
