@@ -26,7 +26,7 @@ setup(
         "tierforce": ["py.typed"],
     },
     install_requires=[
-        "torch>=2.11,<2.14",
+        "torch>=2.11,<2.16",
         "transformers>=5.0,<6",
         "accelerate>=1.10",
         "safetensors>=0.5",

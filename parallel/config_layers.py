@@ -45,8 +45,8 @@ def read_split_layers(fields: Mapping[str, Any]) -> SplitLayers:
             mlps.append(None)
         elif not mixers or mlps[-1] is not None:
             raise ConfigError(
-                f"layer {index} of the model's config is an MLP that follows no attention and no "
-                "recurrent layer, which is not supported."
+                f"layer {index} of the model's config is an MLP that does not follow attention or "
+                "a recurrent layer, which is not supported."
             )
         else:
             mlps[-1] = index

@@ -22,6 +22,7 @@ from parallel.config.weight_sizes import weight_sizes
 ATTENTION_ROWS = 128
 _ALONE = 0.78  # rate of a block that has its multiprocessor alone, measured on an H200
 _SIMILAR_TIME = 0.03
+XIELU_COPIES = 12  # copies of an MLP's intermediate values, in 16 bits, while it is computed
 LONG_PROMPT = 1 << 20  # tokens; the last chunk of such a prompt does not matter
 
 
@@ -40,7 +41,8 @@ def activation_elements(requirements: Requirements) -> int:
         copies = 6 if states.is_mamba else 4
         outputs = states.value_heads * states.value_dim
         attention = max(attention, 2 * states.channels + copies * outputs)
-    widest = max(4 * target.intermediate, attention) // ranks
+    copies = XIELU_COPIES if target.activation == "xielu" else 4
+    widest = max(copies * target.intermediate, attention) // ranks
     if target.experts is not None:  # the sum, and one expert's inputs and outputs
         widest = max(widest, 3 * target.hidden + 4 * target.experts.intermediate // ranks)
     return 8 * target.hidden + widest
@@ -138,6 +140,8 @@ def prefill_chunk(requirements: Requirements, prompt: int = LONG_PROMPT) -> int:
         return largest
     shape = head_shape(requirements.target, windowed=False)
     heads = ceil_div(shape.heads, requirements.ranks) * shape.groups
+    if requirements.target.latent is not None:
+        heads = ceil_div(requirements.target.heads, requirements.ranks)
 
     def attention_s(tokens: int) -> float:
         """Return the time of the prompt's chunks in seconds of a GPU that does a row in one."""

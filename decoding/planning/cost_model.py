@@ -195,7 +195,8 @@ class CostModel:
         if not layers or not POLICY_SPECS[needs.settings.policy].reselects:
             return 0.0
         selections = min(1.0, tokens / plan.selection_interval)
-        return selections * selection_s(self.hardware, needs.layout.bytes(plan.spec.prompt, layers))
+        nbytes = needs.layout.in_pairs.bytes(plan.spec.prompt, layers)
+        return selections * selection_s(self.hardware, nbytes)
 
 
 def _inner_draft(requirements: Requirements) -> int:

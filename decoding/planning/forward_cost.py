@@ -244,9 +244,8 @@ class ForwardCost:
         config, ranks = self.config, self.ranks
         tokens = concurrency * query_tokens
         weights_s = self._read_s(active_share(config, tokens))
-        layout = config.kv_layout(
-            ranks, self.dtype
-        ).in_pairs  # equal keys and values are read twice
+        # keys that are values as well are read twice
+        layout = config.kv_layout(ranks, self.dtype).in_pairs
         states = _state_bytes(layout)
         scaled = (kv_scale - 1) * layout.bytes(attended, layout.full_layers)
         kv = concurrency * (layout.bytes(attended) + scaled + states)
@@ -405,8 +404,15 @@ class ForwardCost:
 
     @property
     def _all_reduces(self) -> int:
-        """The all-reduces of a forward: one of each layer's mixer, and one of its MLP."""
-        return 2 * self.config.layers - single_branches(self.config)
+        """The all-reduces of a forward: one of each layer's mixer, and one of its MLP.
+
+        Norms over all heads of all ranks have one more.
+        """
+        config, states = self.config, self.config.recurrent
+        norms = config.layers if config.qk_norm == "width" else 0
+        if states is not None and states.is_mamba and states.key_heads == 1:
+            norms += len(states.layers)
+        return 2 * config.layers - single_branches(config) + norms
 
     def _all_reduce_s(self, tokens: float, chunks: int = 1, may_share: bool = True) -> float:
         """Return the seconds of all-reducing the hidden states of `tokens` tokens, in chunks.

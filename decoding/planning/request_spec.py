@@ -200,13 +200,13 @@ class RequestSpec:
     @property
     def _forward_bytes(self) -> int:
         """Return the scratch bytes of a decoding forward, beside the caches."""
-        needs, target = self.requirements, self.requirements.target
+        needs = self.requirements
         rows = needs.max_forward_tokens
         batch_invariant = 0
         if needs.settings.deterministic:
             rows += 2 * ROW_BLOCK
-            groups = target.heads // target.kv_heads
-            batch_invariant = working_bytes(needs.layout, self.tokens, rows, groups)
+            layout = needs.layout
+            batch_invariant = working_bytes(layout, self.tokens, rows, layout.groups)
         scratch = self._masked_bytes + _windowed_bytes(needs) + recurrence_bytes(needs, rows)
         scratch += moe_scratch_bytes(needs) + sampling_bytes(needs, rows) + batch_invariant
         return rows * self._row_elements * needs.dtype.itemsize + scratch
@@ -263,9 +263,9 @@ def _split_selection_bytes(spec: RequestSpec) -> tuple[int, int]:
 
 def _policy_sizes(requirements: Requirements, shape: RetrievalCacheSpec) -> tuple[int, int]:
     """Return the query rows of a KV head that a policy samples, and its own bytes in a layer."""
-    policy, target = POLICY_SPECS[requirements.settings.policy], requirements.target
+    policy = POLICY_SPECS[requirements.settings.policy]
     layout = requirements.layout.with_full_attention(1)
-    rows = policy.query_rows * target.heads // target.kv_heads
+    rows = policy.query_rows * layout.groups
     return rows, policy.state_bytes(layout, shape.context, shape.chunk)
 
 

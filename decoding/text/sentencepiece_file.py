@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from decoding.text.gguf_tokenizer import build_tokenizer
+from decoding.text.gguf_vocabulary import MAX_TOKENS
 from offload.regular_files import MIB, read_json, read_regular
 
 _CLASSES = ("InternLM2Tokenizer", "InternLM2TokenizerFast")
-_MAX_BYTES = 64 * MIB  # maximum size of a file; real ones have a few MB
+_MAX_BYTES = 16 * MIB  # maximum size of a file; real ones have a few MB
 _BPE = 2  # SentencePiece's model_type
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # types of pieces
 _IDS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # names in GGUF files
@@ -72,6 +73,8 @@ def _metadata(data: bytes) -> dict[str, Any]:
             tokens.append(piece[1].decode())
             scores.append(struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0)
             kinds.append(piece.get(3, _NORMAL))
+            if len(tokens) > MAX_TOKENS:
+                raise ValueError(f"its tokenizer.model has more than {MAX_TOKENS} tokens")
         elif number == 2:
             trainer = dict(_fields(value))
         elif number == 3:
@@ -126,7 +129,7 @@ def _replace_tokens(metadata: dict[str, Any], added: Mapping[str, Any]) -> None:
     Raises ValueError for one without a place.
     """
     for index, token in sorted((int(index), token) for index, token in added.items()):
-        if index >= len(metadata["tokens"]):
+        if not 0 <= index < len(metadata["tokens"]):
             raise ValueError(f"its tokenizer.model has no token {index}")
         metadata["tokens"][index] = _content(token)
         is_special = isinstance(token, dict) and token.get("special", False)

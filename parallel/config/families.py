@@ -110,6 +110,7 @@ class Gating(NamedTuple):
     groups_per_token: int = 1  # a token's experts are in its best groups, by their best two experts
     factor: float = 1.0  # weights are multiplied by it
     min_sum: float = 0.0  # weights with a smaller sum are divided by this
+    in_float32: bool = False  # the router, in any model
 
 
 @dataclass(frozen=True)
@@ -676,7 +677,9 @@ def missing_fields(fields: Mapping[str, Any]) -> list[str]:
         required += [] if expert_count(fields) is not None else [family.experts.count[-1]]
         shared = family.shared_expert, family.shared_experts
         required += [name for name in shared if name is not None]
-    required += (*LATENT_FIELDS, "q_lora_rank") if family.has_latents else ()
+    if family.has_latents:
+        required += [*LATENT_FIELDS, "q_lora_rank"]
+        required += [] if family.is_minicpm else ["v_head_dim"]
     required.append(family.intermediate)
     return [name for name in dict.fromkeys(required) if name not in fields]
 
@@ -712,7 +715,8 @@ def read_experts(fields: Mapping[str, Any], family: Family) -> MoEConfig | None:
     if names is None or not _has_experts(fields, family):
         return None
     count = expert_count(fields)
-    if count is None and not family.is_gemma4 and family.shared_expert is None:
+    may_lack = family.shared_expert is None and family.shared_experts is None
+    if count is None and not family.is_gemma4 and may_lack:
         return None
     if fields["model_type"] in ("qwen3_moe", "qwen3_next"):
         check_number(_count_field(fields), count, COUNT_OR_NONE)
@@ -790,7 +794,7 @@ def _gating(fields: Mapping[str, Any], family: Family, experts: int) -> Gating:
         return _greedy_gating(fields)
     if family.routing == "corrected":
         floor = _number(fields, "moe_norm_min", 1e-12, Number(low=0, high=1, whole=False))
-        return Gating(True, is_corrected=True, min_sum=floor)
+        return Gating(True, is_corrected=True, min_sum=floor, in_float32=True)
     if family.routing == "softmax":
         is_optional = fields["model_type"] in ("qwen3_moe", "qwen3_next")
         default = family.shared_expert is not None
@@ -803,6 +807,12 @@ def _gating(fields: Mapping[str, Any], family: Family, experts: int) -> Gating:
             f"the model's config gives n_group = {groups}: {experts} experts do not divide into so "
             "many groups of two or more."
         )
+    per_token = fields[family.experts.per_token] if family.experts is not None else 0
+    if per_token > experts // groups * best:
+        raise ConfigError(
+            f"the model's config gives topk_group = {best} of {groups} groups to a token, which "
+            f"have fewer than its {per_token} experts."
+        )
     return Gating(
         bool_field(fields, "norm_topk_prob", True),
         is_sigmoid=True,
@@ -811,6 +821,7 @@ def _gating(fields: Mapping[str, Any], family: Family, experts: int) -> Gating:
         groups_per_token=best,
         factor=_number(fields, "routed_scaling_factor", defaults[2], SCALE),
         min_sum=1e-20,
+        in_float32=True,
     )
 
 
@@ -822,7 +833,8 @@ def _greedy_gating(fields: Mapping[str, Any]) -> Gating:
             f"the model's config gives topk_method = {quote(method)}, which is not supported: it "
             "must be greedy."
         )
-    return Gating(False, factor=_number(fields, "routed_scaling_factor", 1.0, SCALE))
+    factor = _number(fields, "routed_scaling_factor", 1.0, SCALE)
+    return Gating(False, factor=factor, in_float32=True)
 
 
 def _number(fields: Mapping[str, Any], name: str, default: float, valid: Number) -> Any:
@@ -880,15 +892,17 @@ def gemma4_numbers(fields: Mapping[str, Any]) -> dict[str, float | None]:
 def minicpm_multipliers(fields: Mapping[str, Any]) -> dict[str, float]:
     """Return MiniCPM's multipliers (transformers, modeling_minicpm3.py)."""
     layers, hidden = fields["num_hidden_layers"], fields["hidden_size"]
-    depth, base = fields.get("scale_depth", 1.4), fields.get("dim_model_base", 256)
-    numbers = {
-        "embedding_multiplier": fields.get("scale_emb", 12),
-        "residual_multiplier": 1.0 if depth is None else depth / layers**0.5,
-        "logits_scaling": 1.0 if base is None else hidden / base,
-    }
+    numbers = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+    numbers |= {name: fields[name] for name in numbers if name in fields}
+    defaults = {"scale_depth": layers**0.5, "dim_model_base": hidden}  # transformers' for null
     for name, number in numbers.items():
-        check_number(name, number, SCALE)
-    return numbers
+        numbers[name] = defaults.get(name) if number is None else number
+        check_number(name, numbers[name], SCALE)
+    return {
+        "embedding_multiplier": numbers["scale_emb"],
+        "residual_multiplier": numbers["scale_depth"] / layers**0.5,
+        "logits_scaling": hidden / numbers["dim_model_base"],
+    }
 
 
 def cohere_multipliers(fields: Mapping[str, Any]) -> dict[str, float]:

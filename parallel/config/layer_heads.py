@@ -44,14 +44,15 @@ class LatentShape(NamedTuple):
 
 def latent_shape(fields: Mapping[str, Any]) -> LatentShape:
     """Return the dimensions of latent attention. Raises ConfigError for invalid ones."""
-    value_dim = fields.get("v_head_dim")
-    if value_dim is None:  # transformers, configuration_minicpm3.py
+    value_dim: Any = fields.get("v_head_dim")
+    if value_dim is None and fields["model_type"] == "minicpm3":
         value_dim = fields["hidden_size"] // fields["num_attention_heads"]
     rank, rope_dim, plain_dim = (fields[name] for name in LATENT_FIELDS)
     shape = LatentShape(fields.get("q_lora_rank"), rank, rope_dim, plain_dim, value_dim)
-    for name, size in shape._asdict().items():
-        if name != "query_rank" or size is not None:
-            check_number(f"{name} of latent attention", size, COUNT)
+    names = ("q_lora_rank", *LATENT_FIELDS, "v_head_dim")
+    for name, size in zip(names, shape, strict=True):
+        if name != "q_lora_rank" or size is not None:
+            check_number(name, size, COUNT)
     return shape
 
 

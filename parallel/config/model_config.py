@@ -374,7 +374,7 @@ class ModelConfig:
             has_output_gates=family.has_delta_nets,
             has_predictor=family.has_delta_nets and predicts(fields),
             is_predictor=False,
-            unused_layers=unused_layers(fields),
+            unused_layers=0 if family.has_split_layers else unused_layers(fields),
             **(multipliers(fields, head_dim) if family.has_multipliers else {}),
             **_gemma_numbers(fields, family, head_dim),
             **(minicpm_multipliers(fields) if family.is_minicpm else {}),
@@ -542,7 +542,8 @@ def _interleaves(fields: Mapping[str, Any], family: Family) -> bool:
     """Return whether RoPE rotates adjacent dimensions."""
     if not family.has_latents or not family.interleaved_rope:
         return family.interleaved_rope
-    return bool_field(fields, "rope_interleave", True)
+    is_optional = fields["model_type"] != "deepseek_v2"
+    return not is_optional or bool_field(fields, "rope_interleave", True)
 
 
 def _has_qk_norm(fields: Mapping[str, Any], family: Family) -> bool:

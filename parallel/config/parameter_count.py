@@ -219,9 +219,10 @@ def _router_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
 
 def float32_parameters(config: ModelConfig) -> int:
     """Return those of the parameters of routers that are in float32 in any model."""
-    if config.experts is None or not config.experts.gating.is_corrected:
+    if config.experts is None or not config.experts.gating.in_float32:
         return 0
-    return moe_layers(config) * config.experts.count * (config.hidden + 1)
+    per_expert = config.hidden + config.experts.gating.is_corrected
+    return moe_layers(config) * config.experts.count * per_expert
 
 
 def expert_parameters(config: ModelConfig, ranks: int, rank: int) -> int:

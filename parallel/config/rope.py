@@ -181,7 +181,7 @@ def latent_multiplier(shape: LatentShape, rope: Mapping[str, Any]) -> float:
     """
     multiplier = (shape.head_dim / shape.query_dim) ** 0.5
     scale = rope.get("mscale_all_dim") or 0
-    if rope["rope_type"] == "default" or not scale or rope["factor"] <= 1:
+    if rope["rope_type"] == "default" or not scale or rope.get("factor", 1) <= 1:
         return multiplier
     return float(multiplier * (0.1 * scale * math.log(rope["factor"]) + 1) ** 2)
 

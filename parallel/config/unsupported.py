@@ -152,10 +152,13 @@ def _mamba_parts(fields: Mapping[str, Any]) -> Iterator[str]:
     for name, (usual, meaning) in _MAMBA_FIELDS.items():
         if (value := fields.get(name, usual)) != usual and (value or usual):
             yield f"{name} = {json.dumps(value, default=str)[:80]} ({meaning})"
-    # transformers limits step sizes in prompts, but not in single tokens
-    low, high = fields.get("time_step_limit") or (0, inf)
-    if low or high not in (inf, _SAVED_INF):
-        yield f"time_step_limit = {quote([low, high])} (limits of step sizes)"
+    # transformers limits step sizes in prompts, but not in single tokens; those of Nemotron-H by
+    # another field, which is the training's
+    limit = fields.get("time_step_limit") or [0, inf]
+    is_pair = isinstance(limit, list | tuple) and len(limit) == 2
+    is_none = is_pair and not limit[0] and limit[1] in (inf, _SAVED_INF)
+    if not is_none and fields["model_type"] != "nemotron_h":
+        yield f"time_step_limit = {quote(limit)} (limits of step sizes)"
 
 
 def _quantised_part(fields: Mapping[str, Any]) -> str | None:

@@ -61,7 +61,7 @@ _VISION = (  # prefixes of the parts for images in a larger model
     "model.visual.",
     "model.multi_modal_projector.",
 )
-_UNUSED = ("model.mtp_layers.",)  # blocks of MiMo that predict further tokens
+_UNUSED = ("model.mtp_",)  # blocks of MiMo and ERNIE 4.5 that predict further tokens
 
 
 Header = TypeVar("Header")

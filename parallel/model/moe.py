@@ -95,15 +95,15 @@ class Router(Module):
 
     It is replicated: all ranks apply it to the same x, so they select the same experts. In Gemma 4
     it normalises x, and scales this and the weights of experts (transformers, modeling_gemma4.py).
-    One with a correction is in float32 (transformers, modeling_glm4_moe.py).
+    Those of ERNIE, GLM and DeepSeek are in float32 (transformers, modeling_deepseek_v3.py).
     """
 
     def __init__(self, shape: MoEConfig, hidden: int, eps: float):
         super().__init__()
         self.shape, self.eps = shape, eps
-        self.in_float32 = shape.gating.is_corrected
+        self.in_float32 = shape.gating.in_float32
         self.weight = empty_parameter(shape.count, hidden)
-        self.correction = empty_parameter(shape.count) if self.in_float32 else None
+        self.correction = empty_parameter(shape.count) if shape.gating.is_corrected else None
         self.bias = empty_parameter(shape.count) if shape.has_biases else None
         self.scale = empty_parameter(hidden) if shape.is_gemma4 else None
         self.expert_scale = empty_parameter(shape.count) if shape.is_gemma4 else None

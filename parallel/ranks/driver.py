@@ -8,7 +8,7 @@ import pynvml
 import torch
 
 _INSTALL = (
-    "pip install --force-reinstall 'torch>=2.11,<2.14' "
+    "pip install --force-reinstall 'torch>=2.11,<2.16' "
     "--index-url https://download.pytorch.org/whl/"
 )
 _HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that hide all GPUs

@@ -367,6 +367,8 @@ def _describe_experts(writer: GGUFWriter, hf: Any) -> None:
         writer.add_expert_shared_count(hf.n_shared_experts)
         writer.add_leading_dense_block_count(hf.first_k_dense_replace)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(hf.n_group)
+        writer.add_expert_group_used_count(hf.topk_group)
         writer.add_expert_weights_scale(hf.routed_scaling_factor)
         writer.add_expert_weights_norm(hf.norm_topk_prob)
     if count := getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None):

@@ -381,6 +381,8 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             **_EXPERT_COUNTS,
             "expert_feed_forward_length": "moe_intermediate_size",
             "expert_shared_count": "n_shared_experts",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
             "expert_weights_norm": "norm_topk_prob",
             "expert_weights_scale": "routed_scaling_factor",
             "leading_dense_block_count": "first_k_dense_replace",

@@ -314,8 +314,8 @@ class _Parser:
         if dimensions > _MAX_DIMENSIONS:
             raise _broken_error(self.path, f"gives tensor {name} {dimensions} dimensions")
         shape = self._unpack(f"<{dimensions}Q")[::-1]
-        if name.endswith(".bias") and shape[:1] == (1,):  # the converter leaves ERNIE's like that
-            shape = shape[1:] or shape
+        if name.endswith("exp_probs_b.bias") and len(shape) == 2 and shape[0] == 1:
+            shape = shape[1:]  # the converter leaves ERNIE's like that
         kind, offset = self._unpack("<IQ")
         return name, shape, kind, offset
 

@@ -76,6 +76,13 @@ LATENTS = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 10,
 }
+V2 = {
+    **LATENTS,
+    **ROUTED,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 0,
+}
 GPT_OSS_ROPE = rope("yarn", factor=4.0, original_max_position_embeddings=128, truncate=3)
 FAMILY_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3": {"layer_types": (["full_attention"] * 2,), "head_dim": (16,)},
@@ -467,6 +474,24 @@ def test_frequencies_of_gemma_4_are_those_of_transformers(
         ),
         ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm = true .norms of queries"),
         ({"model_type": "cohere2", "logit_scale": 0}, "logit_scale = 0; it must be"),
+        ({"model_type": "minicpm3", **LATENTS, "scale_depth": "1.4"}, "scale_depth = '1.4'"),
+        ({"model_type": "minicpm3", **LATENTS, "kv_lora_rank": "24"}, "kv_lora_rank = '24'"),
+        ({"model_type": "deepseek_v2", **V2, "v_head_dim": None}, "v_head_dim = None; it must be"),
+        ({"model_type": "deepseek_v2", **V2, "topk_method": "x"}, "topk_method = 'x', which is"),
+        ({"model_type": "deepseek_v2", **V2, "n_routed_experts": None}, "n_routed_experts = None"),
+        (
+            {"model_type": "deepseek_v3", **V2, "n_group": 3, "topk_group": 1},
+            "8 experts do not divide into so many",
+        ),
+        (
+            {"model_type": "deepseek_v3", **V2, "n_group": 4, "num_experts_per_tok": 3}
+            | {"topk_group": 1},
+            "topk_group = 1 of 4 groups to a token, which have fewer than its 3 experts",
+        ),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 24},
+            "lacks num_experts_per_tok, .* qk_rope_head_dim, qk_nope_head_dim, q_lora_rank, v_head",
+        ),
         (
             {"model_type": "gemma3_text", "use_bidirectional_attention": True},
             "use_bidirectional_attention = true .attention to later tokens",

@@ -131,7 +131,6 @@ GGUF_FIELDS: dict[str, dict[str, Any]] = {
 NOT_READ = {"glm", "mistral-window", "apertus", "exaone", "hunyuan"}
 NOT_READ |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"}
 NOT_READ |= {"granite-mamba", "granite-experts", "nemotron_h"}
-GLM4_MOE = {**OTHERS["glm4_moe"], "n_group": 1, "topk_group": 1}  # files say nothing of groups
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
@@ -149,7 +148,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
     **{
         name: {**options, **GGUF_FIELDS.get(name, {})}
-        for name, options in {**OTHERS, "glm4_moe": GLM4_MOE}.items()
+        for name, options in OTHERS.items()
         if name not in NOT_READ
     },
     "mistral": {"family": "mistral", "sliding_window": None},

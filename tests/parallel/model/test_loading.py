@@ -10,6 +10,7 @@ import torch
 
 from parallel.errors import CheckpointError
 from parallel.model.loading import load_model
+from parallel.model.moe import Router
 from parallel.ranks.process_group import TensorParallelGroup
 from support.loading import load_and_watch
 from support.models import build_checkpoint, edit_weights
@@ -70,6 +71,24 @@ def test_layers_that_predict_further_tokens_are_left(tmp_path: Path) -> None:
     edit_weights(folder, lambda tensors: tensors.update({name.replace("3", "4"): torch.ones(4)}))
     with pytest.raises(CheckpointError, match=r"1 tensors are not part of .* first model.layers.4"):
         load_model(folder, TensorParallelGroup())
+
+
+def test_ernies_block_that_predicts_further_tokens_is_left(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path, family="ernie4_5_moe")
+    names = ("block.0.input_layernorm", "emb_norm.0", "hidden_norm.0", "linear_proj.0")
+    added = {f"model.mtp_{name}.weight": torch.ones(4) for name in names}
+    edit_weights(folder, lambda tensors: tensors.update(added))
+    load_model(folder, TensorParallelGroup())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "ernie4_5_moe", "glm4_moe"])
+def test_routers_are_in_float32(tmp_path: Path, family: str) -> None:
+    folder = build_checkpoint(tmp_path, family=family, dtype=torch.bfloat16)
+    model = load_model(folder, TensorParallelGroup())
+    routers = [each for each in model.modules() if isinstance(each, Router)]
+    assert len(routers) == 2
+    assert {each.weight.dtype for each in routers} == {torch.float32}
+    assert model.embed.weight.dtype == torch.bfloat16
 
 
 def test_a_symbolic_link_loads_the_same_model(tmp_path: Path) -> None:
