@@ -51,14 +51,31 @@ class HeadWeights(Module):
         self.keys = empty_parameter(heads, shape.plain_dim, shape.rank)
         self.values = empty_parameter(heads, shape.value_dim, shape.rank)
 
-    def load(self, checkpoint: Checkpoint, name: str, heads: int) -> None:
-        """Read this rank's rows of the tensor NAME.weight, of so many heads."""
-        shape, per_head = self.shape, self.shape.plain_dim + self.shape.value_dim
-        tensor = checkpoint.tensor(f"{name}.weight", (heads * per_head, shape.rank))
-        own = (each // shape.query_dim * per_head for each in (self.share.start, self.share.stop))
-        weights = tensor[slice(*own)].unflatten(0, (-1, per_head))
+    def load(self, checkpoint: Checkpoint, prefix: str, heads: int) -> None:
+        """Read this rank's rows of the tensor PREFIX.kv_b_proj.weight, of so many heads.
+
+        Files may have PREFIX.k_b_proj.weight, transposed, and PREFIX.v_b_proj.weight instead.
+        """
+        shape = self.shape
+        if f"{prefix}.k_b_proj.weight" in checkpoint:
+            keys = self._rows(checkpoint, f"{prefix}.k_b_proj", heads, shape.rank, shape.plain_dim)
+            values = self._rows(checkpoint, f"{prefix}.v_b_proj", heads, shape.value_dim)
+            self.keys.copy_(keys.transpose(1, 2))
+            self.values.copy_(values)
+            return
+        per_head = shape.plain_dim + shape.value_dim
+        weights = self._rows(checkpoint, f"{prefix}.kv_b_proj", heads, per_head)
         self.keys.copy_(weights[:, : shape.plain_dim])
         self.values.copy_(weights[:, shape.plain_dim :])
+
+    def _rows(
+        self, checkpoint: Checkpoint, name: str, heads: int, rows: int, columns: int | None = None
+    ) -> Tensor:
+        """Return the rows (H, rows, columns) of this rank's heads, of the tensor NAME.weight."""
+        shape = heads * rows, columns or self.shape.rank
+        tensor = checkpoint.tensor(f"{name}.weight", shape)
+        own = (each // self.shape.query_dim * rows for each in (self.share.start, self.share.stop))
+        return tensor[slice(*own)].unflatten(0, (-1, rows))
 
     def queries(self, plain: Tensor) -> Tensor:
         """Return what queries (T, H, plain_dim) of keys are as queries (T, H, rank) of latents."""
@@ -124,7 +141,7 @@ class LatentAttention(Branch):
         name = "q_proj" if self.query_norm is None else "q_b_proj"
         self.q.load(checkpoint, [f"{prefix}.{name}"])
         heads = self.q.outputs[0] // self.shape.query_dim
-        self.heads.load(checkpoint, f"{prefix}.kv_b_proj", heads)
+        self.heads.load(checkpoint, prefix, heads)
         self.o.load(checkpoint, f"{prefix}.o_proj")
 
     def _keys(self, compressed: Tensor) -> Tensor:

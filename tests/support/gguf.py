@@ -47,6 +47,9 @@ ARCHITECTURES = {
     "gemma4_text": "gemma4",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe": "glm4moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
@@ -146,7 +149,7 @@ def convert(
     if writer.arch in PERMUTED:
         heads["attn_k"] = hf.num_key_value_heads
     tensors = with_split_mlps(stacked_experts(with_last_layer(stored, hf.num_hidden_layers)))
-    tensors = as_converted(hf, with_split_experts(tensors))
+    tensors = as_converted(hf, with_split_latents(hf, with_split_experts(tensors)))
     names = name_map(writer.arch, hf.num_hidden_layers + predictors)
     for seed, (name, tensor) in enumerate(sorted(tensors.items())):
         tensor_name = names(name)
@@ -305,6 +308,21 @@ def with_split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return split
 
 
+def with_split_latents(hf: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors with projections of keys and values of latents apart."""
+    split: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, found, _ = name.partition("kv_b_proj")
+        if not found:
+            split[name] = tensor
+            continue
+        sizes = [hf.qk_nope_head_dim, hf.v_head_dim]
+        keys, values = tensor.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        split[f"{prefix}k_b_proj.weight"] = keys.transpose(1, 2).contiguous()
+        split[f"{prefix}v_b_proj.weight"] = values.contiguous()
+    return split
+
+
 def _numbered(name: str) -> list[str | int]:
     """Return a key that sorts names by the numbers in them."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
@@ -363,12 +381,15 @@ def _describe_experts(writer: GGUFWriter, hf: Any) -> None:
         writer.add_expert_shared_feed_forward_length(hf.intermediate_size)
         writer.add_interleave_moe_layer_step(hf.moe_layer_interval)
         writer.add_leading_dense_block_count(hf.moe_layer_start_index)
-    if hf.model_type == "glm4_moe":
+    if hf.model_type in ("glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+        is_sigmoid = hf.model_type != "deepseek_v2"
+        kinds = ExpertGatingFuncType
         writer.add_expert_shared_count(hf.n_shared_experts)
-        writer.add_leading_dense_block_count(hf.first_k_dense_replace)
-        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-        writer.add_expert_group_count(hf.n_group)
-        writer.add_expert_group_used_count(hf.topk_group)
+        writer.add_leading_dense_block_count(getattr(hf, "first_k_dense_replace", 1))
+        writer.add_expert_gating_func(kinds.SIGMOID if is_sigmoid else kinds.SOFTMAX)
+        if hf.n_group is not None:
+            writer.add_expert_group_count(hf.n_group)
+            writer.add_expert_group_used_count(hf.topk_group)
         writer.add_expert_weights_scale(hf.routed_scaling_factor)
         writer.add_expert_weights_norm(hf.norm_topk_prob)
     if count := getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None):
@@ -384,6 +405,9 @@ def _describe_experts(writer: GGUFWriter, hf: Any) -> None:
 
 
 def _describe_heads(writer: GGUFWriter, hf: Any) -> None:
+    if "kv_lora_rank" in hf.to_dict():
+        _describe_latents(writer, hf)
+        return
     kv_heads = hf.num_key_value_heads
     if hf.model_type == "granitemoehybrid":
         writer.add_head_count_kv([kv_heads] * hf.num_hidden_layers)
@@ -397,6 +421,19 @@ def _describe_heads(writer: GGUFWriter, hf: Any) -> None:
             writer.add_rope_dimension_count(int(hf.head_dim * part))
         elif "glm" not in hf.model_type:
             writer.add_rope_dimension_count(hf.head_dim)
+
+
+def _describe_latents(writer: GGUFWriter, hf: Any) -> None:
+    """Add the dimensions of latents, as of one KV head, and those of heads."""
+    writer.add_head_count_kv(1)
+    if hf.q_lora_rank is not None:
+        writer.add_q_lora_rank(hf.q_lora_rank)
+    writer.add_kv_lora_rank(hf.kv_lora_rank)
+    writer.add_key_length(hf.kv_lora_rank + hf.qk_rope_head_dim)
+    writer.add_value_length(hf.kv_lora_rank)
+    writer.add_key_length_mla(hf.qk_nope_head_dim + hf.qk_rope_head_dim)
+    writer.add_value_length_mla(hf.v_head_dim)
+    writer.add_rope_dimension_count(hf.qk_rope_head_dim)
 
 
 def _describe_gemma4(writer: GGUFWriter, hf: Any) -> None:
@@ -431,7 +468,10 @@ def _add_rope(writer: GGUFWriter, hf: Any) -> None:
     if hf.model_type == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if "glm" in hf.model_type:
+    if "kv_lora_rank" in hf.to_dict():
+        if scale := rope.get("mscale_all_dim"):
+            writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
+    elif "glm" in hf.model_type:
         head_dim = getattr(hf, "head_dim", size)
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     if hf.model_type == "phi3":

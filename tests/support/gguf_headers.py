@@ -53,6 +53,7 @@ class Published:
             **self.fields,
         }
         types = {int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
+        types[bool] = GGUFValueType.BOOL
         for name, value in fields.items():
             kind = types.get(type(value), GGUFValueType.ARRAY)
             own = GGUFValueType.BOOL if kind == GGUFValueType.ARRAY else None
@@ -184,6 +185,35 @@ def qwen35(model: Published, layer: int) -> Tensors:
     }
 
 
+def glm4_flash(model: Published, layer: int) -> Tensors:
+    """Latent attention, and experts in all layers but the first (llama.cpp's deepseek2)."""
+    hidden, heads, experts, inner = model.hidden, model.heads[0], 64, 1536
+    tensors = {
+        **norms(hidden, "attn_norm", "ffn_norm"),
+        **norms(768, "attn_q_a_norm"),
+        **norms(512, "attn_kv_a_norm"),
+        "attn_q_a": ((768, hidden), Kind.Q4_K),
+        "attn_q_b": ((heads * 256, 768), Kind.Q4_K),
+        "attn_kv_a_mqa": ((576, hidden), Kind.Q8_0),
+        "attn_k_b": ((heads, 512, 192), Kind.Q8_0),
+        "attn_v_b": ((heads, 256, 512), Kind.Q8_0),
+        "attn_output": ((hidden, heads * 256), Kind.Q4_K),
+    }
+    if not layer:
+        return tensors | mlp(model, layer)
+    return {
+        **tensors,
+        **norms(experts, "exp_probs_b.bias"),
+        "ffn_gate_inp": ((experts, hidden), Kind.F32),
+        "ffn_gate_exps": ((experts, inner, hidden), Kind.Q4_K),
+        "ffn_up_exps": ((experts, inner, hidden), Kind.Q4_K),
+        "ffn_down_exps": ((experts, hidden, inner), more_bits(model, layer)),
+        "ffn_gate_shexp": ((inner, hidden), Kind.Q4_K),
+        "ffn_up_shexp": ((inner, hidden), Kind.Q4_K),
+        "ffn_down_shexp": ((hidden, inner), more_bits(model, layer)),
+    }
+
+
 PUBLISHED = {
     "Qwen3.8-27B": Published(
         *("qwen35", 65, 5120, 17_408, (24, 4), 256, 248_320, 262_144, qwen35),
@@ -220,6 +250,27 @@ PUBLISHED = {
             "rope.scaling.original_context_length": 4096,
         },
         kind=Kind.Q8_0,
+    ),
+    "GLM-4.7-Flash": Published(
+        *("deepseek2", 47, 2048, 10_240, (20, 1), 576, 154_880, 202_752, glm4_flash),
+        {
+            "attention.kv_lora_rank": 512,
+            "attention.key_length_mla": 256,
+            "attention.q_lora_rank": 768,
+            "attention.value_length": 512,
+            "attention.value_length_mla": 256,
+            "expert_count": 64,
+            "expert_feed_forward_length": 1536,
+            "expert_gating_func": 2,
+            "expert_group_count": 1,
+            "expert_group_used_count": 1,
+            "expert_shared_count": 1,
+            "expert_used_count": 4,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.8,
+            "leading_dense_block_count": 1,
+            "rope.dimension_count": 64,
+        },
     ),
     "Qwen3-32B": Published(*("qwen3", 64, 5120, 25_600, (64, 8), 128, 151_936, 40_960, qwen3)),
     "Seed-OSS-36B": Published(

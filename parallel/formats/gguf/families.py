@@ -14,7 +14,7 @@ from typing import Any
 
 from parallel.config_checks import quote
 from parallel.errors import ConfigError
-from parallel.formats.gguf import delta_nets
+from parallel.formats.gguf import delta_nets, latents
 from parallel.formats.gguf.header import GgufHeader, TensorInfo
 from parallel.formats.gguf.tensors import TYPES
 
@@ -82,6 +82,7 @@ class GgufFamily:
     stop_names: tuple[str, ...] = ()  # tokens that end an answer, whatever the metadata says
     has_windows: bool = False  # whether a sliding window means that of the model type
     has_delta_nets: bool = False
+    has_latents: bool = False
     has_tiled_heads: bool = False  # value head i of a delta net has key head i modulo their number
     has_dense: bool = True  # whether its metadata has the size of a dense MLP
     ignored: tuple[str, ...] = ()  # prefixes of metadata without effect on the language model
@@ -117,6 +118,8 @@ def tensors_in(info: TensorInfo, names: Sequence[str]) -> Iterator[tuple[str, Te
     Each with its location. Shapes are those that the metadata implies.
     """
     if "{}" not in names[0]:
+        if len(info.shape) == 3:  # matrices of heads, which are one here
+            info = replace(info, shape=(prod(info.shape[:2]), info.shape[2]))
         yield names[0], info
         return
     experts, rows, *inner = info.shape
@@ -389,6 +392,33 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
         },
         expected={"expert_gating_func": (2,)},  # sigmoid
         biases=(_QKV,),
+    ),
+    "deepseek2": GgufFamily(  # also GLM-4.7-Flash
+        "deepseek_v2",
+        {
+            **_PRE_NORMS,
+            **latents.PARTS,
+            **_MLP,
+            **_EXPERTS_BESIDE,
+            latents.CORRECTION: "mlp.gate.e_score_correction_bias",
+        },
+        optional=(*latents.OPTIONAL, *_MLP, *_EXPERTS_BESIDE, latents.CORRECTION),
+        fields={
+            **latents.FIELDS,
+            "expert_count": "n_routed_experts",
+            **_EXPERT_COUNTS,
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        rope={"rope.scaling.yarn_log_multiplier": "mscale_all_dim"},
+        constants={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        expected={"expert_gating_func": (0, 1, 2)},  # softmax; sigmoid, with corrections
+        has_latents=True,
     ),
     "glm4": GgufFamily(
         "glm4",

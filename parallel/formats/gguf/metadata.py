@@ -29,6 +29,7 @@ from parallel.formats.gguf.delta_nets import add_delta_nets, delta_net_shapes, m
 from parallel.formats.gguf.families import GgufFamily, family_of
 from parallel.formats.gguf.gemma4 import KV_HEADS, add_gemma4
 from parallel.formats.gguf.header import GgufHeader, TensorInfo
+from parallel.formats.gguf.latents import add_latents, latent_shapes, scale_attention
 from parallel.formats.gguf.prediction import has_prediction_block, prediction_tensors
 from parallel.formats.gguf.tensors import TYPES, check_tensor_offsets, read_floats
 from parallel.formats.plane_format import KeptType, PlaneFormat, kept_type
@@ -77,6 +78,11 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {  # values with which a field changes n
     "expert_weights_norm": (True,),
     "expert_weights_scale": (0.0, 1.0),
     "rope.scaling.yarn_ext_factor": (1.0,),
+}
+_OPTIONAL_PARTS = {  # config field: what its layers have then
+    "attention_bias": "attn_q.bias",
+    "attention_out_bias": "attn_output.bias",
+    "mlp_bias": "ffn_down.bias",
 }
 _PATTERN = "attention.sliding_window_pattern"  # a number, or whether each layer has a window
 _BOOLEANS = ("expert_weights_norm", "rope.scaling.finetuned")
@@ -184,9 +190,7 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
             f"{fields['vocab_size']}: the file is broken. Fetch it again."
         )
     fields["tie_word_embeddings"] = "output.weight" not in tensors
-    fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    fields["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
-    fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
+    fields |= {name: f"blk.0.{part}" in tensors for name, part in _OPTIONAL_PARTS.items()}
     if family.model_type == "glm4_moe":
         fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
     stops = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_TOKENS]
@@ -197,10 +201,7 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         fields["eos_token_id"] = stops or fields["eos_token_id"]
     if family.has_delta_nets:
         add_delta_nets(header, fields)
-    if family.model_type == "gemma4_text":
-        add_gemma4(header, values, fields)
-    else:
-        fields["rope_parameters"] = _rope(header, family, values, fields["head_dim"])
+    _add_heads(header, family, values, fields)
     _add_windows(header, family, fields)
     _check_tensors(header, family, fields)
     if family.has_delta_nets:
@@ -208,6 +209,25 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         block = _needed_parts(header, family, layer), _shapes(family, fields), fields["hidden_size"]
         fields[PREDICTORS] = int(has_prediction_block(header, family, *block))
     return fields
+
+
+def _add_heads(
+    header: GgufHeader, family: GgufFamily, values: Mapping[str, Any], fields: dict[str, Any]
+) -> None:
+    """Add to a config's fields its RoPE, and heads that the metadata describes in another way.
+
+    Raises ConfigError or CheckpointError if they are invalid.
+    """
+    if family.model_type == "gemma4_text":
+        add_gemma4(header, values, fields)
+        return
+    if not family.has_latents:
+        fields["rope_parameters"] = _rope(header, family, values, fields["head_dim"])
+        return
+    rotated = add_latents(header, values, fields)
+    own = {**values, "attention.value_length": rotated}
+    fields["rope_parameters"] = _rope(header, family, own, rotated)
+    scale_attention(fields["rope_parameters"])
 
 
 def _add_windows(header: GgufHeader, family: GgufFamily, fields: dict[str, Any]) -> None:
@@ -422,9 +442,8 @@ def _needed_parts(header: GgufHeader, family: GgufFamily, layer: str) -> list[st
 def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the matrices that a config implies, without the number of the layer."""
     hidden, intermediate = fields["hidden_size"], fields.get("intermediate_size", 0)
-    queries, keys = (
-        fields[f"num_{kind}_heads"] * fields["head_dim"] for kind in ("attention", "key_value")
-    )
+    head_dim = fields.get("head_dim", 0)  # absent from that of latent attention
+    queries, keys = (fields[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
     experts = family.expert_count(fields)
     wide = (experts, fields.get("moe_intermediate_size", intermediate), hidden)
     is_fused = family.tensors.get("ffn_up") == "mlp.gate_up_proj"
@@ -446,7 +465,7 @@ def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[in
         "ffn_gate_up_exps": (experts, 2 * wide[1], hidden),
         "attn_sinks": (fields["num_attention_heads"],),
     }
-    if family.model_type == "gemma4_text":  # kinds of layers differ
+    if family.model_type == "gemma4_text" or family.has_latents:  # kinds of layers differ
         shapes = {name: each for name, each in shapes.items() if not name.startswith("attn_")}
     biases = {
         f"{name}.bias": shape[:-1]
@@ -456,4 +475,6 @@ def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[in
     matrices = {f"{name}.weight": shape for name, shape in shapes.items()}
     if family.has_delta_nets:  # gates of outputs follow the queries
         matrices |= {"attn_q.weight": (2 * queries, hidden), **delta_net_shapes(fields)}
+    if family.has_latents:
+        matrices |= latent_shapes(fields)
     return {**matrices, **biases}

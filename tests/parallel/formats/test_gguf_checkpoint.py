@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import parallel.formats.gguf.checkpoint
+import support.gguf
 from parallel.config.model_config import ModelConfig
 from parallel.config.weight_sizes import weight_sizes
 from parallel.errors import CheckpointError, ConfigError
@@ -129,7 +130,7 @@ GGUF_FIELDS: dict[str, dict[str, Any]] = {
 # Files of glm have the architecture of its first code, those of mistral no window, and those of the
 # others architectures that are not read.
 NOT_READ = {"glm", "mistral-window", "apertus", "exaone", "hunyuan"}
-NOT_READ |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"}
+NOT_READ |= {"minicpm3"}
 NOT_READ |= {"granite-mamba", "granite-experts", "nemotron_h"}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -166,6 +167,7 @@ def test_a_file_equals_the_folder_it_was_converted_from(
     theirs, ours = (ModelConfig.from_pretrained(source) for source in (folder, path))
     assert ours == ModelConfig.from_name(str(path))
     own_family = {"mistral": "llama", "granitemoehybrid": "granite"}
+    own_family |= {"glm4_moe_lite": "deepseek_v3"}
     assert ours.family == own_family.get(theirs.family, theirs.family)
     rounded = ["norm_eps", "logits_scaling"]
     rounded += [field for field in vars(ours) if field.endswith("multiplier")]
@@ -197,6 +199,52 @@ def test_a_file_equals_the_folder_it_was_converted_from(
         assert_same_parameters(
             load_model(folder, group, "float32"), load_model(path, group, "float32")
         )
+
+
+def describe_older_latents(writer: Any, hf: Any) -> None:
+    """Add the dimensions of heads alone, as the converter did until 2025."""
+    writer.add_head_count_kv(hf.num_attention_heads)
+    if hf.q_lora_rank is not None:
+        writer.add_q_lora_rank(hf.q_lora_rank)
+    writer.add_kv_lora_rank(hf.kv_lora_rank)
+    writer.add_key_length(hf.qk_nope_head_dim + hf.qk_rope_head_dim)
+    writer.add_value_length(hf.v_head_dim)
+    writer.add_rope_dimension_count(hf.qk_rope_head_dim)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_older_files_of_latents_equal_newer_ones(
+    checkpoint: Checkpoints, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(**OTHERS[name])
+    newer = convert(folder, tmp_path / "newer.gguf")
+    monkeypatch.setattr(support.gguf, "with_split_latents", lambda hf, tensors: tensors)
+    monkeypatch.setattr(support.gguf, "_describe_latents", describe_older_latents)
+    older = convert(folder, tmp_path / "older.gguf")
+    assert ModelConfig.from_name(str(older)) == ModelConfig.from_name(str(newer))
+    for group in (TensorParallelGroup(), TensorParallelGroup(1, 2)):
+        models = (load_model(path, group, "float32") for path in (older, newer))
+        assert_same_parameters(*models)
+    tokens = random_tokens(40)
+    logits = all_logits(load_model(older, TensorParallelGroup(), "float32"), tokens)
+    torch.testing.assert_close(logits, reference_logits(folder, tokens), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("without", "metadata", "words"),
+    [
+        ("", {"deepseek2__rope__dimension_count": 20}, "= 20 of 20 dimensions of a head, all"),
+        ("blk.1.attn_kv_a_mqa.weight", {}, "attn_kv_a_mqa.weight is missing"),
+        ("", {"deepseek2__attention__kv_lora_rank": 25}, "attn_.*but its metadata implies"),
+    ],
+)
+def test_broken_files_of_latents(
+    checkpoint: Checkpoints, tmp_path: Path, without: str, metadata: dict[str, Any], words: str
+) -> None:
+    folder = checkpoint(**OTHERS["deepseek_v2"])
+    path = convert(folder, tmp_path / "broken.gguf", without=without, **metadata)
+    with pytest.raises((ConfigError, CheckpointError), match=words):
+        ModelConfig.from_name(str(path))
 
 
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")

@@ -168,6 +168,15 @@ def test_bytes_are_those_that_a_plan_counts(
     assert (largest.nbytes + largest.scratch, largest.cut) == (nbytes, cut)
 
 
+WIDE_LATENTS: dict[str, Any] = {
+    "kv_lora_rank": 256,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 256,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 512,
+    "n_group": 1,
+    "topk_group": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "qwen3_moe": {"head_dim": 64, "decoder_sparse_step": 1, "moe_intermediate_size": 512},
@@ -179,6 +188,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"head_dim": 64, "layer_types": ["full_attention"] * 2},
     "ministral3": {"head_dim": 64},
     "seed_oss": {"head_dim": 64},
+    "deepseek_v2": {**WIDE_LATENTS, "q_lora_rank": None},
+    "deepseek_v3": {**WIDE_LATENTS, "q_lora_rank": 256, "first_k_dense_replace": 1},
     "arcee": {},
     "ernie4_5": {"head_dim": 64},
     "ernie4_5_moe": {"moe_intermediate_size": 512, "moe_num_shared_experts": 1},
@@ -207,7 +218,8 @@ def test_every_family_of_gguf_files_stays_packed(
             packed += 1
             assert same_bits(module.packed[:], modules[name].values)
     shared = sum(isinstance(each, SharedExpert) for each in model.modules())
-    assert packed == 2 + model.config.layers * 4 + 2 * shared
+    per_layer = 4 if model.config.latent is None else 5
+    assert packed == 2 + model.config.layers * per_layer + 2 * shared
     if ranks == 1:
         models = packed_model(path, "float32"), load_model(path, group, "float32")
         logits = [all_logits(each, random_tokens(40)) for each in models]
