@@ -400,9 +400,16 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             **latents.PARTS,
             **_MLP,
             **_EXPERTS_BESIDE,
+            **_FUSED_EXPERTS,
             latents.CORRECTION: "mlp.gate.e_score_correction_bias",
         },
-        optional=(*latents.OPTIONAL, *_MLP, *_EXPERTS_BESIDE, latents.CORRECTION),
+        optional=(
+            *latents.OPTIONAL,
+            *_MLP,
+            *_EXPERTS_BESIDE,
+            *_FUSED_EXPERTS,
+            latents.CORRECTION,
+        ),
         fields={
             **latents.FIELDS,
             "expert_count": "n_routed_experts",
@@ -416,8 +423,7 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             "leading_dense_block_count": "first_k_dense_replace",
         },
         rope={"rope.scaling.yarn_log_multiplier": "mscale_all_dim"},
-        constants={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
-        expected={"expert_gating_func": (0, 1, 2)},  # softmax; sigmoid, with corrections
+        constants=latents.CONSTANTS,
         has_latents=True,
     ),
     "glm4": GgufFamily(

@@ -15,11 +15,21 @@ from parallel.formats.gguf.header import GgufHeader
 
 _KEYS, _VALUES, _ROTATED = "attention.key_length", "attention.value_length", "rope.dimension_count"
 _HEAD_KEYS, _HEAD_VALUES = f"{_KEYS}_mla", f"{_VALUES}_mla"
+_RANK, _SIGMOID = "attention.kv_lora_rank", 2
 FIELDS = {  # metadata key without the architecture: field of a config.json
-    "attention.kv_lora_rank": "kv_lora_rank",
+    _RANK: "kv_lora_rank",
     "attention.q_lora_rank": "q_lora_rank",
     _HEAD_KEYS: "qk_head_dim",
     _HEAD_VALUES: "v_head_dim",
+    "expert_gating_func": "gating",
+}
+# llama.cpp's defaults
+CONSTANTS = {
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 0,
 }
 PARTS = {
     "attn_q": "self_attn.q_proj",
@@ -43,9 +53,7 @@ def add_latents(header: GgufHeader, values: Mapping[str, Any], fields: dict[str,
     `values` are the architecture's metadata. Raises ConfigError for sizes that are missing, or do
     not belong together.
     """
-    missing = [
-        name for name in (_KEYS, _VALUES, _ROTATED, next(iter(FIELDS))) if name not in values
-    ]
+    missing = [name for name in (_KEYS, _VALUES, _ROTATED, _RANK) if name not in values]
     if missing:
         raise ConfigError(
             f"{header.path}: its metadata lacks {', '.join(missing)}: it does not say what the "
@@ -58,17 +66,32 @@ def add_latents(header: GgufHeader, values: Mapping[str, Any], fields: dict[str,
             "head, all of which would rotate; that is not supported."
         )
     is_corrected = any(name.endswith(CORRECTION) for name in header.tensors)
-    for name in ("head_dim", "qk_head_dim"):
+    others = fields["n_group"] > 1, fields["norm_topk_prob"], fields.get("gating") == _SIGMOID
+    if not is_corrected and any(others):
+        raise ConfigError(
+            f"{header.path}: experts in groups, with weights that sum to 1, or by sigmoids are not "
+            f"supported without {CORRECTION}."
+        )
+    for name in ("head_dim", "qk_head_dim", "gating"):
         fields.pop(name, None)
     fields |= {
         "model_type": "deepseek_v3" if is_corrected else "deepseek_v2",
         "num_key_value_heads": fields["num_attention_heads"],
-        "q_lora_rank": fields.get("q_lora_rank"),
+        "q_lora_rank": fields.get("q_lora_rank") or None,
+        "routed_scaling_factor": fields["routed_scaling_factor"] or 1.0,
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": keys - rotated,
         "v_head_dim": values.get(_HEAD_VALUES, values[_VALUES]),
     }
     return rotated
+
+
+def needed_parts(header: GgufHeader, layer: str) -> list[str]:
+    """Return the parts that a layer has in one of several forms."""
+    has_latent = f"blk.{layer}.attn_q_a.weight" in header.tensors
+    queries = ["attn_q_a", "attn_q_a_norm", "attn_q_b"] if has_latent else ["attn_q"]
+    is_split = f"blk.{layer}.attn_k_b.weight" in header.tensors
+    return [*queries, *(["attn_k_b", "attn_v_b"] if is_split else ["attn_kv_b"])]
 
 
 def scale_attention(rope: dict[str, Any]) -> None:

@@ -29,7 +29,12 @@ from parallel.formats.gguf.delta_nets import add_delta_nets, delta_net_shapes, m
 from parallel.formats.gguf.families import GgufFamily, family_of
 from parallel.formats.gguf.gemma4 import KV_HEADS, add_gemma4
 from parallel.formats.gguf.header import GgufHeader, TensorInfo
-from parallel.formats.gguf.latents import add_latents, latent_shapes, scale_attention
+from parallel.formats.gguf.latents import (
+    add_latents,
+    latent_shapes,
+    needed_parts,
+    scale_attention,
+)
 from parallel.formats.gguf.prediction import has_prediction_block, prediction_tensors
 from parallel.formats.gguf.tensors import TYPES, check_tensor_offsets, read_floats
 from parallel.formats.plane_format import KeptType, PlaneFormat, kept_type
@@ -91,6 +96,7 @@ _NON_NEGATIVE = Number(low=0, high=1e15, whole=False)
 _NUMBERS = {  # ranges of known fields; all others are whole numbers of at least 1
     "attention.layer_norm_rms_epsilon": NORM_EPS,
     "attention.layer_norm_epsilon": NORM_EPS,
+    "attention.q_lora_rank": COUNT_OR_NONE,
     "attention.scale": _NON_NEGATIVE,
     "attention.temperature_scale": _NON_NEGATIVE,
     "attention.sliding_window": COUNT_OR_NONE,
@@ -98,6 +104,7 @@ _NUMBERS = {  # ranges of known fields; all others are whole numbers of at least
     "embedding_scale": _NON_NEGATIVE,
     "block_count": LAYERS,
     "expert_count": Number(high=MAX_EXPERTS),
+    "expert_gating_func": Number(low=0, high=2),
     "expert_shared_count": COUNT_OR_NONE,
     "expert_weights_scale": _NON_NEGATIVE,
     "leading_dense_block_count": COUNT_OR_NONE,
@@ -436,6 +443,7 @@ def _needed_parts(header: GgufHeader, family: GgufFamily, layer: str) -> list[st
     """Return the tensors that a layer must have, without biases and the number of the layer."""
     parts = [part for part in family.tensors if part not in family.optional]
     parts += mixer_parts(header, layer) if family.has_delta_nets else []
+    parts += needed_parts(header, layer) if family.has_latents else []
     return [part if "." in part or part == "ssm_a" else f"{part}.weight" for part in parts]
 
 

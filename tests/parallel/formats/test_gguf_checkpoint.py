@@ -230,12 +230,38 @@ def test_older_files_of_latents_equal_newer_ones(
     torch.testing.assert_close(logits, reference_logits(folder, tokens), atol=1e-4, rtol=1e-4)
 
 
+def test_files_that_say_little_of_experts_are_read_as_by_llama_cpp(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older ones of GLM-4.7-Flash do not say that gating is by sigmoids: corrections mean it."""
+
+    def describe(writer: Any, hf: Any) -> None:
+        writer.add_expert_count(hf.n_routed_experts)
+        writer.add_expert_used_count(hf.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(hf.moe_intermediate_size)
+        writer.add_expert_shared_count(hf.n_shared_experts)
+        writer.add_leading_dense_block_count(1)
+
+    monkeypatch.setattr(support.gguf, "_describe_experts", describe)
+    folder = checkpoint(**OTHERS["glm4_moe_lite"])
+    experts = ModelConfig.from_name(str(convert(folder, tmp_path / "model.gguf"))).experts
+    assert experts is not None
+    assert experts.layers == {1, 2}
+    gating = experts.gating
+    assert (gating.is_sigmoid, gating.normalised, gating.factor) == (True, False, 1.0)
+
+
 @pytest.mark.parametrize(
     ("without", "metadata", "words"),
     [
         ("", {"deepseek2__rope__dimension_count": 20}, "= 20 of 20 dimensions of a head, all"),
         ("blk.1.attn_kv_a_mqa.weight", {}, "attn_kv_a_mqa.weight is missing"),
+        ("blk.1.attn_k_b.weight", {}, "attn_kv_b.weight is missing"),
+        ("blk.1.attn_q.weight", {}, "attn_q.weight is missing"),
         ("", {"deepseek2__attention__kv_lora_rank": 25}, "attn_.*but its metadata implies"),
+        ("", {"deepseek2__expert_gating_func": 2}, "by sigmoids are not supported without exp_pr"),
+        ("", {"deepseek2__expert_gating_func": 3}, "expert_gating_func = 3; it must be"),
+        ("", {"deepseek2__expert_group_count": 2}, "experts in groups, .* not supported without"),
     ],
 )
 def test_broken_files_of_latents(
