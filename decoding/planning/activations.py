@@ -138,10 +138,8 @@ def prefill_chunk(requirements: Requirements, prompt: int = LONG_PROMPT) -> int:
     largest = max(step, min(MAX_PREFILL_CHUNK, max_tokens // step * step))
     if (multiprocessors := requirements.multiprocessors) is None or prompt <= largest:
         return largest
-    shape = head_shape(requirements.target, windowed=False)
-    heads = ceil_div(shape.heads, requirements.ranks) * shape.groups
-    if requirements.target.latent is not None:
-        heads = ceil_div(requirements.target.heads, requirements.ranks)
+    layout = requirements.target.kv_layout(requirements.ranks, requirements.dtype)
+    heads = layout.heads * layout.groups
 
     def attention_s(tokens: int) -> float:
         """Return the time of the prompt's chunks in seconds of a GPU that does a row in one."""

@@ -23,6 +23,7 @@ from parallel.config.parameter_count import (
     head_shape,
     is_recurrent,
     kv_projections,
+    latent_weights,
     mlp_inputs,
     moe_layers,
     query_projections,
@@ -64,13 +65,8 @@ def matmul_flops(config: ModelConfig) -> float:
 
 def _projections(config: ModelConfig, windowed: bool) -> int:
     """Return the weights of a layer's attention."""
-    if (latent := config.latent) is not None:
-        queries = latent.query_rank or config.hidden
-        per_head = latent.query_dim * queries + latent.value_dim * config.hidden
-        per_head += (latent.plain_dim + latent.value_dim) * latent.rank
-        return (
-            config.hidden * ((latent.query_rank or 0) + latent.head_dim) + config.heads * per_head
-        )
+    if config.latent is not None:
+        return latent_weights(config.latent, config.hidden, config.heads)
     shape = head_shape(config, windowed)
     queries = query_projections(config) + 1  # and the output's
     per_head = queries * shape.groups + kv_projections(config, windowed)

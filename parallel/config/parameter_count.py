@@ -154,10 +154,16 @@ def _latent_parameters(config: ModelConfig, shape: LatentShape, heads: int) -> i
     """Return `_attention_parameters` of latent attention with so many query heads."""
     hidden, queries = config.hidden, shape.query_rank or 0
     norms = config.norms.total * hidden + queries + shape.rank
-    inputs = (queries + shape.head_dim) * (hidden + config.qkv_bias)
-    per_head = shape.query_dim * (queries or hidden)
-    per_head += (shape.plain_dim + shape.value_dim) * shape.rank + shape.value_dim * hidden
-    return norms + inputs + heads * per_head + hidden * config.o_bias
+    biases = (queries + shape.head_dim) * config.qkv_bias + hidden * config.o_bias
+    return norms + biases + latent_weights(shape, hidden, heads)
+
+
+def latent_weights(shape: LatentShape, hidden: int, heads: int) -> int:
+    """Return the weights of the projections of latent attention with so many query heads."""
+    inputs = hidden * ((shape.query_rank or 0) + shape.head_dim)
+    per_head = shape.query_dim * (shape.query_rank or hidden) + shape.value_dim * hidden
+    per_head += (shape.plain_dim + shape.value_dim) * shape.rank
+    return inputs + heads * per_head
 
 
 def _input_parameters(config: ModelConfig, ranks: int, rank: int) -> int:

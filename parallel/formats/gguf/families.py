@@ -58,6 +58,17 @@ _MIXERS = (
 _ATTENTION = {**_PRE_NORMS, **_PROJECTIONS}
 _LLAMA = {**_ATTENTION, **_MLP}
 _EXPERT_COUNTS = {"expert_used_count": "num_experts_per_tok"}
+_ROUTED_FIELDS = {  # fields of GLM and DeepSeek
+    "expert_count": "n_routed_experts",
+    **_EXPERT_COUNTS,
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
 
 
 @dataclass(frozen=True)
@@ -354,9 +365,9 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
         {
             **_LLAMA,
             **_EXPERTS_BESIDE,
-            "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
+            latents.CORRECTION: "mlp.moe_statics.e_score_correction_bias",
         },
-        optional=(*_MLP, *_EXPERTS_BESIDE, "exp_probs_b.bias"),
+        optional=(*_MLP, *_EXPERTS_BESIDE, latents.CORRECTION),
         fields={
             "expert_count": "moe_num_experts",
             "expert_used_count": "moe_k",
@@ -376,20 +387,10 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             **_EXPERTS_BESIDE,
             "attn_norm": "input_layernorm",
             "post_attention_norm": "post_attention_layernorm",
-            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            latents.CORRECTION: "mlp.gate.e_score_correction_bias",
         },
-        optional=(*_QK_NORMS, *_MLP, *_EXPERTS_BESIDE, "exp_probs_b.bias"),
-        fields={
-            "expert_count": "n_routed_experts",
-            **_EXPERT_COUNTS,
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_weights_scale": "routed_scaling_factor",
-            "leading_dense_block_count": "first_k_dense_replace",
-        },
+        optional=(*_QK_NORMS, *_MLP, *_EXPERTS_BESIDE, latents.CORRECTION),
+        fields=_ROUTED_FIELDS,
         expected={"expert_gating_func": (2,)},  # sigmoid
         biases=(_QKV,),
     ),
@@ -410,18 +411,7 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             *_FUSED_EXPERTS,
             latents.CORRECTION,
         ),
-        fields={
-            **latents.FIELDS,
-            "expert_count": "n_routed_experts",
-            **_EXPERT_COUNTS,
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_weights_scale": "routed_scaling_factor",
-            "leading_dense_block_count": "first_k_dense_replace",
-        },
+        fields={**latents.FIELDS, **_ROUTED_FIELDS},
         rope={"rope.scaling.yarn_log_multiplier": "mscale_all_dim"},
         constants=latents.CONSTANTS,
         has_latents=True,
