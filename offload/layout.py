@@ -32,6 +32,8 @@ REWIND = 64
 CHECKPOINT_STEP = 16_384  # tokens
 # Last query tokens of a prompt, which observers see: every layer's attention is computed for these.
 OBSERVED_ROWS = 32
+# Tokens of which heads hold keys and values of their own at once, beside those of a chunk.
+EXPANDED_TOKENS = 8192
 WRITEBACK_BYTES = 512 << 10  # shorter copies to the host are slow
 STATE_CHUNK = 64  # tokens between which a recurrent layer computes all scores
 STATE_TOKENS = 512  # tokens of a prompt that it processes at once

@@ -13,7 +13,7 @@ from decoding.config.defaults import (
     PROBS_ROWS,
 )
 from decoding.planning.requirements import Requirements, noise_positions
-from offload.layout import STATE_CHUNK, STATE_TOKENS, RecurrentShape, ceil_div
+from offload.layout import EXPANDED_TOKENS, STATE_CHUNK, STATE_TOKENS, RecurrentShape, ceil_div
 from parallel.config.parameter_count import MAX_STATIC_TOKENS, head_shape, mlp_inputs
 from parallel.config.weight_sizes import weight_sizes
 
@@ -22,20 +22,25 @@ from parallel.config.weight_sizes import weight_sizes
 ATTENTION_ROWS = 128
 _ALONE = 0.78  # rate of a block that has its multiprocessor alone, measured on an H200
 _SIMILAR_TIME = 0.03
+# queries as projected, joined, scaled and rotated, outputs, and their sum in float32, twice
+_OWN_KV_COPIES = 10
 XIELU_COPIES = 12  # copies of an MLP's intermediate values, in 16 bits, while it is computed
 LONG_PROMPT = 1 << 20  # tokens; the last chunk of such a prompt does not matter
 
 
-def activation_elements(requirements: Requirements) -> int:
+def activation_elements(requirements: Requirements, own_kv: bool = False) -> int:
     """Return the peak activation elements per token of a layer's prefill.
 
-    They cover one chunk being computed and two with all-reduces in flight.
+    They cover one chunk being computed and two with all-reduces in flight. With `own_kv` heads
+    attend to latents through keys and values of their own, and add up what they return in float32.
     """
     target, ranks = requirements.target, requirements.ranks
     # projections, their normed and rotated copies, and the output
     shapes = (head_shape(target, windowed) for windowed in (False, True))
     gates = 2 if target.has_output_gates else 0  # and the gated output
     attention = max(each.dim * each.heads * ((5 + gates) * each.groups + 4) for each in shapes)
+    if own_kv and target.latent is not None:
+        attention = _OWN_KV_COPIES * target.heads * target.latent.own_dim
     if (states := target.recurrent) is not None:
         # outputs twice, and their gates; Mamba-2 multiplies and squares them in float32
         copies = 6 if states.is_mamba else 4
@@ -46,6 +51,25 @@ def activation_elements(requirements: Requirements) -> int:
     if target.experts is not None:  # the sum, and one expert's inputs and outputs
         widest = max(widest, 3 * target.hidden + 4 * target.experts.intermediate // ranks)
     return 8 * target.hidden + widest
+
+
+def has_own_kv(requirements: Requirements, rows: int) -> bool:
+    """Return whether heads attend to latents through keys and values of their own in a chunk."""
+    latent = requirements.target.latent
+    return latent is not None and latent.has_own_kv(rows)
+
+
+def expanded_bytes(requirements: Requirements, tokens: int, rows: int) -> int:
+    """Return the bytes of heads' own keys and values in chunks of so many rows of a prompt."""
+    shape = requirements.target.latent
+    if shape is None or not shape.has_own_kv(rows):
+        return 0
+    # beside these, the projections that they are made of
+    per_head = 2 * shape.own_dim + shape.plain_dim
+    per_head += shape.value_dim if shape.value_dim < shape.own_dim else 0
+    heads = ceil_div(requirements.target.heads, requirements.ranks)
+    held = min(tokens, EXPANDED_TOKENS + rows)
+    return held * heads * per_head * requirements.dtype.itemsize
 
 
 def sampling_bytes(requirements: Requirements, rows: int) -> int:
@@ -133,7 +157,8 @@ def prefill_chunk(requirements: Requirements, prompt: int = LONG_PROMPT) -> int:
     if requirements.settings.prefill_chunk:
         return requirements.settings.prefill_chunk
     step = PREFILL_CHUNK_STEP
-    token_bytes = activation_elements(requirements) * requirements.dtype.itemsize
+    own_kv = has_own_kv(requirements, MAX_PREFILL_CHUNK)
+    token_bytes = activation_elements(requirements, own_kv) * requirements.dtype.itemsize
     max_tokens = PREFILL_ACTIVATION_BYTES // token_bytes
     largest = max(step, min(MAX_PREFILL_CHUNK, max_tokens // step * step))
     if (multiprocessors := requirements.multiprocessors) is None or prompt <= largest:

@@ -109,10 +109,11 @@ def attention_flops(config: ModelConfig, attended: float) -> float:
     return _attention_flops(config, attended, min(attended, _window(config)))
 
 
-def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
+def prefill_flops(config: ModelConfig, tokens: int, chunks: int = 1) -> tuple[float, float]:
     """Return the FLOPs of a prefill: matmuls, and attention over each pair of tokens.
 
-    The last layer computes only keys and values.
+    The last layer computes only keys and values. Heads that attend to latents through keys and
+    values of their own compute those of all tokens up to a chunk's end for each of the `chunks`.
     """
     other_layers = (config.layers - 1) / config.layers
     is_windowed = has_window(config, config.layers - 1)
@@ -123,7 +124,14 @@ def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
     matmul = (other_layers * matmul_flops(config) + last_layer + recurrence_flops(config)) * tokens
     first = min(tokens, _window(config))  # tokens that see all before them
     windowed = first * (first + 1) / 2 + (tokens - first) * first
-    return matmul, other_layers * _attention_flops(config, tokens * (tokens + 1) / 2, windowed)
+    scores = other_layers * _attention_flops(config, tokens * (tokens + 1) / 2, windowed)
+    if (shape := config.latent) is not None and shape.has_own_kv(ceil_div(tokens, chunks)):
+        expanded = tokens * (chunks + 1) / 2
+        # queries and outputs of each token are not projected instead
+        per_token = 2.0 * config.heads * shape.rank * (shape.plain_dim + shape.value_dim)
+        matmul += (config.layers - 1) * per_token * (expanded - tokens)
+        scores *= shape.own_dim / shape.head_dim
+    return matmul, scores
 
 
 def _attention_flops(config: ModelConfig, full: float, windowed: float) -> float:
@@ -373,7 +381,7 @@ class ForwardCost:
             batch_invariant: whether matrix products and all-reduces are.
         """
         hardware = self.hardware
-        matmul, scores = prefill_flops(self.config, tokens)
+        matmul, scores = prefill_flops(self.config, tokens, chunks)
         arithmetic = matmul / hardware.matmul
         arithmetic += scores / (hardware.prefill_attention or hardware.matmul)
         may_share = self.ranks == 2 or not batch_invariant

@@ -17,6 +17,8 @@ from decoding.config.defaults import (
 )
 from decoding.planning.activations import (
     activation_elements,
+    expanded_bytes,
+    has_own_kv,
     moe_scratch_bytes,
     prefill_chunk,
     recurrence_bytes,
@@ -164,12 +166,15 @@ class RequestSpec:
         """Return the bytes of hidden states and activations of a layer-major prefill."""
         needs = self.requirements
         chunk = min(tokens, prefill_chunk(needs, self.prompt))
-        activations = ALLOCATOR_FACTOR * chunk * activation_elements(needs)
+        activations = (
+            ALLOCATOR_FACTOR * chunk * activation_elements(needs, has_own_kv(needs, chunk))
+        )
         nbytes = (tokens * needs.target.hidden + activations) * needs.dtype.itemsize
         window, layout = needs.layout.window, needs.layout
         if window is not None:  # a chunk's keys with those before it that it sees, and reversed
             nbytes += 3 * layout.windowed.bytes(min(tokens, chunk + window.tokens), 1)
-        return nbytes + unpacked_expert_bytes(needs) + recurrence_bytes(needs, tokens)
+        nbytes += unpacked_expert_bytes(needs) + recurrence_bytes(needs, tokens)
+        return nbytes + expanded_bytes(needs, tokens, chunk)
 
     def _captured_bytes(self, concurrency: int) -> int:
         """Return a request's share of the scratch bytes of captured forwards.

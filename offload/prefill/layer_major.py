@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.attention.expanded_latents import LatentHeads, attend_expanded
 from offload.attention.folding import Partial
 from offload.attention.head_major import attend_prefix, in_pairs, token_slice, write_tokens
 from offload.attention.window import attend_slots
@@ -93,10 +94,28 @@ class Prefill:
         else:
             kv = self._build(layer_kv, k, v, at)
             out = attend_prefix(kv, q, end, cache.traffic)
-            prefix = in_pairs(token_slice(kv, 0, cache.boundary))
-            recent = in_pairs(token_slice(kv, cache.boundary, end))
+            prefix, recent = _parted(kv, cache.boundary, end)
         if end == self._cached + self.tokens:
             notify(cache.observers, layer, 0, q[-OBSERVED_ROWS:], prefix, recent)
+        return out
+
+    def attend_latents(
+        self, layer: int, q: Tensor, latents: Tensor, heads: LatentHeads, start: int
+    ) -> Partial:
+        """Store the latents of the tokens at `start`, return the attention to heads' own KV.
+
+        q (T, Hq, D) and latents (T, 1, Dl), none of them rotated.
+        """
+        cache = self._cache
+        at = self._cached + start
+        end = at + len(q)
+        q = cache.rotary.queries(q, at, layer)
+        latents = cache.rotary.keys(latents, at, layer)
+        kv = self._build(cache.layers[layer], latents, latents, at)
+        out = attend_expanded(kv[0, 0, :end], q, heads, cache.traffic)
+        if cache.observers and end == self._cached + self.tokens:
+            observed = heads.latent_queries(q[-OBSERVED_ROWS:])
+            notify(cache.observers, layer, 0, observed, *_parted(kv, cache.boundary, end))
         return out
 
     def store(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
@@ -220,6 +239,11 @@ class Prefill:
         while self._previous_in_flight and self._previous_in_flight[0][0] < end:
             _, ticket = self._previous_in_flight.popleft()
             self._cache.link.wait(ticket)
+
+
+def _parted(kv: Tensor, boundary: int, end: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens of a layer's KV up to the boundary, and those from it to `end`."""
+    return in_pairs(token_slice(kv, 0, boundary)), in_pairs(token_slice(kv, boundary, end))
 
 
 def copy_prefix(source: KVSource, cache: TieredCache, tokens: int) -> Iterator[int]:

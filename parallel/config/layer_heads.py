@@ -41,6 +41,19 @@ class LatentShape(NamedTuple):
         """The dimensions of a head's query."""
         return self.plain_dim + self.rope_dim
 
+    @property
+    def own_dim(self) -> int:
+        """The dimensions of keys and values of each head in a prompt, padded to the larger."""
+        return max(self.query_dim, self.value_dim)
+
+    def has_own_kv(self, rows: int) -> bool:
+        """Return whether in a chunk of a prompt each head has its own keys and values.
+
+        With so many rows attending to them, these take fewer multiplications than latents.
+        """
+        saved = 2 * (self.head_dim - self.own_dim)  # multiplications of a row and a token
+        return rows * saved > self.rank * (self.plain_dim + self.value_dim)
+
 
 def latent_shape(fields: Mapping[str, Any]) -> LatentShape:
     """Return the dimensions of latent attention. Raises ConfigError for invalid ones."""

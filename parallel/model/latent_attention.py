@@ -1,20 +1,24 @@
-"""A layer's multi-head latent attention, in the form that keeps a token's latent alone.
+"""A layer's multi-head latent attention, which keeps a token's latent alone.
 
 A head's keys and values are projections of one latent of each token. Here the projection of keys is
 applied to queries instead, and that of values to what attention returns: the latent, and a rotated
-key of all heads before it, are then keys and values of one KV head, which all ranks have.
+key of all heads before it, are then keys and values of one KV head, which all ranks have. In large
+chunks of a prompt, heads have their own keys and values, for as long as they are attended to.
 
 Source: DeepSeek-AI 2024, DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from math import sqrt
+from typing import Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
+from offload.attention.expanded_latents import LatentHeads
 from offload.attention.folding import Partial
 from parallel.batch_invariant import map_blocks
 from parallel.config.layer_heads import LatentShape
@@ -34,10 +38,14 @@ class Attends(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Partial: ...
 
 
-class Stores(Protocol):
-    """The interface that it needs of a prefill if only latents are needed."""
+class PrefillsLatents(Attends, Protocol):
+    """The interface that it needs of a prefill."""
 
     def store(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
+
+    def attend_latents(
+        self, layer: int, q: Tensor, latents: Tensor, heads: LatentHeads, start: int
+    ) -> Partial: ...
 
 
 class HeadWeights(Module):
@@ -76,6 +84,30 @@ class HeadWeights(Module):
         tensor = checkpoint.tensor(f"{name}.weight", shape)
         own = (each // self.shape.query_dim * rows for each in (self.share.start, self.share.stop))
         return tensor[slice(*own)].unflatten(0, (-1, rows))
+
+    def keys_and_values(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values (N, H, own_dim) of rotated latents (N, head_dim)."""
+        shape, heads = self.shape, len(self.keys)
+        rotated, latent = latents.split([shape.rope_dim, shape.rank], dim=-1)
+        keys = F.linear(latent, self.keys.flatten(0, 1)).unflatten(-1, (heads, -1))
+        keys = torch.cat((rotated[:, None].expand(-1, heads, -1), keys), dim=-1)
+        values = F.linear(latent, self.values.flatten(0, 1)).unflatten(-1, (heads, -1))
+        return self._padded(keys), self._padded(values)
+
+    def own_queries(self, q: Tensor) -> Tensor:
+        """Return queries (T, H, own_dim) of keys, given those (T, H, query_dim) of a layer."""
+        return self._padded(q) * sqrt(self.shape.own_dim / self.shape.head_dim)
+
+    def latent_queries(self, q: Tensor) -> Tensor:
+        """Return queries (T, H, head_dim) of latents, given rotated `own_queries`."""
+        shape = self.shape
+        plain = q[..., shape.rope_dim : shape.query_dim]
+        parts = q[..., : shape.rope_dim], self.queries(plain)
+        return torch.cat(parts, dim=-1) * sqrt(shape.head_dim / shape.own_dim)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        missing = self.shape.own_dim - x.shape[-1]
+        return F.pad(x, (0, missing)) if missing else x
 
     def queries(self, plain: Tensor) -> Tensor:
         """Return what queries (T, H, plain_dim) of keys are as queries (T, H, rank) of latents."""
@@ -117,14 +149,21 @@ class LatentAttention(Branch):
 
         Returns a pending all-reduce (T, hidden), which alone holds memory until it is waited for.
         """
-        x = self.pre(x)
-        parts = self.inputs(x)
-        keys = self._keys(parts[-1])
-        (q,) = self.q(x if self.query_norm is None else self.query_norm(parts[0]))
+        q, keys = self._projections(self.pre(x))
         out, _ = cache.attend(self.layer, map_blocks(self._queries, q), keys, keys, start)
         return self.post(self.o(map_blocks(self.heads.outputs, out)))
 
-    def store_kv(self, x: Tensor, cache: Stores, start: int) -> None:
+    def prefill(self, x: Tensor, cache: PrefillsLatents, start: int) -> AsyncSum:
+        """Attend as `forward` with a chunk of a prompt, through heads' own KV if that is less."""
+        if not self.shape.has_own_kv(len(x)):
+            return cast(AsyncSum, self(x, cache, start))
+        q, keys = self._projections(self.pre(x))
+        parts = self._query_parts(q)
+        own = self.heads.own_queries(torch.cat(parts, dim=-1) * self.query_multiplier)
+        out, _ = cache.attend_latents(self.layer, own, keys, self.heads, start)
+        return self.post(self.o(out[..., : self.shape.value_dim].flatten(1)))
+
+    def store_kv(self, x: Tensor, cache: PrefillsLatents, start: int) -> None:
         """Store the latents of x (T, hidden), if its attention output is not needed."""
         keys = self._keys(self.inputs(self.pre(x), first=len(self.inputs.sizes) - 1)[0])
         cache.store(self.layer, keys, keys, start)
@@ -144,6 +183,12 @@ class LatentAttention(Branch):
         self.heads.load(checkpoint, prefix, heads)
         self.o.load(checkpoint, f"{prefix}.o_proj")
 
+    def _projections(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries (T, H * query_dim) of keys, and the keys (T, 1, D)."""
+        parts = self.inputs(x)
+        (q,) = self.q(x if self.query_norm is None else self.query_norm(parts[0]))
+        return q, self._keys(parts[-1])
+
     def _keys(self, compressed: Tensor) -> Tensor:
         """Return the keys (T, 1, D), from latents and then rotated dimensions (T, D)."""
         latent, rotated = compressed.split([self.shape.rank, self.shape.rope_dim], dim=-1)
@@ -151,10 +196,14 @@ class LatentAttention(Branch):
 
     def _queries(self, q: Tensor) -> Tensor:
         """Return the queries (T, H, D) of latents, from those of keys (T, H * query_dim)."""
+        *rotated, plain = self._query_parts(q)
+        return torch.cat((*rotated, self.heads.queries(plain)), dim=-1) * self.query_multiplier
+
+    def _query_parts(self, q: Tensor) -> list[Tensor]:
+        """Return the dimensions (T, H, ...) of queries (T, H * query_dim), the rotated first."""
         heads = q.unflatten(-1, (-1, self.shape.query_dim))
         plain, rotated = heads.split([self.shape.plain_dim, self.shape.rope_dim], dim=-1)
-        parts = *self._halves(rotated), self.heads.queries(plain)
-        return torch.cat(parts, dim=-1) * self.query_multiplier
+        return [*self._halves(rotated), plain]
 
     def _halves(self, rotated: Tensor) -> list[Tensor]:
         """Return dimensions (..., D) in parts, in the order in which caches rotate them."""

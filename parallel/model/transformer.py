@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
+from offload.attention.expanded_latents import LatentHeads
 from offload.attention.folding import Partial
 from offload.kernels.batch_invariant_shape import ROW_BLOCK
 from offload.recurrent.recurrence import RecurrentInputs
@@ -89,6 +90,10 @@ class PrefillCacheLike(Attends, Protocol):
         """The last tokens of which the last layer's output is needed."""
 
     def store(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
+
+    def attend_latents(
+        self, layer: int, q: Tensor, latents: Tensor, heads: LatentHeads, start: int
+    ) -> Partial: ...
 
     def keep_hidden_states(self, states: Tensor) -> None: ...
 
@@ -256,14 +261,17 @@ class DecoderLayer(Module):
             return self._scaled(attended)
         return self._scaled(attended + self.mlp(x if self.is_parallel else attended)())
 
-    def run_pipelined(self, chunks: Iterable[Chunk], cache: Attends) -> Iterator[Chunk]:
+    def run_pipelined(self, chunks: Iterable[Chunk], cache: PrefillCacheLike) -> Iterator[Chunk]:
         """Transform chunks of a prompt; yield each when it is done.
 
         The all-reduces of a chunk overlap the compute of newer ones.
         """
 
+        mixer = self.attention
+        mix = mixer.prefill if isinstance(mixer, LatentAttention) else mixer
+
         def attend(chunk: Chunk) -> None:
-            chunk.start_sum(self.attention(chunk.x, cache, chunk.start))
+            chunk.start_sum(mix(chunk.x, cache, chunk.start))
 
         def transform(chunk: Chunk) -> None:
             before = chunk.x

@@ -16,15 +16,12 @@ from torch import Tensor
 
 import offload.tiered.kv_file
 from decoding import GREEDY
-from offload.memory.host_arena import HostArena
 from offload.prefill.layer_major import Prefill
 from offload.tiered.cache import TieredCache
-from offload.tiered.shape import TieredCacheSpec
-from parallel.model.transformer import Transformer
 from support.batches import SERVING as SMALL
+from support.caches import resident
 from support.engines import Pair
 from support.families import OTHERS
-from support.links import make_test_link
 from support.models import random_tokens
 from support.shared_documents import (
     DOCUMENT,
@@ -148,14 +145,6 @@ def test_stored_states_are_those_of_their_prompt(models: Pair, cache_folder: str
     for prompt, answer in zip(prompts, alone(models, prompts), strict=True):
         with models.engine("plain", **options) as engine:
             assert list(engine.generate(prompt, NEW, GREEDY)) == answer
-
-
-def resident(model: Transformer, tokens: int) -> TieredCache:
-    """Return a cache for so many tokens, all on the device."""
-    layout, link = model.config.kv_layout(1, torch.float32), make_test_link("view")
-    rotary = model.rotary(tokens, tokens)
-    spec = TieredCacheSpec(layout, tokens, layout.full_layers, copies=link.copies)
-    return TieredCache(spec, link, rotary, HostArena(link, torch.float32))
 
 
 def kept_states(cache: TieredCache) -> dict[tuple[int, int], Tensor]:

@@ -22,6 +22,7 @@ from parallel.model.loading import load_model
 from parallel.model.pipeline import PrefillStep, finish
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
+from support.caches import resident
 from support.families import OTHERS
 from support.links import make_test_link
 from support.models import long_rope, random_tokens, reference_logits, rope
@@ -157,6 +158,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v2": {"family": "deepseek_v2"},
     "deepseek-v3": {"family": "deepseek_v3"},
     "deepseek-v3-halves": {"family": "deepseek_v3", "rope_interleave": False, "q_lora_rank": None},
+    "deepseek-v3-wide-values": {"family": "deepseek_v3", "v_head_dim": 22},
     "glm4-moe-lite": {"family": "glm4_moe_lite", "attention_bias": True},
     "minicpm3": {"family": "minicpm3"},
     "hunyuan": {"family": "hunyuan_v1_dense"},
@@ -269,22 +271,6 @@ MODELS: dict[str, dict[str, Any]] = {
 Checkpoints = Callable[..., Path]
 
 
-def resident(
-    model: Transformer,
-    tokens: int,
-    link: Link | None = None,
-    resident_layers: int | None = None,
-    **sizes: int,
-) -> TieredCache:
-    """Return a cache for `tokens` tokens, with `resident_layers` on the device, by default all."""
-    link = link or make_test_link("view")
-    layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
-    count = layout.full_layers if resident_layers is None else resident_layers
-    rotary = model.rotary(tokens, tokens)
-    shape = TieredCacheSpec(layout, tokens, count, copies=link.copies, **sizes)
-    return TieredCache(shape, link, rotary, HostArena(link, torch.float32))
-
-
 def run_whole(model: Transformer, tokens: Tensor) -> Tensor:
     return model(tokens, resident(model, len(tokens)), len(tokens))
 
@@ -326,6 +312,10 @@ def test_logits_match_transformers(checkpoint: Checkpoints, name: str) -> None:
         ("cohere2", 32),
         *product(["qwen3.5", "qwen3-next", "granite4-mamba"], [1, 7, 32, 90]),
         *(("granite4-experts", 32), ("nemotron-h", 32)),
+        # up to 22 tokens of a chunk attend to latents, more to keys and values of each head
+        *product(["deepseek-v2"], [7, 22, 23, 90]),
+        *(("deepseek-v3", 32), ("deepseek-v3-wide-values", 90)),
+        *(("glm4-moe-lite", 32), ("minicpm3", 32)),
     ],
 )
 def test_layer_major_prefill_matches_token_major(
