@@ -51,4 +51,4 @@ def check_dtype(name: str) -> None:
 
 def dtype_name(dtype: Any) -> str:
     """Return the name of a torch dtype or of its stand-in."""
-    return getattr(dtype, "name", str(dtype)).removeprefix("torch.")
+    return dtype.name if hasattr(dtype, "name") else str(dtype).removeprefix("torch.")

@@ -6,6 +6,7 @@ Validation, the command line with its help, and docs/options.md are generated fr
 from __future__ import annotations
 
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from offload.errors import TierForceError
@@ -51,10 +52,16 @@ def option_of(field: Field[Any]) -> Option:
     return declared
 
 
+@cache  # planning makes settings for each strategy
+def _type_hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def check_options(settings: Any) -> None:
     """Raise TierForceError for the first value that is invalid for its option."""
-    kinds = get_type_hints(type(settings))
-    for name, declared in options_of(type(settings)).items():
+    own: Any = type(settings)
+    kinds = _type_hints(own)
+    for name, declared in options_of(own).items():
         value, option = getattr(settings, name), option_of(declared)
         kind = (kinds[name] | int) if kinds[name] is float else kinds[name]
         if any(get_origin(each) is dict for each in get_args(kind)):

@@ -13,7 +13,7 @@ from decoding.config.defaults import HIGH_BYTE_SHARE, INNER_DRAFT, RECONSTRUCTIO
 from decoding.planning.activations import prefill_chunk
 from decoding.planning.calibration import Calibration
 from decoding.planning.forecast import Forecast
-from decoding.planning.forward_cost import ForwardCost, selection_s
+from decoding.planning.forward_cost import ForwardCost, forward_cost, selection_s
 from decoding.planning.hardware_profile import HardwareProfile, Trust
 from decoding.planning.plan import Plan, ahead_bytes, effective_device_tokens, tokens_ahead
 from decoding.planning.requirements import Requirements
@@ -104,7 +104,7 @@ class CostModel:
         needs = plan.requirements
         if needs.draft is None or not needs.has_draft:
             return 0.0
-        cost = ForwardCost(self.hardware, needs.draft, needs.draft_ranks, needs.dtype)
+        cost = forward_cost(self.hardware, needs.draft, needs.draft_ranks, needs.dtype)
         attended = plan.spec.draft.window
         return cost.seconds(1, attended, plan.concurrency, captured=bool(needs.settings.graphs))
 
@@ -120,11 +120,12 @@ class CostModel:
         """Return the cost of a round by the profile's rates, with measured acceptance."""
         acceptance = 1 - self.calibration.rejection(plan, 1 - self.acceptance.rate(plan))
         reconstruction_s = plan.concurrency * self._reconstruction_s(plan)
+        forwards = self._target(plan.requirements)
 
         @cache  # asked for several times by each search for a draft length
         def compute_s(drafted: int) -> float:
             selection_s = self._selection_s(plan, expected_tokens(acceptance, drafted))
-            verification_s = self._verification_s(plan, drafted + 1)
+            verification_s = _verification_s(forwards, plan, drafted + 1)
             return verification_s + reconstruction_s + plan.concurrency * selection_s
 
         return RoundCost(
@@ -146,14 +147,7 @@ class CostModel:
     def _target(self, requirements: Requirements) -> ForwardCost:
         """Return the cost of the target's forwards."""
         needs = requirements
-        return ForwardCost(self.hardware, needs.target, needs.ranks, needs.dtype)
-
-    def _verification_s(self, plan: Plan, query_tokens: int) -> float:
-        """Return the seconds of a forward over the whole target cache."""
-        cost, prompt = self._target(plan.requirements), plan.spec.prompt
-        if plan.requirements.settings.deterministic:
-            return cost.batch_invariant_seconds(query_tokens, prompt)
-        return cost.seconds(query_tokens, prompt, plan.concurrency)
+        return forward_cost(self.hardware, needs.target, needs.ranks, needs.dtype)
 
     def _drafted_s(self, plan: Plan) -> float:
         """Return the seconds per token drafted for the target."""
@@ -197,6 +191,14 @@ class CostModel:
         selections = min(1.0, tokens / plan.selection_interval)
         nbytes = needs.layout.in_pairs.bytes(plan.spec.prompt, layers)
         return selections * selection_s(self.hardware, nbytes)
+
+
+def _verification_s(forwards: ForwardCost, plan: Plan, query_tokens: int) -> float:
+    """Return the seconds of a forward over the whole target cache."""
+    prompt = plan.spec.prompt
+    if plan.requirements.settings.deterministic:
+        return forwards.batch_invariant_seconds(query_tokens, prompt)
+    return forwards.seconds(query_tokens, prompt, plan.concurrency)
 
 
 def _inner_draft(requirements: Requirements) -> int:

@@ -6,6 +6,7 @@ FLOPs are totals over all ranks; bytes are per rank.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache, lru_cache
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
 # bytes that plain operations on a GPU read and write to unpack a weight: some ten tensors, most of
 # them in float32
 _PLAIN_BYTES = 40
+_REMEMBERED = 4096  # predictions of a model's forwards
 
 
+@cache
 def matmul_flops(config: ModelConfig) -> float:
     """Return the matmul FLOPs of all layers per token: two per weight.
 
@@ -219,6 +222,14 @@ def choose_weights(
     return config if is_faster or is_large else whole
 
 
+@lru_cache(maxsize=16)
+def forward_cost(
+    hardware: HardwareProfile, config: ModelConfig, ranks: int, dtype: torch.dtype
+) -> ForwardCost:
+    """Return the costs of a model's forwards: the same object for the same arguments."""
+    return ForwardCost(hardware, config, ranks, dtype)
+
+
 class ForwardCost:
     """The predicted times of one model's forwards, with tensor parallelism over `ranks`."""
 
@@ -226,6 +237,10 @@ class ForwardCost:
         self, hardware: HardwareProfile, config: ModelConfig, ranks: int, dtype: torch.dtype
     ):
         self.hardware, self.config, self.ranks, self.dtype = hardware, config, ranks, dtype
+        # keys that are values as well are read twice
+        self._layout = config.kv_layout(ranks, dtype).in_pairs
+        # plans for several budgets ask for the same forwards
+        self._remembered = lru_cache(_REMEMBERED)(self._seconds)
 
     def seconds(
         self,
@@ -245,11 +260,16 @@ class ForwardCost:
                 bits.
             captured: whether it is a CUDA graph, on a GPU.
         """
-        config, ranks = self.config, self.ranks
+        return self._remembered(query_tokens, attended, concurrency, kv_scale, captured)
+
+    def _seconds(
+        self, query_tokens: int, attended: int, concurrency: int, kv_scale: float, captured: bool
+    ) -> float:
+        """Return `seconds`."""
+        config = self.config
         tokens = concurrency * query_tokens
         weights_s = self._read_s(active_share(config, tokens))
-        # keys that are values as well are read twice
-        layout = config.kv_layout(ranks, self.dtype).in_pairs
+        layout = self._layout
         states = _state_bytes(layout)
         scaled = (kv_scale - 1) * layout.bytes(attended, layout.full_layers)
         kv = concurrency * (layout.bytes(attended) + scaled + states)
@@ -272,7 +292,7 @@ class ForwardCost:
         all weights and KV from memory, though some may still be in a processor cache.
         """
         hardware, config, ranks = self.hardware, self.config, self.ranks
-        layout = config.kv_layout(ranks, self.dtype).in_pairs
+        layout = self._layout
         weights_s = self._read_s(ROW_BLOCK * active_share(config, 1))  # read separately per token
         key_blocks = ceil_div(attended, KEY_BLOCK)
         attended = key_blocks * KEY_BLOCK

@@ -62,6 +62,13 @@ def device_breakdown(
     in decoding.
     """
     shape = requirements.target.with_placement(resident, deferred, split)
+    return _tiers(requirements, shape, True), _tiers(requirements, shape, False)
+
+
+def _tiers(
+    requirements: MemoryRequirements, shape: TieredCacheSpec, prefill: bool
+) -> dict[str, int]:
+    """Return the device bytes by tier, in prefill or when decoding."""
     retrieval, scratch = requirements.retrieval, 0
     if shape.streamed_layers:
         layer, shared, scratch = requirements.streamed_retrieval
@@ -71,26 +78,16 @@ def device_breakdown(
         retrieval += shape.split_layers * layer
         scratch = max(scratch, selection)  # one layer selects at a time
     retrieval += scratch
-    fixed = {
+    return {
+        **shape.device_breakdown(prefill),
         "retrieval cache": retrieval,
         "draft cache": requirements.draft,
         "rotary tables": requirements.tables,
         "states of drafting levels": requirements.states,
         "splitting buffers": shape.buffers.splitting_bytes,
+        "hidden states": requirements.hidden if prefill else 0,
+        "forward": requirements.captured if prefill else requirements.forwards,
     }
-    prefill = {
-        **shape.device_breakdown(True),
-        **fixed,
-        "hidden states": requirements.hidden,
-        "forward": requirements.captured,
-    }
-    decode = {
-        **shape.device_breakdown(False),
-        **fixed,
-        "hidden states": 0,
-        "forward": requirements.forwards,
-    }
-    return prefill, decode
 
 
 def plan_memory(
@@ -152,12 +149,12 @@ def _with_min_deferred(
 
     Deferring layers does not reduce the memory of decoding.
     """
-    _, decode = device_breakdown(requirements, placement.resident_layers, 0, placement.split_layers)
-    if sum(decode.values()) > device:
+    shape = replace(placement, deferred_layers=0)
+    if _phase_bytes(requirements, shape, prefill=False) > device:
         return None
     counts = range(placement.resident_layers + placement.split_layers + 1)
     for shape in _with_deferred_layers(placement, counts):
-        if _device_bytes(requirements, shape) <= device:
+        if all(_phase_bytes(requirements, shape, each) <= device for each in (True, False)):
             return shape
     return None
 
@@ -189,10 +186,11 @@ def _with_deferred_layers(
 
 def _device_bytes(requirements: MemoryRequirements, shape: TieredCacheSpec) -> int:
     """Return the device bytes of the larger phase."""
-    phases = device_breakdown(
-        requirements, shape.resident_layers, shape.deferred_layers, shape.split_layers
-    )
-    return max(sum(tiers.values()) for tiers in phases)
+    return max(_phase_bytes(requirements, shape, prefill) for prefill in (False, True))
+
+
+def _phase_bytes(requirements: MemoryRequirements, shape: TieredCacheSpec, prefill: bool) -> int:
+    return sum(_tiers(requirements, shape, prefill).values())
 
 
 def _plan(requirements: MemoryRequirements, shape: TieredCacheSpec) -> MemoryPlan:

@@ -115,7 +115,7 @@ class Plan:
         layers = enumerate(self.prompt_spec.layers())
         return [index for index, each in layers if each.kind == SPLIT]
 
-    @property
+    @cached_property
     def selecting_layers(self) -> int:
         """Return the number of layers of which chunks are selected: none with a window are."""
         window_of = self.requirements.layout.window_of

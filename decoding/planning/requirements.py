@@ -6,6 +6,7 @@ Everything follows from configs and settings alone: no weights, no device. Bytes
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from decoding.config.defaults import (
@@ -56,9 +57,9 @@ class Requirements:
         """Raise TierForceError for a split mode with a dtype that cannot be split."""
         self.settings.check_split_dtype(self.mode, dtype_name(self.dtype))
 
-    @property
+    @cached_property  # plans ask for it very often
     def layout(self) -> KVLayout:
-        """Return the geometry of the target's KV on this rank.
+        """The geometry of the target's KV on this rank.
 
         Split floats have keys and values, even if these are the same. Raises ConfigError if there
         are fewer heads than ranks.

@@ -58,9 +58,9 @@ class LayerSpec:
         """Return the bytes of the whole layer."""
         return prod(self.shape) * self.layout.dtype.itemsize
 
-    @property
+    @cached_property  # plans ask for it very often
     def format(self) -> SplitFormat | None:
-        """Return the format of its split floats; None if it consists of whole elements."""
+        """The format of its split floats; None if it consists of whole elements."""
         if self.kind == SPLIT or (self.kind == OFFLOADED and self.compressed):
             return split_format(self.layout.dtype)
         return None
@@ -96,9 +96,12 @@ class LayerSpec:
     @property
     def streamed_bytes(self) -> int:
         """Return the bytes of host memory that a forward reads."""
-        if self.kind in (WINDOWED, RECURRENT):
+        if self.kind in (WINDOWED, RECURRENT, RESIDENT):
             return 0
-        return replace(self, deferred=False).host_bytes
+        if self.format is None:
+            return self.nbytes
+        planes = self.format.planes if self.kind == OFFLOADED else self.format.low_planes
+        return prod(self.planes_shape(planes))
 
     @property
     def high_bytes(self) -> int:

@@ -136,8 +136,9 @@ class ModelConfig:
     window: int | None = field(default=None, repr=False)
     # Model type of the config that this one is a part of, such as a vision model's
     wrapper: str | None = field(default=None, repr=False)
-    # Matrices that stay packed as in their file, by name, and how; the weights are the same
-    kept_types: tuple[tuple[str, KeptType], ...] = field(default=(), repr=False)
+    # Matrices that stay packed as in their file, by name, and how; the weights are the same. There
+    # are thousands, and planning looks up results by their config: they are compared, not hashed.
+    kept_types: tuple[tuple[str, KeptType], ...] = field(default=(), repr=False, hash=False)
     # Whether the files hold a block that predicts the token after the next (`predictor_config`)
     has_predictor: bool = field(default=False, repr=False)
     # whether this is such a block, which shares its model's embedding and head
