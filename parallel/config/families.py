@@ -5,7 +5,7 @@ Everything is read from config.json's fields; neither torch nor transformers is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -61,6 +61,18 @@ class MlpNames(NamedTuple):
     block: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # or one name, of both stacked
     down: str = "down_proj"
+
+    def inputs(self, prefix: str, stored: Container[str]) -> list[str]:
+        """Return the names of gate and up in layer PREFIX, without ".weight".
+
+        `stored`: names of tensors in the files; converted ones have apart what others stack.
+        """
+        own, apart = (
+            [f"{prefix}.{self.block}.{name}" for name in names]
+            for names in (self.gate_up, ("gate_proj", "up_proj"))
+        )
+        is_apart = len(own) == 1 and f"{apart[0]}.weight" in stored
+        return apart if is_apart else own
 
 
 PRE_NORMS, MLP, SHARED_EXPERT = Norms(), MlpNames(), MlpNames("mlp.shared_expert")

@@ -223,12 +223,19 @@ def _router_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     return experts.count * (per_expert + experts.gating.is_corrected) + others
 
 
-def float32_parameters(config: ModelConfig) -> int:
-    """Return those of the parameters of routers that are in float32 in any model."""
-    if config.experts is None or not config.experts.gating.in_float32:
-        return 0
-    per_expert = config.hidden + config.experts.gating.is_corrected
-    return moe_layers(config) * config.experts.count * per_expert
+def float32_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
+    """Return the parameters of routers and of states' decays on a rank that are in float32 always.
+
+    Those of norms are not counted.
+    """
+    count = 0
+    if config.recurrent is not None:
+        own = rank_shape(config.recurrent, rank, ranks)
+        count += len(own.layers) * own.value_heads * (3 if own.is_mamba else 2)
+    if config.experts is not None and config.experts.gating.in_float32:
+        per_expert = config.hidden + config.experts.gating.is_corrected
+        count += moe_layers(config) * config.experts.count * per_expert
+    return count
 
 
 def expert_parameters(config: ModelConfig, ranks: int, rank: int) -> int:

@@ -5,7 +5,7 @@ Does not import torch. `parallel.weights` allocates by the same rules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -81,7 +81,7 @@ def weight_sizes(
         largest = max(sizes, key=lambda each: each.nbytes + each.scratch)
         return largest._replace(cut=max(each.cut for each in sizes))
     nbytes = parameter_count(config, ranks, rank) * itemsize
-    nbytes += float32_parameters(config) * (4 - itemsize)
+    nbytes += float32_parameters(config, ranks, rank) * (4 - itemsize)
     vocabulary = vocab_rows(config.vocab, ranks) * config.hidden * itemsize
     embedding = 0 if config.tied or config.is_predictor else vocabulary
     shared = vocabulary if config.is_predictor else 0
@@ -183,23 +183,22 @@ def _matrices(
         mixture = config.experts if has_experts(config, layer) else None
         if mixture is not None and mixture.shared is not None:
             own = share(mixture.shared, rank, ranks)
-            shared = _mlp(config, prefix, mixture.names.shared, own)
+            shared = _mlp(config, prefix, mixture.names.shared, own, types)
             yield from ((f"shared_{name}", parts) for name, parts in shared)
         if has_mlp(config, layer):
-            yield from _mlp(config, prefix, config.mlp_names, inner)
+            yield from _mlp(config, prefix, config.mlp_names, inner, types)
 
 
 def _mlp(
-    config: ModelConfig, prefix: str, names: MlpNames, inner: slice
+    config: ModelConfig, prefix: str, names: MlpNames, inner: slice, types: Container[str]
 ) -> Iterator[tuple[str, list[_Part]]]:
     """Yield a rank's matrices of an MLP: its `inner` rows of gate and up, and columns of down."""
-    block, gate_up, down = names
     rows, hidden = inner.stop - inner.start, slice(0, config.hidden)
+    inputs = names.inputs(prefix, types)
     # a single name may stand for gate and up
-    own = (gate_up[0], gate_up[-1])[: mlp_inputs(config)]
-    inputs = [f"{prefix}.{block}.{name}.weight" for name in own]
-    yield "gate_up", [_Part(name, rows, hidden) for name in inputs]
-    yield "down", [_Part(f"{prefix}.{block}.{down}.weight", config.hidden, inner)]
+    own = (inputs[0], inputs[-1])[: mlp_inputs(config)]
+    yield "gate_up", [_Part(f"{name}.weight", rows, hidden) for name in own]
+    yield "down", [_Part(f"{prefix}.{names.block}.{names.down}.weight", config.hidden, inner)]
 
 
 def _attention(

@@ -51,7 +51,7 @@ class Checkpoint(ABC):
         self._target_dtype = torch.float32
         self._keeps_blocks = False
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._shapes
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Indexable:

@@ -206,9 +206,9 @@ class SharedExpert(Module):
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         """Read the tensors of layer PREFIX: those of an MLP, and a gate if it has one."""
-        block, gate_up, down = self.names.shared
-        self.gate_up.load(checkpoint, [f"{prefix}.{block}.{name}" for name in gate_up])
-        self.down.load(checkpoint, f"{prefix}.{block}.{down}")
+        names = self.names.shared
+        self.gate_up.load(checkpoint, names.inputs(prefix, checkpoint))
+        self.down.load(checkpoint, f"{prefix}.{names.block}.{names.down}")
         if self.gate is not None:
             name = f"{prefix}.{self.names.shared_gate}.weight"
             shape = tuple(self.gate.shape)[int(checkpoint.is_converted) :]

@@ -75,11 +75,11 @@ class Mlp(Branch):
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norms(checkpoint, prefix)
-        block, gate_up, down = self.names
-        self.gate_up.load(checkpoint, [f"{prefix}.{block}.{name}" for name in gate_up])
-        self.down.load(checkpoint, f"{prefix}.{block}.{down}")
+        self.gate_up.load(checkpoint, self.names.inputs(prefix, checkpoint))
+        prefix = f"{prefix}.{self.names.block}"
+        self.down.load(checkpoint, f"{prefix}.{self.names.down}")
         if isinstance(self.activate, XIELU):
-            self.activate.load(checkpoint, f"{prefix}.{block}.act_fn")
+            self.activate.load(checkpoint, f"{prefix}.act_fn")
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:

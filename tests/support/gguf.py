@@ -61,7 +61,8 @@ PREDICTION_PARTS = {  # parts of a multi-token-prediction block beside its layer
     "norm": MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM,
 }
 # their Q and K have interleaved heads
-PERMUTED = ("arcee", "llama", "mistral3", "granite", "smollm3")
+PERMUTED = ("arcee", "llama", "mistral3", "granite", "granitehybrid", "smollm3")
+WITH_MAMBA = ("granitemoehybrid", "nemotron_h")
 MULTIPLIERS = {
     "attention_multiplier": GGUFWriter.add_attention_scale,
     "embedding_multiplier": GGUFWriter.add_embedding_scale,
@@ -135,7 +136,7 @@ def convert(
     hf = AutoConfig.from_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
     predictors = int(f"{PREDICTION}fc.weight" in stored)
-    name = architecture or ARCHITECTURES.get(hf.model_type, hf.model_type)
+    name = architecture or architecture_of(hf)
     writer = GGUFWriter(path, name, split_max_tensors=part_tensors)
     _describe(writer, hf, predictors)
     _add_rope(writer, hf)
@@ -148,7 +149,8 @@ def convert(
     heads = {"attn_q": hf.num_attention_heads}
     if writer.arch in PERMUTED:
         heads["attn_k"] = hf.num_key_value_heads
-    tensors = with_split_mlps(stacked_experts(with_last_layer(stored, hf.num_hidden_layers)))
+    tensors = stacked_experts(with_last_layer(stored, hf.num_hidden_layers))
+    tensors = with_split_mlps(hf, with_mamba(hf, tensors))
     tensors = as_converted(hf, with_split_latents(hf, with_split_experts(tensors)))
     names = name_map(writer.arch, hf.num_hidden_layers + predictors)
     for seed, (name, tensor) in enumerate(sorted(tensors.items())):
@@ -161,7 +163,7 @@ def convert(
             weight = weight + 1
         if part in heads and writer.arch in PERMUTED:
             weight = interleave_heads(weight, heads[part])
-        is_plain = not tensor_name.endswith(".weight") or part == "ssm_conv1d"
+        is_plain = not tensor_name.endswith(".weight") or part in ("ssm_conv1d", "ssm_norm")
         if weight.ndim == 1 or kind == Kind.F32 or is_plain:
             writer.add_tensor(tensor_name, weight)
         else:
@@ -173,6 +175,24 @@ def convert(
     writer.write_tensors_to_file()
     writer.close()
     return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*")))) if part_tensors else path
+
+
+def architecture_of(hf: Any) -> str:
+    """Return the architecture of a model's files."""
+    kinds = layer_kinds(hf)
+    if hf.model_type == "granitemoehybrid" and "mamba" in kinds:
+        return "granitehybrid"
+    if hf.model_type == "nemotron_h" and "moe" in kinds:
+        return "nemotron_h_moe"
+    return ARCHITECTURES.get(hf.model_type, hf.model_type)
+
+
+def layer_kinds(hf: Any) -> list[str]:
+    """Return the kinds of layers of a model with Mamba-2, or of mixers and MLPs as layers."""
+    if hf.model_type not in WITH_MAMBA:
+        return []
+    kinds = getattr(hf, "layers_block_type", None) or getattr(hf, "layer_types", None) or []
+    return ["mamba" if kind == "linear_attention" else kind for kind in kinds]
 
 
 def name_map(architecture: str, layers: int) -> Callable[[str], str]:
@@ -273,18 +293,50 @@ def stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def with_split_mlps(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_split_mlps(hf: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a checkpoint's tensors with Granite 4's MLPs as Granite's, as the converter does."""
+    has_experts = getattr(hf, "num_local_experts", 0)
+    blocks = {
+        "shared_mlp.": "mlp.shared_experts." if has_experts else "mlp.",
+        "block_sparse_moe.": "mlp.experts.",
+    }
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        prefix, found, rest = name.partition("shared_mlp.")
+        block = next((each for each in blocks if each in name), "")
+        prefix, _, rest = name.partition(block) if block else (name, "", "")
         if rest == "input_linear.weight":
-            halves = tensor.chunk(2)
-            split |= {f"{prefix}mlp.gate_proj.weight": halves[0].contiguous()}
-            split |= {f"{prefix}mlp.up_proj.weight": halves[1].contiguous()}
+            gate, up = (each.contiguous() for each in tensor.chunk(2, dim=-2))
+            split |= {f"{prefix}{blocks[block]}gate_proj.weight": gate}
+            split |= {f"{prefix}{blocks[block]}up_proj.weight": up}
+        elif rest == "output_linear.weight":
+            split[f"{prefix}{blocks[block]}down_proj.weight"] = tensor
         else:
-            split[f"{prefix}mlp.down_proj.weight" if found else name] = tensor
+            split[name] = tensor
     return split
+
+
+def with_mamba(hf: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors with those of Mamba-2 as the converter has them."""
+    groups = getattr(hf, "mamba_n_groups", getattr(hf, "n_groups", 1))
+    rules: dict[str, Callable[[str, Tensor], tuple[str, Tensor]]] = {
+        r"\.A_log$": lambda name, x: (name, -x.exp()[:, None]),
+        r"\.D$": lambda name, x: (name, x[:, None]),
+        r"\.dt_bias$": lambda name, x: (name.replace("dt_bias", "dt_proj.bias"), x),
+        r"\.conv1d\.weight$": lambda name, x: (name, x.squeeze(1)),
+        r"\.(mamba|mixer)\.norm\.weight$": lambda name, x: (name, x.view(groups, -1)),
+        # those that are stacked
+        r"\.mixer\.experts\.": lambda name, x: (name.replace("mixer", "mlp"), x),
+    }
+    if hf.model_type not in WITH_MAMBA:
+        return dict(tensors)
+    converted: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        rule = next((rule for part, rule in rules.items() if re.search(part, name)), None)
+        own, changed = (name, tensor) if rule is None else rule(name, tensor)
+        if ".mlp." in own:
+            own = own.replace("backbone.layers", "model.layers")
+        converted[own] = changed
+    return converted
 
 
 def with_split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -335,9 +387,11 @@ def _describe(writer: GGUFWriter, hf: Any, predictors: int) -> None:
     writer.add_block_count(hf.num_hidden_layers + predictors)
     if predictors:
         writer.add_nextn_predict_layers(predictors)
-    is_hybrid = hf.model_type == "granitemoehybrid"
+    is_hybrid, has_mamba = hf.model_type == "granitemoehybrid", "mamba" in layer_kinds(hf)
     size = hf.shared_intermediate_size if is_hybrid else getattr(hf, "intermediate_size", None)
-    if size is not None:
+    if has_mamba:
+        _describe_mamba(writer, hf)
+    elif size is not None:
         writer.add_feed_forward_length(size)
     if "linear_num_key_heads" in hf.to_dict():
         writer.add_ssm_conv_kernel(hf.linear_conv_kernel_dim)
@@ -349,7 +403,7 @@ def _describe(writer: GGUFWriter, hf: Any, predictors: int) -> None:
         writer.add_full_attention_interval(full)
         writer.add_rope_dimension_sections([11, 11, 10, 0])
     writer.add_head_count(hf.num_attention_heads)
-    if is_hybrid:  # the model has no such layers
+    if is_hybrid and not has_mamba:
         writer.add_ssm_conv_kernel(4)
         writer.add_ssm_state_size(256)
         writer.add_ssm_group_count(1)
@@ -363,7 +417,7 @@ def _describe(writer: GGUFWriter, hf: Any, predictors: int) -> None:
         writer.add_layer_norm_eps(hf.layer_norm_eps)
         writer.add_logit_scale(hf.logit_scale)
     else:
-        writer.add_layer_norm_rms_eps(hf.rms_norm_eps)
+        writer.add_layer_norm_rms_eps(getattr(hf, "rms_norm_eps", None) or hf.layer_norm_epsilon)
     writer.add_vocab_size(hf.vocab_size)
     if hf.model_type == "gemma4_text":
         _describe_gemma4(writer, hf)
@@ -375,12 +429,41 @@ def _describe(writer: GGUFWriter, hf: Any, predictors: int) -> None:
             add(writer, getattr(hf, name))
 
 
+def _describe_mamba(writer: GGUFWriter, hf: Any) -> None:
+    """Add the dimensions of Mamba-2, and of MLPs, which in Nemotron-H are layers of their own."""
+    kinds = layer_kinds(hf)
+    if hf.model_type == "nemotron_h":
+        sizes = {"mlp": hf.intermediate_size, "moe": hf.moe_intermediate_size}
+        writer.add_feed_forward_length([sizes.get(kind, 0) for kind in kinds])
+        numbers = hf.conv_kernel, hf.ssm_state_size, hf.n_groups, hf.mamba_num_heads
+        head_dim = hf.mamba_head_dim
+    else:
+        has_experts = bool(hf.num_local_experts)
+        writer.add_feed_forward_length(
+            hf.intermediate_size if has_experts else hf.shared_intermediate_size
+        )
+        writer.add_expert_shared_feed_forward_length(hf.shared_intermediate_size)
+        writer.add_rope_scaling_finetuned(hf.position_embedding_type == "rope")
+        numbers = hf.mamba_d_conv, hf.mamba_d_state, hf.mamba_n_groups, hf.mamba_n_heads
+        head_dim = hf.mamba_expand * hf.hidden_size // hf.mamba_n_heads
+    kernel, state, groups, heads = numbers
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_inner_size(heads * head_dim)
+    writer.add_ssm_time_step_rank(heads)
+
+
 def _describe_experts(writer: GGUFWriter, hf: Any) -> None:
     if hf.model_type == "ernie4_5_moe":
         writer.add_expert_shared_count(hf.moe_num_shared_experts)
         writer.add_expert_shared_feed_forward_length(hf.intermediate_size)
         writer.add_interleave_moe_layer_step(hf.moe_layer_interval)
         writer.add_leading_dense_block_count(hf.moe_layer_start_index)
+    if hf.model_type == "nemotron_h":
+        if "moe" in layer_kinds(hf):
+            _describe_nemotron_experts(writer, hf)
+        return
     if hf.model_type in ("glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         is_sigmoid = hf.model_type != "deepseek_v2"
         kinds = ExpertGatingFuncType
@@ -404,13 +487,25 @@ def _describe_experts(writer: GGUFWriter, hf: Any) -> None:
         writer.add_expert_shared_feed_forward_length(size)
 
 
+def _describe_nemotron_experts(writer: GGUFWriter, hf: Any) -> None:
+    writer.add_expert_count(hf.n_routed_experts)
+    writer.add_expert_used_count(hf.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(hf.moe_intermediate_size)
+    writer.add_expert_shared_count(1)
+    writer.add_expert_shared_feed_forward_length(hf.moe_shared_expert_intermediate_size)
+    writer.add_expert_weights_norm(hf.norm_topk_prob)
+    writer.add_expert_weights_scale(hf.routed_scaling_factor)
+    writer.add_expert_group_count(hf.n_group)
+
+
 def _describe_heads(writer: GGUFWriter, hf: Any) -> None:
     if "kv_lora_rank" in hf.to_dict():
         _describe_latents(writer, hf)
         return
     kv_heads = hf.num_key_value_heads
-    if hf.model_type == "granitemoehybrid":
-        writer.add_head_count_kv([kv_heads] * hf.num_hidden_layers)
+    if kinds := layer_kinds(hf):
+        has_heads = [kind in ("attention", "full_attention") for kind in kinds]
+        writer.add_head_count_kv([kv_heads * each for each in has_heads])
     else:
         writer.add_head_count_kv(kv_heads)
     if getattr(hf, "head_dim", None):
@@ -462,6 +557,8 @@ def _describe_gemma4(writer: GGUFWriter, hf: Any) -> None:
 
 def _add_rope(writer: GGUFWriter, hf: Any) -> None:
     """Add the RoPE parameters as the converter does: tensors of factors for llama3 and LongRoPE."""
+    if hf.model_type == "nemotron_h":
+        return
     rope = hf.rope_parameters.get("full_attention", hf.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     size = hf.hidden_size // hf.num_attention_heads

@@ -56,7 +56,7 @@ class Published:
         types[bool] = GGUFValueType.BOOL
         for name, value in fields.items():
             kind = types.get(type(value), GGUFValueType.ARRAY)
-            own = GGUFValueType.BOOL if kind == GGUFValueType.ARRAY else None
+            own = types[type(value[0])] if isinstance(value, list) else None
             writer.add_key_value(f"{self.architecture}.{name}", value, kind, own)
         whole: Tensors = {
             "token_embd": ((self.vocab, self.hidden), self.kind),
@@ -71,7 +71,7 @@ class Published:
         for name, (shape, kind) in whole.items():
             count, nbytes = GGML_QUANT_SIZES[kind]
             stored = (*shape[:-1], shape[-1] // count * nbytes)
-            is_bare = name.endswith((".bias", "ssm_a"))
+            is_bare = name.endswith((".bias", "ssm_a", "ssm_d"))
             full_name = name if is_bare else f"{name}.weight"
             if kind == Kind.F32:
                 dtype = np.dtype(np.float32)
@@ -111,6 +111,41 @@ def mlp(model: Published, layer: int) -> Tensors:
         "ffn_gate": (sizes, Kind.Q4_K),
         "ffn_up": (sizes, Kind.Q4_K),
         "ffn_down": (sizes[::-1], more_bits(model, layer)),
+    }
+
+
+# 52 layers of Nemotron-3-Nano: Mamba-2, experts, attention
+NEMOTRON = 5 * "MEMEM*E" + "MEMEMEM*EMEMEMEME"
+
+
+def nemotron(model: Published, layer: int) -> Tensors:
+    """Return the tensors of Nemotron-3-Nano, whose rows are no multiples of 256 weights."""
+    kind, (hidden, width, experts) = NEMOTRON[layer], (model.hidden, 4096, 128)
+    norm: Tensors = {"attn_norm": ((hidden,), Kind.F32)}
+    more = Kind.Q8_0 if more_bits(model, layer) == Kind.Q6_K else Kind.Q5_0
+    if kind == "*":
+        kinds = {"attn_q": Kind.Q5_0, "attn_k": Kind.Q5_0, "attn_v": more}
+        own = attention(model, layer)
+        return {name: (shape, kinds.get(name, stored)) for name, (shape, stored) in own.items()}
+    if kind == "E":
+        return norm | {
+            "ffn_gate_inp": ((experts, hidden), Kind.F32),
+            "exp_probs_b.bias": ((experts,), Kind.F32),
+            "ffn_up_exps": ((experts, model.intermediate, hidden), Kind.Q5_0),
+            "ffn_down_exps": ((experts, hidden, model.intermediate), more),
+            "ffn_up_shexp": ((3712, hidden), Kind.Q5_0),
+            "ffn_down_shexp": ((hidden, 3712), more),
+        }
+    channels = width + 2 * 8 * 128
+    return norm | {
+        "ssm_in": ((width + channels + 64, hidden), Kind.Q5_0),
+        "ssm_conv1d": ((channels, 4), Kind.F32),
+        "ssm_conv1d.bias": ((channels,), Kind.F32),
+        "ssm_dt.bias": ((64,), Kind.F32),
+        "ssm_a": ((64, 1), Kind.F32),
+        "ssm_d": ((64, 1), Kind.F32),
+        "ssm_norm": ((8, width // 8), Kind.F32),
+        "ssm_out": ((hidden, width), Kind.Q4_K),
     }
 
 
@@ -271,6 +306,27 @@ PUBLISHED = {
             "leading_dense_block_count": 1,
             "rope.dimension_count": 64,
         },
+    ),
+    "Nemotron-3-Nano": Published(
+        *("nemotron_h_moe", 52, 2688, 1856, (32, 2), 128, 131_072, 1 << 20, nemotron),
+        {
+            "attention.head_count_kv": [2 * (kind == "*") for kind in NEMOTRON],
+            "expert_count": 128,
+            "expert_feed_forward_length": 1856,
+            "expert_group_count": 1,
+            "expert_shared_count": 1,
+            "expert_shared_feed_forward_length": 3712,
+            "expert_used_count": 6,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+            "feed_forward_length": [1856 * (kind == "E") for kind in NEMOTRON],
+            "ssm.conv_kernel": 4,
+            "ssm.group_count": 8,
+            "ssm.inner_size": 4096,
+            "ssm.state_size": 128,
+            "ssm.time_step_rank": 64,
+        },
+        kind=Kind.Q5_0,
     ),
     "Qwen3-32B": Published(*("qwen3", 64, 5120, 25_600, (64, 8), 128, 151_936, 40_960, qwen3)),
     "Seed-OSS-36B": Published(

@@ -12,7 +12,15 @@ from parallel.config_checks import FULL, LINEAR
 from parallel.errors import ConfigError
 from parallel.formats.gguf.header import GgufHeader
 
-_INNER = "ssm.inner_size"  # dimensions of all value heads together
+# the convolution, a state, heads of keys and of values, and the dimensions of all the latter
+SIZES = (
+    "ssm.conv_kernel",
+    "ssm.state_size",
+    "ssm.group_count",
+    "ssm.time_step_rank",
+    "ssm.inner_size",
+)
+_CONV, _STATE, _GROUPS, _HEADS, _INNER = SIZES
 
 NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 MIXER = {
@@ -34,10 +42,10 @@ SHARED_EXPERT = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 FIELDS = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.state_size": "linear_key_head_dim",
-    "ssm.group_count": "linear_num_key_heads",
-    "ssm.time_step_rank": "linear_num_value_heads",
+    _CONV: "linear_conv_kernel_dim",
+    _STATE: "linear_key_head_dim",
+    _GROUPS: "linear_num_key_heads",
+    _HEADS: "linear_num_value_heads",
     _INNER: "linear_value_dim",
 }
 
@@ -47,23 +55,32 @@ def add_delta_nets(header: GgufHeader, fields: dict[str, Any]) -> None:
 
     Raises ConfigError for sizes that are missing, or do not belong together.
     """
-    missing = [name for name, each in FIELDS.items() if each not in fields]
+    fields["linear_value_head_dim"] = value_head_dim(header, fields, FIELDS)
+    fields["layer_types"] = [
+        LINEAR if has_delta_net(header, layer) else FULL
+        for layer in range(fields["num_hidden_layers"])
+    ]
+
+
+def value_head_dim(header: GgufHeader, fields: dict[str, Any], names: Mapping[str, str]) -> int:
+    """Return the dimensions of a value head, and remove those of all of them from the fields.
+
+    `names`: the field of each of SIZES. Raises ConfigError for sizes that are missing, or do not
+    belong together.
+    """
+    missing = [name for name in SIZES if names[name] not in fields]
     if missing:
         raise ConfigError(
             f"{header.path}: its metadata lacks {', '.join(missing)}: it does not say what the "
             "model is."
         )
-    inner, heads = fields.pop("linear_value_dim"), fields["linear_num_value_heads"]
+    inner, heads = fields.pop(names[_INNER]), fields[names[_HEADS]]
     if inner % heads:
         raise ConfigError(
             f"{header.path}: its metadata has {_INNER} = {inner}, which does not divide into "
-            f"ssm.time_step_rank = {heads}."
+            f"{_HEADS} = {heads}."
         )
-    fields["linear_value_head_dim"] = inner // heads
-    fields["layer_types"] = [
-        LINEAR if has_delta_net(header, layer) else FULL
-        for layer in range(fields["num_hidden_layers"])
-    ]
+    return int(inner // heads)
 
 
 def has_delta_net(header: GgufHeader, layer: int | str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from parallel.config_checks import quote
 from parallel.errors import ConfigError
-from parallel.formats.gguf import delta_nets, latents
+from parallel.formats.gguf import delta_nets, latents, mamba
 from parallel.formats.gguf.header import GgufHeader, TensorInfo
 from parallel.formats.gguf.tensors import TYPES
 
@@ -57,6 +57,12 @@ _MIXERS = (
 )
 _ATTENTION = {**_PRE_NORMS, **_PROJECTIONS}
 _LLAMA = {**_ATTENTION, **_MLP}
+_MULTIPLIERS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 _EXPERT_COUNTS = {"expert_used_count": "num_experts_per_tok"}
 _ROUTED_FIELDS = {  # fields of GLM and DeepSeek
     "expert_count": "n_routed_experts",
@@ -94,6 +100,7 @@ class GgufFamily:
     has_windows: bool = False  # whether a sliding window means that of the model type
     has_delta_nets: bool = False
     has_latents: bool = False
+    has_mamba: bool = False
     has_tiled_heads: bool = False  # value head i of a delta net has key head i modulo their number
     has_dense: bool = True  # whether its metadata has the size of a dense MLP
     ignored: tuple[str, ...] = ()  # prefixes of metadata without effect on the language model
@@ -131,6 +138,8 @@ def tensors_in(info: TensorInfo, names: Sequence[str]) -> Iterator[tuple[str, Te
     if "{}" not in names[0]:
         if len(info.shape) == 3:  # matrices of heads, which are one here
             info = replace(info, shape=(prod(info.shape[:2]), info.shape[2]))
+        if names[0].endswith(mamba.VECTORS):
+            info = replace(info, shape=(prod(info.shape),))
         yield names[0], info
         return
     experts, rows, *inner = info.shape
@@ -251,6 +260,55 @@ _QWEN3_NEXT = GgufFamily(
     },
     ignored=("rope.dimension_sections", "full_attention_interval", "attention.recurrent_layers"),
     has_delta_nets=True,
+)
+_GRANITE_SHARED = {"gate": "gate_proj", "up": "up_proj", "down": "output_linear"}
+_GRANITE_HYBRID = replace(
+    _LLAMA_FAMILY,
+    model_type="granitemoehybrid",
+    tensors={
+        **_ATTENTION,
+        **mamba.mixer("mamba"),
+        **{f"ffn_{part}": f"shared_mlp.{name}" for part, name in _GRANITE_SHARED.items()},
+    },
+    optional=(*_PROJECTIONS, *mamba.mixer("")),
+    fields={**_MULTIPLIERS, **mamba.GRANITE_FIELDS},
+    constants={"num_local_experts": 0, "position_embedding_type": True},
+    biases=(),
+    ignored=("expert_shared_feed_forward_length",),
+    has_mamba=True,
+)
+_GRANITE_HYBRID_EXPERTS = replace(
+    _GRANITE_HYBRID,
+    tensors={
+        **_ATTENTION,
+        **mamba.mixer("mamba"),
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        **{part: name.replace("mlp", "block_sparse_moe") for part, name in _EXPERTS.items()},
+        **{f"ffn_{part}_shexp": f"shared_mlp.{name}" for part, name in _GRANITE_SHARED.items()},
+    },
+    fields={
+        **_GRANITE_HYBRID.fields,
+        "expert_count": "num_local_experts",
+        **_EXPERT_COUNTS,
+        "expert_shared_feed_forward_length": "shared_intermediate_size",
+    },
+    ignored=(),
+)
+_NEMOTRON_PROJECTIONS = {
+    part: name.replace("self_attn", "mixer") for part, name in _PROJECTIONS.items()
+}
+_NEMOTRON_MLP = {part: name.replace("mlp", "mixer") for part, name in _UNGATED_MLP.items()}
+_NEMOTRON_EXPERTS = {
+    part: name.replace("mlp", "mixer")
+    for part, name in _EXPERTS_BESIDE.items()
+    if part not in ("ffn_gate_exps", "ffn_gate_shexp")
+} | {latents.CORRECTION: "mixer.gate.e_score_correction_bias"}
+_NEMOTRON_H = GgufFamily(
+    "nemotron_h",
+    {"attn_norm": "norm", **mamba.mixer("mixer"), **_NEMOTRON_PROJECTIONS, **_NEMOTRON_MLP},
+    optional=(*mamba.mixer(""), *_NEMOTRON_PROJECTIONS, *_NEMOTRON_MLP),
+    fields=mamba.NEMOTRON_FIELDS,
+    has_mamba=True,
 )
 _IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral and Mixtral
@@ -432,12 +490,31 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
         model_type="granite",
         ignored=("ssm.", "expert_shared_feed_forward_length"),
         expected={"rope.scaling.finetuned": (True,)},  # false: no RoPE
+        fields=_MULTIPLIERS,
+    ),
+    "granitehybrid": _GRANITE_HYBRID,
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": replace(
+        _NEMOTRON_H,
+        tensors={**_NEMOTRON_H.tensors, **_NEMOTRON_EXPERTS},
+        optional=(*_NEMOTRON_H.optional, *_NEMOTRON_EXPERTS),
         fields={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
+            **_NEMOTRON_H.fields,
+            "expert_count": "n_routed_experts",
+            **_EXPERT_COUNTS,
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_weights_scale": "routed_scaling_factor",
         },
+        # groups without the number of those that a token has; sigmoid
+        expected={
+            "expert_group_count": (0, 1),
+            "expert_group_used_count": (0, 1),
+            "expert_shared_count": (1,),
+            "expert_gating_func": (2,),
+        },
+        constants={"n_group": 1, "topk_group": 1},
     ),
 }
 
@@ -457,6 +534,8 @@ def family_of(header: GgufHeader) -> GgufFamily:
         )
     if name == "llama" and header.metadata.get("llama.expert_count"):
         return _MIXTRAL
+    if name == "granitehybrid" and header.metadata.get("granitehybrid.expert_count"):
+        return _GRANITE_HYBRID_EXPERTS
     if name == "gemma4" and header.metadata.get("gemma4.expert_count"):
         return _GEMMA4_EXPERTS
     family = FAMILIES[name]

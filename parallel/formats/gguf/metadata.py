@@ -25,6 +25,7 @@ from parallel.config_checks import (
     quote,
 )
 from parallel.errors import CheckpointError, ConfigError
+from parallel.formats.gguf import mamba
 from parallel.formats.gguf.delta_nets import add_delta_nets, delta_net_shapes, mixer_parts
 from parallel.formats.gguf.families import GgufFamily, family_of
 from parallel.formats.gguf.gemma4 import KV_HEADS, add_gemma4
@@ -208,6 +209,8 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         fields["eos_token_id"] = stops or fields["eos_token_id"]
     if family.has_delta_nets:
         add_delta_nets(header, fields)
+    if family.has_mamba:
+        mamba.add_mamba(header, fields)
     _add_heads(header, family, values, fields)
     _add_windows(header, family, fields)
     _check_tensors(header, family, fields)
@@ -293,16 +296,10 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
         if name not in known:
             unknown.append(f"{key} = {str(value)[:40]!r}")
             continue
-        is_by_layer = isinstance(value, list) and len(value) == header.metadata[layers]
-        if is_by_layer and name == KV_HEADS and family.model_type == "gemma4_text":
-            values[name] = value  # checked with the kinds of layers
-            continue
-        if is_by_layer and name == _PATTERN and all(isinstance(each, bool) for each in value):
-            values[name] = "".join("L" if each else "G" for each in value)
-            continue
-        if is_by_layer and value.count(value[0]) == len(value):
-            value = value[0]
-        if reason := _field_error(name, value, expected):
+        is_valid = False
+        if isinstance(value, list) and len(value) == header.metadata[layers]:
+            value, is_valid = _of_layers(name, value, family)
+        if not is_valid and (reason := _field_error(name, value, expected)):
             raise ConfigError(
                 f"{header.path}: its metadata has {key} = {quote(value)}; it must be {reason}."
             )
@@ -313,6 +310,20 @@ def _read_fields(header: GgufHeader, family: GgufFamily) -> dict[str, Any]:
             "are not supported."
         )
     return values
+
+
+def _of_layers(name: str, value: list[Any], family: GgufFamily) -> tuple[Any, bool]:
+    """Return what a list with an element for each layer says, and whether that is valid.
+
+    A list that is not known is returned as it is.
+    """
+    if name == KV_HEADS and family.model_type == "gemma4_text":
+        return value, True  # checked with the kinds of layers
+    if name == _PATTERN and all(isinstance(each, bool) for each in value):
+        return "".join("L" if each else "G" for each in value), True
+    if family.has_mamba and name in mamba.BY_LAYER:
+        value = list(filter(None, value)) or value  # those of layers that have it
+    return value[0] if value.count(value[0]) == len(value) else value, False
 
 
 def _required(family: GgufFamily) -> list[str]:
@@ -443,8 +454,11 @@ def _needed_parts(header: GgufHeader, family: GgufFamily, layer: str) -> list[st
     """Return the tensors that a layer must have, without biases and the number of the layer."""
     parts = [part for part in family.tensors if part not in family.optional]
     parts += mixer_parts(header, layer) if family.has_delta_nets else []
+    if family.has_mamba:
+        parts += mamba.layer_parts(header, layer, family.optional)
     parts += needed_parts(header, layer) if family.has_latents else []
-    return [part if "." in part or part == "ssm_a" else f"{part}.weight" for part in parts]
+    whole = ("ssm_a", "ssm_d")
+    return [part if "." in part or part in whole else f"{part}.weight" for part in parts]
 
 
 def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -485,4 +499,6 @@ def _shapes(family: GgufFamily, fields: Mapping[str, Any]) -> dict[str, tuple[in
         matrices |= {"attn_q.weight": (2 * queries, hidden), **delta_net_shapes(fields)}
     if family.has_latents:
         matrices |= latent_shapes(fields)
+    if family.has_mamba:
+        matrices |= mamba.mamba_shapes(fields)
     return {**matrices, **biases}

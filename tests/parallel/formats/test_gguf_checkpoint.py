@@ -131,7 +131,7 @@ GGUF_FIELDS: dict[str, dict[str, Any]] = {
 # others architectures that are not read.
 NOT_READ = {"glm", "mistral-window", "apertus", "exaone", "hunyuan"}
 NOT_READ |= {"minicpm3"}
-NOT_READ |= {"granite-mamba", "granite-experts", "nemotron_h"}
+NOT_READ |= {"nemotron_h"}  # it has experts in groups, and MLPs without experts
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
@@ -153,6 +153,18 @@ MODELS: dict[str, dict[str, Any]] = {
         if name not in NOT_READ
     },
     "mistral": {"family": "mistral", "sliding_window": None},
+    "nemotron_h": {
+        "family": "nemotron_h",
+        "layers_block_type": ["mamba", "mlp", "attention", "mamba", "mlp"],
+    },
+    "nemotron_h-experts": {
+        "family": "nemotron_h",
+        "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"],
+        "intermediate_size": 20,
+        "routed_scaling_factor": 2.5,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "phi3-short": {"family": "phi3", "original_max_position_embeddings": 512},
     "smollm3-tied": {"family": "smollm3", "no_rope_layer_interval": 4, "tie_word_embeddings": True},
 }
@@ -166,7 +178,9 @@ def test_a_file_equals_the_folder_it_was_converted_from(
     path = convert(folder, tmp_path / "model.gguf")
     theirs, ours = (ModelConfig.from_pretrained(source) for source in (folder, path))
     assert ours == ModelConfig.from_name(str(path))
-    own_family = {"mistral": "llama", "granitemoehybrid": "granite"}
+    own_family = {"mistral": "llama"}
+    if theirs.recurrent is None:
+        own_family["granitemoehybrid"] = "granite"
     own_family |= {"glm4_moe_lite": "deepseek_v3"}
     assert ours.family == own_family.get(theirs.family, theirs.family)
     rounded = ["norm_eps", "logits_scaling"]
@@ -271,6 +285,43 @@ def test_broken_files_of_latents(
     path = convert(folder, tmp_path / "broken.gguf", without=without, **metadata)
     with pytest.raises((ConfigError, CheckpointError), match=words):
         ModelConfig.from_name(str(path))
+
+
+@pytest.mark.parametrize(
+    ("without", "metadata", "words"),
+    [
+        ("blk.0.ssm_d", {}, "blk.0.ssm_d is missing"),
+        ("blk.2.ssm_conv1d.bias", {}, "blk.2.ssm_conv1d.bias is missing"),
+        ("blk.0.ssm_conv1d.weight", {}, "attn_q.weight is missing"),
+        ("blk.1.attn_k.weight", {}, "attn_k.weight is missing"),
+        ("", {"granitehybrid__ssm__time_step_rank": 7}, "inner_size = 64, .* not divide into"),
+        ("", {"granitehybrid__ssm__inner_size": 96}, "96.* 32.*|implies"),
+        ("", {"granitehybrid__ssm__state_size": 0}, "ssm.state_size = 0; it must be"),
+        ("", {"granitehybrid__ssm__group_count": 2}, "ssm_.*but its metadata implies"),
+        ("", {"granitehybrid__moe_latent_size": 8}, "moe_latent_size = '8', which indicates"),
+    ],
+)
+def test_broken_files_of_mamba(
+    checkpoint: Checkpoints, tmp_path: Path, without: str, metadata: dict[str, Any], words: str
+) -> None:
+    folder = checkpoint(**OTHERS["granite-mamba"])
+    path = convert(folder, tmp_path / "broken.gguf", without=without, **metadata)
+    with pytest.raises((ConfigError, CheckpointError), match=words):
+        ModelConfig.from_name(str(path))
+
+
+@pytest.mark.parametrize("name", ["granite-experts", "nemotron_h-experts"])
+def test_files_of_mamba_match_transformers(
+    checkpoint: Checkpoints, tmp_path: Path, name: str
+) -> None:
+    folder = checkpoint(**MODELS[name])
+    path, tokens = convert(folder, tmp_path / "model.gguf"), random_tokens(60)
+    expected = reference_logits(folder, tokens)
+    for logits in (
+        all_logits(load_model(path, TensorParallelGroup(), "float32"), tokens),
+        *(each for (each,) in run_ranks(2, logits_on_rank, [path], tokens)),
+    ):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")

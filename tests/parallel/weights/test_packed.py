@@ -22,6 +22,7 @@ import parallel.weights.packed
 import parallel.weights.planes
 from parallel.batch_invariant import batch_invariant
 from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import single_branches
 from parallel.config.weight_sizes import weight_sizes
 from parallel.errors import CheckpointError
 from parallel.formats.gguf.checkpoint import GgufCheckpoint
@@ -40,7 +41,7 @@ from parallel.weights.selection import random_planes
 from support.gguf import RANDOM, convert
 from support.interpreter import import_interpreted
 from support.loading import all_logits
-from support.models import WIDE, random_tokens
+from support.models import MAMBA, WIDE, random_tokens
 from support.quantised import fp8, gptq, quantise
 from support.ranks import run_ranks
 
@@ -177,6 +178,11 @@ WIDE_LATENTS: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+WIDE_MAMBA: dict[str, Any] = {
+    **MAMBA,
+    "layer_types": ["mamba", "attention"],
+    "shared_intermediate_size": 512,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "qwen3_moe": {"head_dim": 64, "decoder_sparse_step": 1, "moe_intermediate_size": 512},
@@ -195,6 +201,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_intermediate_size": 512, "moe_num_shared_experts": 1},
     "glm4_moe": {"moe_intermediate_size": 512, "n_group": 1, "topk_group": 1},
     "glm4": {"head_dim": 64},
+    "granitemoehybrid": WIDE_MAMBA,
+    "granitemoehybrid-experts": {
+        **WIDE_MAMBA,
+        "mamba_n_groups": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+        "mamba_head_dim": 64,
+        "mamba_num_heads": 8,
+        "head_dim": 64,
+    },
+    "nemotron_h-experts": {
+        "layers_block_type": ["mamba", "moe", "attention", "mamba", "moe"],
+        "mamba_head_dim": 64,
+        "mamba_num_heads": 8,
+        "head_dim": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 512,
+        "moe_shared_expert_intermediate_size": 512,
+    },
 }
 
 
@@ -204,7 +233,7 @@ def test_every_family_of_gguf_files_stays_packed(
     checkpoint: Checkpoints, tmp_path: Path, family: str, ranks: int
 ) -> None:
     """Matrices fused or not, and those of experts."""
-    folder = checkpoint(family=family, **WIDE, **FAMILIES[family])
+    folder = checkpoint(family=family.partition("-")[0], **{**WIDE, **FAMILIES[family]})
     path = convert(folder, tmp_path / "model.gguf", Kind.Q4_K)
     group = TensorParallelGroup(ranks - 1, ranks)
     model, whole = packed_model(path, "bfloat16", group), load_model(path, group, "bfloat16")
@@ -219,7 +248,8 @@ def test_every_family_of_gguf_files_stays_packed(
             assert same_bits(module.packed[:], modules[name].values)
     shared = sum(isinstance(each, SharedExpert) for each in model.modules())
     per_layer = 4 if model.config.latent is None else 5
-    assert packed == 2 + model.config.layers * per_layer + 2 * shared
+    single = 2 * single_branches(model.config)
+    assert packed == 2 + model.config.layers * per_layer + 2 * shared - single
     if ranks == 1:
         models = packed_model(path, "float32"), load_model(path, group, "float32")
         logits = [all_logits(each, random_tokens(40)) for each in models]
