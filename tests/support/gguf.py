@@ -46,6 +46,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
     "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
     "glm4_moe": "glm4moe",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
@@ -61,7 +62,7 @@ PREDICTION_PARTS = {  # parts of a multi-token-prediction block beside its layer
     "norm": MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM,
 }
 # their Q and K have interleaved heads
-PERMUTED = ("arcee", "llama", "mistral3", "granite", "granitehybrid", "smollm3")
+PERMUTED = ("arcee", "internlm2", "llama", "mistral3", "granite", "granitehybrid", "smollm3")
 WITH_MAMBA = ("granitemoehybrid", "nemotron_h")
 MULTIPLIERS = {
     "attention_multiplier": GGUFWriter.add_attention_scale,
@@ -560,6 +561,13 @@ def _add_rope(writer: GGUFWriter, hf: Any) -> None:
     if hf.model_type == "nemotron_h":
         return
     rope = hf.rope_parameters.get("full_attention", hf.rope_parameters)
+    if alpha := rope.get("alpha"):
+        scale = alpha ** (hf.head_dim / (hf.head_dim - 2))
+        writer.add_rope_freq_base(rope["rope_theta"] * scale)
+        writer.add_rope_scaling_type(RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1)
+        writer.add_rope_scaling_orig_ctx_len(hf.max_position_embeddings)
+        return
     writer.add_rope_freq_base(rope["rope_theta"])
     size = hf.hidden_size // hf.num_attention_heads
     if hf.model_type == "ministral3":
@@ -580,7 +588,7 @@ def _add_rope(writer: GGUFWriter, hf: Any) -> None:
 
 def _add_rope_factors(writer: GGUFWriter, hf: Any, rope: dict[str, Any]) -> None:
     """Add what scales the positions."""
-    size = hf.hidden_size // hf.num_attention_heads
+    size = hf.to_dict().get("head_dim") or hf.hidden_size // hf.num_attention_heads
     if rope["rope_type"] == "llama3":
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](hf, torch.device("cpu"))
         plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)

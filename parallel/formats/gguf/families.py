@@ -349,6 +349,14 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
         tensors={**_ATTENTION, **_UNGATED_MLP},
         biases=((*_QKV, "attn_output"), tuple(_UNGATED_MLP)),
     ),
+    "exaone": replace(_LLAMA_FAMILY, interleaved_rope=False),
+    "internlm2": _LLAMA_FAMILY,
+    "hunyuan-dense": GgufFamily(
+        "hunyuan_v1_dense",
+        {**_LLAMA, **_QK_NORMS},
+        biases=((*_QKV, "attn_output"),),
+        ignored=("rope.scaling.original_context_length",),  # none are scaled
+    ),
     "smollm3": replace(_LLAMA_FAMILY, model_type="smollm3"),  # every fourth layer has no RoPE
     "phi3": GgufFamily(
         "phi3",
