@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from decoding.grammars.grammar import ALL_TOKENS, Grammar, as_llguidance, quoted
-from decoding.text.tools.forms import END_OF_THOUGHTS, ToolForm
-from offload.errors import InvalidRequestError
+from decoding.grammars.tagged_calls import TaggedCalls
+from decoding.text.tools.forms import END_OF_THOUGHTS, Tags, ToolForm
+from offload.errors import InvalidRequestError, one_line
 
 # a schema with one of these may have properties that `properties` does not name
 _OTHER_PROPERTIES = ("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties")
@@ -69,6 +70,7 @@ class ToolCallGrammar(Grammar):
             for name in sorted(unsupported & self.strict):
                 try:
                     Grammar.json_schema(schemas[name]).check()
+                    self._only([name], schemas).check()
                 except InvalidRequestError as error:
                     raise InvalidRequestError(f"function {name}: {error}") from error
             if not unsupported:  # each by itself is supported
@@ -86,9 +88,8 @@ class ToolCallGrammar(Grammar):
             raise InvalidRequestError(
                 "checking the schemas of all functions takes too long: send fewer, or smaller ones."
             )
-        own = json.dumps([schemas[name] for name in names], ensure_ascii=False)
         try:
-            replace(self, names=tuple(names), source=own, answer=None).check()
+            self._only(names, schemas).check()
         except InvalidRequestError:
             if len(names) == 1:
                 return set(names)
@@ -97,20 +98,45 @@ class ToolCallGrammar(Grammar):
             return set[str]().union(*(self._unsupported(part, schemas, deadline) for part in parts))
         return set()
 
+    def _only(self, names: Sequence[str], schemas: Mapping[str, Any]) -> ToolCallGrammar:
+        """Return the grammar of calls of some of the functions."""
+        own = json.dumps([schemas[name] for name in names], ensure_ascii=False)
+        return replace(self, names=tuple(names), source=own, answer=None)
+
     def compose(self, in_channels: bool) -> str:
-        schemas = map(Grammar.json_schema, json.loads(self.source))
-        grammars = {f"tool{index}": each for index, each in enumerate(schemas)}
+        schemas = json.loads(self.source)
+        if self.form.tags is not None:
+            rules, grammars = self._tagged(self.form.tags, schemas)
+        else:
+            end = '"}"' if self.form.key else ""
+            own = map(Grammar.json_schema, schemas)
+            grammars = {f"tool{index}": each for index, each in enumerate(own)}
+            rules = [
+                f"call{index}: {self._head(name)} @tool{index} {end}"
+                for index, name in enumerate(self.names)
+            ]
         if self.answer is not None:
             grammars["answer"] = self.answer
-        return as_llguidance("\n".join([ALL_TOKENS, *self._rules()]), grammars)
+        return as_llguidance("\n".join([ALL_TOKENS, *rules, *self._rules()]), grammars)
+
+    def _tagged(
+        self, tags: Tags, schemas: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[str], dict[str, Grammar]]:
+        """Return the rules of calls between tags, and the grammars that they refer to.
+
+        Raises InvalidRequestError for a schema that is not supported there.
+        """
+        calls, rules = TaggedCalls(self.form, tags, self._marker), list[str]()
+        for index, (name, schema) in enumerate(zip(self.names, schemas, strict=True)):
+            try:
+                rules += calls.call(f"call{index}", name, schema)
+            except (ValueError, TypeError, AttributeError) as error:  # those of a wrong type, too
+                raise self.error(f"{one_line(error)} (in calls between tags)") from error
+        return [*rules, *calls.values()], calls.grammars
 
     def _rules(self) -> Iterator[str]:
         """Yield the rules of an answer, in Lark's syntax."""
-        names = range(len(self.names))
-        yield f"call: {' | '.join(f'call{index}' for index in names)}"
-        for index, name in enumerate(self.names):
-            end = '"}"' if self.form.key else ""
-            yield f"call{index}: {self._head(name)} @tool{index} {end}"
+        yield f"call: {' | '.join(f'call{index}' for index in range(len(self.names)))}"
         yield f"calls: {self._calls()}"
         if self.has_text:
             yield from self._with_text()
@@ -142,11 +168,12 @@ class ToolCallGrammar(Grammar):
             return "call" if token is None else f"<[{token}]>? call"
         if not form.end:
             return "call" if is_single else "call+"
-        call = rf'{begin} "\n" call "\n" {self._marker(form.end)}'
+        inner = quoted(form.inner_line) if form.inner_line else ""
+        call = f"{begin} {inner} call {inner} {self._marker(form.end)}"
         if is_single:
             return call
-        blank = "" if self._is_begun_by_text else r'"\n"'
-        return rf'{call} ({blank} {call})* "\n"?'
+        line = "" if self._is_begun_by_text or not form.line else quoted(form.line)
+        return rf'{call} ({line} {call})* "\n"?'
 
     def _with_text(self) -> Iterator[str]:
         """Yield the rules of an answer with calls, text before them, or only text."""

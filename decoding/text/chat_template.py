@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from decoding.text.tools.forms import MISTRAL, supports_tools
-from decoding.text.tools.messages import in_messages, with_short_ids
+from decoding.text.tools.forms import MISTRAL, has_tags, supports_tools
+from decoding.text.tools.messages import in_messages, with_object_arguments, with_short_ids
 from decoding.text.tools.strings import strings_in
 
 # given to every template, by transformers and jinja
@@ -95,6 +95,7 @@ def _rendered(
 ) -> str:
     if supports_tools(template):
         own = with_short_ids(messages) if MISTRAL.begin in template else messages
+        own = with_object_arguments(own) if has_tags(template) else own
         return _apply(tokenizer, own, how)
     plain = replace(how, tools=())
     try:

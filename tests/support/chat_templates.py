@@ -327,3 +327,37 @@ MISTRAL_TOOLS = (
     "{{- '\"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
     "{%- else %}{{- ' ' + m.content }}{%- endif %}{%- endfor %}"
 )
+_TAGGED_START = (
+    "{%- if tools %}{{- '<|system|># Tools' }}{%- for tool in tools %}{{- '\n' + tool | tojson }}"
+    "{%- endfor %}{{- '<|end|>\n' }}{%- endif %}{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{%- if loop.previtem and loop.previtem.role != 'tool' %}{{- '<|user|>' }}{%- endif %}"
+    "{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|end|>\n' }}{%- endif %}"
+    "{%- else %}{{- '<|' + m.role + '|>' + m.content | trim }}"
+    "{%- for call in m.tool_calls or [] %}{%- set call = call.function %}"
+)
+_TAGGED_END = (
+    "{%- endfor %}{{- '<|end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+# those of Qwen3-Coder and Qwen3.5, and of GLM-4.6 and GLM-4.7, as far as they render calls
+QWEN_CODER_TOOLS = (
+    _TAGGED_START + "{{- '\n<tool_call>\n<function=' + call.name + '>\n' }}"
+    "{%- for name, value in call.arguments | items %}{{- '<parameter=' + name + '>\n' }}"
+    "{{- value | tojson | safe if value is mapping or (value is sequence and value is not string) "
+    "else value | string }}{{- '\n</parameter>\n' }}{%- endfor %}"
+    "{{- '</function>\n</tool_call>' }}" + _TAGGED_END
+)
+GLM_TOOLS = (
+    _TAGGED_START + "{{- '\n<tool_call>' + call.name + '\n' }}"
+    "{%- set _args = call.arguments or {} %}{%- for k, v in _args.items() %}"
+    "<arg_key>{{ k }}</arg_key>\n<arg_value>"
+    "{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>{{ '\n' }}"
+    "{%- endfor %}{{- '</tool_call>' }}" + _TAGGED_END
+)
+GLM_COMPACT_TOOLS = (
+    GLM_TOOLS.replace("</arg_key>\n", "</arg_key>")
+    .replace("call.name + '\n'", "call.name")
+    .replace("</arg_value>{{ '\n' }}", "</arg_value>")
+    .replace("'\n<tool_call>'", "'<tool_call>'")
+)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from decoding.text.tools.forms import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMED, ToolForm
+from decoding.text.tools.forms import (
+    GLM,
+    GLM_COMPACT,
+    HERMES,
+    LLAMA_3,
+    MISTRAL,
+    MISTRAL_NAMED,
+    QWEN_CODER,
+    ToolForm,
+)
 
 CITY = {
     "type": "object",
@@ -19,6 +28,13 @@ TOOLS = [
     for name, schema in SCHEMAS.items()
 ]
 _WEATHER, _NOW = '"weather", "arguments": {"city": "Rome"}', '"now", "arguments": {}'
+_QWEN = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+_QWEN_NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+_GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
+_COMPACT = _GLM.replace("\n", "")
 # answers in each form, with one call of `weather`, and, where there may be more, one of `now`
 ANSWERS: list[tuple[ToolForm, str, int]] = [
     (HERMES, f'<tool_call>\n{{"name": {_WEATHER}}}\n</tool_call>', 1),
@@ -33,5 +49,11 @@ ANSWERS: list[tuple[ToolForm, str, int]] = [
     (MISTRAL, f'[TOOL_CALLS] [{{"name": {_WEATHER}}}, {{"name": {_NOW}}}]', 2),
     (MISTRAL_NAMED, '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}', 1),
     (MISTRAL_NAMED, '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]now[ARGS]{}', 2),
+    (QWEN_CODER, _QWEN, 1),
+    (QWEN_CODER, f"{_QWEN}\n{_QWEN_NOW}", 2),
+    (GLM, _GLM, 1),
+    (GLM, f"{_GLM}\n<tool_call>now\n</tool_call>", 2),
+    (GLM_COMPACT, _COMPACT, 1),
+    (GLM_COMPACT, f"{_COMPACT}<tool_call>now</tool_call>", 2),
 ]
 CALLS = [("weather", '{"city": "Rome"}'), ("now", "{}")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,14 +15,30 @@ _PYTHON_TAG, _ARGUMENTS = "<|python_tag|>", "[ARGS]"
 
 
 @dataclass(frozen=True)
+class Tags:
+    """Tags around the parts of a call: its name, and the key and the value of each parameter.
+
+    Values are text. Those of strings are written as they are, and others in JSON.
+    """
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: tuple[str, str]
+    end: str = ""  # after the parameters
+    pad: str = ""  # before and after a value
+    line: str = ""  # after the other tags
+
+
+@dataclass(frozen=True)
 class ToolForm:
     """How a model writes calls of tools.
 
-    In all but one form, a call is a JSON object with a name and arguments.
+    A call is a JSON object with a name and arguments, or a name and the JSON of its arguments, or
+    it has its parts between tags.
     """
 
     begin: str  # before calls; empty: an answer that begins with "{" is a call
-    head: re.Pattern[str]  # a call up to its arguments; the group is its name
+    head: re.Pattern[str] | None  # a call up to its arguments; the group is its name
     markers: tuple[str, ...]  # strings outside of JSON, which may be tokens of their own
     key: str = "arguments"  # in a call's object; empty: arguments follow the name, without one
     end: str = ""  # after each call
@@ -30,11 +46,20 @@ class ToolForm:
     blanks: str = " \t\r\n"  # characters after a call that are dropped
     is_list: bool = False  # whether the calls are a JSON list
     has_many: bool = True  # whether an answer may have several calls
+    tags: Tags | None = None
+    may_be_bare: bool = True  # whether a call with tags may come without `begin`
+    line: str = "\n"  # between calls with an end
+    inner_line: str = "\n"  # between the beginning of such a call, the call, and its end
 
     @property
     def prefix(self) -> str:
         """Return what may precede the object of a call that nothing begins; or an empty string."""
         return "" if self.begin else self.markers[0]
+
+    @property
+    def bare_begin(self) -> str:
+        """Return what begins a call if a model leaves `begin` out; or an empty string."""
+        return self.tags.name[0] if self.tags is not None and self.may_be_bare else ""
 
 
 def _object_head() -> re.Pattern[str]:
@@ -64,6 +89,26 @@ MISTRAL_NAMED = ToolForm(
     ("[TOOL_CALLS]", _ARGUMENTS, "[CALL_ID]"),
     "",
 )
+# Qwen3-Coder's form, and that of Qwen3.5, Nemotron 3 and Step 3.5, too
+QWEN_CODER = ToolForm(
+    HERMES.begin,
+    None,
+    HERMES.markers,
+    end=HERMES.end,
+    tags=Tags(
+        ("<function=", ">"),
+        ("<parameter=", ">"),
+        ("", "</parameter>"),
+        end="</function>",
+        pad="\n",
+        line="\n",
+    ),
+)
+_GLM_TAGS = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), line="\n")
+_GLM_MARKERS = (*HERMES.markers, *_GLM_TAGS.key, *_GLM_TAGS.value)
+# the form of GLM-4.5 and 4.6, and the one of GLM-4.7, without line breaks
+GLM = ToolForm(HERMES.begin, None, _GLM_MARKERS, end=HERMES.end, tags=_GLM_TAGS, inner_line="")
+GLM_COMPACT = replace(GLM, tags=replace(_GLM_TAGS, line=""), line="")
 
 
 @lru_cache(maxsize=8)
@@ -81,6 +126,11 @@ def supports_tools(template: str) -> bool:
         return True
 
 
+def has_tags(template: str) -> bool:
+    """Return whether a chat template renders calls with tags."""
+    return any(each.tags is not None and each.tags.key[0] in template for each in (QWEN_CODER, GLM))
+
+
 def form_of(template: str) -> ToolForm:
     """Return the form of a chat template; Hermes' for one without tools (see `in_messages`).
 
@@ -90,19 +140,29 @@ def form_of(template: str) -> ToolForm:
         return HERMES
     if "[TOOL_CALLS]" in template:
         return MISTRAL_NAMED if _ARGUMENTS in template else MISTRAL
-    others = ("<function=", "<arg_key>")  # Qwen3-Coder's, and GLM's
-    if HERMES.end in template and not any(each in template for each in others):
-        return HERMES
+    if HERMES.end in template and (form := _form_with_end(template)) is not None:
+        return form
     if '"parameters"' in template and ("ipython" in template or _PYTHON_TAG in template):
         return LLAMA_3
     raise unsupported_form()
+
+
+def _form_with_end(template: str) -> ToolForm | None:
+    """Return the form of a template whose calls end as those of Hermes."""
+    if "<function=" in template:
+        return QWEN_CODER if "<parameter=" in template else None
+    if "<arg_key>" in template:
+        if "</arg_key><arg_value>" in template:
+            return GLM_COMPACT
+        return GLM if "<arg_value>" in template else None
+    return HERMES
 
 
 def unsupported_form() -> InvalidRequestError:
     """Return the error for a model whose form is not known."""
     return InvalidRequestError(
         "this model writes calls of tools in a form that is not supported (those of Hermes, "
-        "Llama 3 and Mistral are): leave tools out, or serve another model."
+        "Qwen3-Coder, GLM, Llama 3 and Mistral are): leave tools out, or serve another model."
     )
 
 

@@ -84,6 +84,28 @@ def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return changed
 
 
+def with_object_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have objects as arguments.
+
+    Templates that render each argument for itself accept nothing else, but a call may be cut.
+    """
+    changed = list[dict[str, Any]]()
+    for message in messages:
+        own = dict(message)
+        if "tool_calls" in own:
+            own["tool_calls"] = list(map(_with_object, own["tool_calls"]))
+        changed.append(own)
+    return changed
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, Mapping):
+        arguments = {"arguments": arguments}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 def _short_id(own: str) -> str:
     if len(own) == _ID_LENGTH and own.isascii() and own.isalnum():
         return own

@@ -10,9 +10,17 @@ from transformers import AutoTokenizer
 
 from decoding.grammars.grammar import Grammar, GrammarCompiler
 from decoding.grammars.tool_calls import ToolCallGrammar
-from decoding.text.tools.forms import HERMES, MISTRAL, ToolForm, marker_ids
+from decoding.text.tools.forms import (
+    GLM_COMPACT,
+    HERMES,
+    MISTRAL,
+    QWEN_CODER,
+    ToolForm,
+    marker_ids,
+)
 from offload.errors import InvalidRequestError
 from support.commands import TARGET
+from support.slow import slow_except
 from support.tools import ANSWERS, SCHEMAS
 
 every_answer = pytest.mark.parametrize(("form", "text", "count"), ANSWERS)
@@ -121,3 +129,123 @@ def test_an_unsupported_format_of_the_answer() -> None:
     answer = Grammar.json_schema({"uniqueItems": True})
     with pytest.raises(InvalidRequestError, match="uniqueItems"):
         Compiler(False).matches(HERMES, "", answer=answer)
+
+
+def qwen(**values: str) -> str:
+    """Return a call of f in Qwen3-Coder's form."""
+    parts = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()]
+    return f"<tool_call>\n<function=f>\n{''.join(parts)}</function>\n</tool_call>"
+
+
+def glm(**values: str) -> str:
+    """Return a call of f in GLM-4.7's form."""
+    parts = [
+        f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in values.items()
+    ]
+    return f"<tool_call>f{''.join(parts)}</tool_call>"
+
+
+def matches(compiler: Compiler, schema: Any, values: dict[str, str], **options: Any) -> set[bool]:
+    """Return whether calls with these values match the grammars of both forms."""
+    calls = {QWEN_CODER: qwen(**values), GLM_COMPACT: glm(**values)}
+    return {
+        compiler.matches(form, text, schemas={"f": schema}, **options)
+        for form, text in calls.items()
+    }
+
+
+TEXT = {"type": "string"}
+# the schema of a value, strings that match it, and others
+VALUES: list[tuple[Any, list[str], list[str]]] = [
+    (TEXT, ["", "a\n <b> \n", "12", "null"], ["a</parameter></arg_value>"]),
+    ({**TEXT, "maxLength": 3}, ["", "éß\n"], ["abcd"]),
+    ({**TEXT, "maxLength": 5000}, ["", "a" * 5000], ["a" * 5001, "a</parameter></arg_value>"]),
+    ({**TEXT, "minLength": 2, "pattern": "^a|b$"}, ["ac", "cb"], ["a", "ca", "bc"]),
+    ({**TEXT, "pattern": "[|x]/y"}, ["a|/y.", "x/y"], ["y", "x"]),
+    ({**TEXT, "pattern": "a\\$|^b$"}, ["ca$d", "b"], ["a", "bb"]),
+    ({**TEXT, "format": "date"}, ["2026-01-07"], ["2026-13-01", "today"]),
+    ({"enum": ["a", "a b"]}, ["a", "a b"], ["b", '"a"']),
+    ({"enum": ["a", 1, None]}, ["a", "1", "null"], ["b", "2"]),
+    ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ["a", "b"], ["ab"]),
+    ({"type": "integer", "minimum": 3}, ["3", "10"], ["2", "a", "3.5", '"3"']),
+    ({"type": "boolean"}, ["true"], ["True", "yes"]),
+    ({"type": "array", "items": TEXT}, ['["a", "b"]', "[]"], ["[1]", "a"]),
+    ({"anyOf": [{**TEXT, "maxLength": 5}, {"type": "null"}]}, ["abc", "null"], ["abcdef"]),
+    ({"type": ["string", "null"], "maxLength": 3}, ["abc", "null"], ["abcd"]),
+    ({"anyOf": [TEXT, {"type": "integer", "minimum": 3}]}, ["a", "3 a"], ["2", " 2"]),
+    ({"anyOf": [{**TEXT, "maxLength": 3}, {"type": "integer"}]}, ["a", "12345"], ["abcd"]),
+    (
+        {"anyOf": [TEXT, {"type": "array", "items": {"type": "integer"}}]},
+        ["a", "[1]", "a [x]"],
+        ['["a"]', " [x]"],
+    ),
+    ({"$ref": "#/$defs/short"}, ["ab"], ["abc"]),
+    ({"anyOf": [{"$ref": "#/$defs/short"}, {"type": "null"}]}, ["ab", "null"], ["abc"]),
+    ({"type": "array", "items": {"$ref": "#/$defs/short"}}, ['["ab"]'], ['["abc"]']),
+    ({}, ["a", "1"], []),
+    (True, ["a", "1"], []),
+]
+
+
+@pytest.mark.parametrize(("value", "right", "wrong"), VALUES)
+def test_values_between_tags(
+    compiler: Compiler, value: Any, right: list[str], wrong: list[str]
+) -> None:
+    schema = {"properties": {"a": value}, "$defs": {"short": {**TEXT, "maxLength": 2}}}
+    options = {"strict": frozenset({"f"})}
+    for text in right:
+        assert matches(compiler, schema, {"a": text}, **options) == {True}, text
+    for text in wrong:
+        assert matches(compiler, schema, {"a": text}, **options) == {False}, text
+
+
+def test_parameters_between_tags() -> None:
+    """They come in the order of the schema, and others only if it allows them."""
+    compiler = Compiler(False)
+    number = {"type": "integer"}
+    schema: dict[str, Any] = {
+        "properties": {"a": number, "b": number, "ab": number},
+        "required": ["b"],
+    }
+    right = [{"b": "1"}, {"a": "1", "b": "2"}, {"a": "1", "b": "2", "ab": "3"}]
+    wrong = [{}, {"a": "1"}, {"b": "1", "a": "2"}]
+    other = {"b": "1", "c": "2", "abc": "3"}
+    for values, expected in [(each, True) for each in right] + [(each, False) for each in wrong]:
+        assert matches(compiler, schema, values) == {expected}, values
+    for extra, expected in ((False, False), (True, True), (number, True), (TEXT, True)):
+        own = {**schema, "additionalProperties": extra}
+        assert matches(compiler, own, other) == {expected}, extra
+        assert matches(compiler, own, {**other, "a": "1"}) == {False}
+    assert matches(compiler, {"additionalProperties": number}, {"c": "x"}) == {False}
+    assert matches(compiler, {"$ref": "#/$defs/f", "$defs": {"f": schema}}, {"a": "1"}) == {False}
+
+
+UNSUPPORTED = [
+    {"anyOf": [{"properties": {"a": TEXT}}]},
+    {"properties": {"a>": TEXT}},
+    {"properties": {"a": TEXT}, "minProperties": 1},
+    {"properties": {}, "required": ["a"]},
+    *(
+        {"properties": {"a": each}}
+        for each in (
+            {**TEXT, "format": "hostname"},
+            {**TEXT, "not": {"const": "a"}},
+            {**TEXT, "pattern": "a\\b"},
+            {**TEXT, "enum": ["a"], "pattern": "a"},
+            {**TEXT, "maxLength": 5000, "pattern": "a"},
+            {"oneOf": [TEXT, {**TEXT, "maxLength": 3}]},
+            {"anyOf": [{"$ref": "#/properties/a"}, TEXT]},
+            {**TEXT, "maxLength": "a"},
+            False,
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("schema", slow_except(UNSUPPORTED, 0, 4))
+def test_schemas_that_calls_with_tags_cannot_follow(schema: Any) -> None:
+    """Any parameters are allowed then, unless the function is strict."""
+    compiler = Compiler(False)
+    assert matches(compiler, schema, {"a": "b", "c": "d"}) == {True}
+    with pytest.raises(InvalidRequestError, match=r"^function f: the JSON schema is invalid"):
+        matches(compiler, schema, {}, strict=frozenset({"f"}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from decoding.app.server.formats.chat import ChatBody
@@ -46,9 +47,11 @@ def tool_grammar(body: ChatBody, calling: Calling) -> tuple[str, Grammar] | None
 
 def call_parser(body: ChatBody, calling: Calling) -> ToolCallParser:
     """Return the parser of calls in an answer."""
+    # the grammar of an answer with text does not know calls without their beginning
+    is_free = not any(tool.function.strict for tool in body.usable_tools)
     return ToolCallParser(
-        calling.form,
-        frozenset(tool.function.name for tool in body.usable_tools),
+        replace(calling.form, may_be_bare=is_free),
+        {each.function.name: each.function.schema_of_arguments for each in body.usable_tools},
         None if body.has_many_calls and calling.form.has_many else 1,
         is_in_thoughts=calling.is_in_thoughts,
         is_only_at_start=body.grammar is not None,

@@ -15,7 +15,13 @@ import pytest
 pytest.importorskip("openai")
 
 from support.chat_model import TEMPLATE
-from support.chat_templates import HERMES_TOOLS, LLAMA_TOOLS, MISTRAL_TOOLS
+from support.chat_templates import (
+    GLM_COMPACT_TOOLS,
+    HERMES_TOOLS,
+    LLAMA_TOOLS,
+    MISTRAL_TOOLS,
+    QWEN_CODER_TOOLS,
+)
 from support.serving import Serving, serving
 
 CHAT = "/v1/chat/completions"
@@ -37,9 +43,11 @@ TEMPLATES = {
     "llama": LLAMA_TOOLS + "{# <|python_tag|> #}",
     "mistral": MISTRAL_TOOLS,
     "none": TEMPLATE,
+    "qwen-coder": QWEN_CODER_TOOLS,
+    "glm": GLM_COMPACT_TOOLS,
 }
 # a special token in place of the last one of the vocabulary
-MARKERS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
+MARKERS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "glm": "</arg_value>"}
 
 
 def add_marker(folder: Path, marker: str) -> None:
@@ -160,7 +168,7 @@ def test_tools_are_in_the_prompt_unless_none_may_be_called(
     assert prompt(tools=[TOOL]) == prompt(tools=[TOOL], tool_choice="auto") > plain + 20
 
 
-@pytest.mark.parametrize("template", ["hermes", "llama", "none"])
+@pytest.mark.parametrize("template", ["hermes", "llama", "none", "qwen-coder", "glm"])
 def test_strict_functions_leave_text_as_it_is(
     template: str, servers: Callable[[str], Serving]
 ) -> None:
@@ -170,6 +178,19 @@ def test_strict_functions_leave_text_as_it_is(
     plain, own = (server.ask(CHAT, {**body, "tools": [each]}) for each in (TOOL, strict))
     assert own["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
     assert own["choices"][0]["finish_reason"] == "length"
+
+
+def test_limits_of_strings_that_are_no_json(servers: Callable[[str], Serving]) -> None:
+    """A function that is named or strict is refused with one that cannot be followed."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "hostname"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    named = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": WHO, "max_tokens": 1, "tools": [tool], "tool_choice": named}
+    assert servers("hermes").status(CHAT, body) == 200
+    status, error = servers("qwen-coder").error(CHAT, body)
+    assert (status, error["param"]) == (400, "tools")
+    assert "property a: format hostname (in calls between tags)" in error["message"]
+    assert servers("qwen-coder").status(CHAT, {**body, "tool_choice": "required"}) == 200
 
 
 def test_answers_in_a_format_beside_tools(servers: Callable[[str], Serving]) -> None:
@@ -268,7 +289,7 @@ def test_refused_messages(
     assert error["param"].startswith(f"messages.1.{param}")
 
 
-@pytest.mark.parametrize("template", ["hermes", "llama", "mistral", "none"])
+@pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize(
     "message",
     [

@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from decoding.text.tools.forms import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMED, ToolForm
+from decoding.text.tools.forms import (
+    GLM,
+    GLM_COMPACT,
+    HERMES,
+    LLAMA_3,
+    MISTRAL,
+    MISTRAL_NAMED,
+    QWEN_CODER,
+    ToolForm,
+)
 from decoding.text.tools.parser import ToolCallParser
+from decoding.text.tools.values import parameter_types
 from support.tools import ANSWERS, CALLS, SCHEMAS
 
+_TYPES: dict[str, Any] = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "flag": {"type": "boolean"},
+    "pages": {"type": "array"},
+    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "size": {"type": ["number", "string"]},
+    "mode": {"enum": ["a", "b"]},
+    "tree": {"$ref": "#/$defs/tree"},
+}
+_TREE = {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "integer"}]}
+EDIT = {"type": "object", "properties": _TYPES, "$defs": {"tree": _TREE}}
+FUNCTIONS: dict[str, Any] = {"f": {}, "g": {}, "find": {}, "edit": EDIT, **SCHEMAS}
 Parsed = tuple[str, list[tuple[str, str]]]
 _BOOK = '{"name": "find", "arguments": {"text": "a } \\" </tool_call> b", "pages": [1, {"to": 2}]}}'
 
 
 def parse(form: ToolForm, parts: list[str], **options: Any) -> Parsed:
     """Return the text and the calls of an answer that arrives in parts."""
-    parser = ToolCallParser(form, {"f", "g", "find", *SCHEMAS}, **options)
+    parser = ToolCallParser(form, FUNCTIONS, **options)
     content, calls = "", list[tuple[str, str]]()
     for part in [*map(parser.feed, parts), parser.rest()]:
         content += part.content
@@ -119,6 +143,100 @@ CASES = [
 ]
 
 
+def qwen(function: str, **values: str) -> str:
+    """Return a call in Qwen3-Coder's form."""
+    parts = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()]
+    return f"<tool_call>\n<function={function}>\n{''.join(parts)}</function>\n</tool_call>"
+
+
+def glm(function: str, line: str, **values: str) -> str:
+    """Return a call in a form of GLM."""
+    parts = [
+        f"<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}"
+        for key, value in values.items()
+    ]
+    return f"<tool_call>{function}{line}{''.join(parts)}</tool_call>"
+
+
+_CODE = "if a < b:\n    print('</tool_call> </arg>')\n\n"
+_ESCAPED = "if a < b:\\n    print('</tool_call> </arg>')\\n\\n"
+# values, and what is read of them
+_VALUES = [
+    ({"text": _CODE}, f'{{"text": "{_ESCAPED}"}}'),
+    ({"text": ""}, '{"text": ""}'),
+    ({"text": "12", "count": "12"}, '{"text": "12", "count": 12}'),
+    ({"text": "null", "note": "null", "count": " null "}, None),
+    (
+        {"note": "None", "flag": "True", "count": "None"},
+        '{"note": null, "flag": true, "count": null}',
+    ),
+    (
+        {"note": '"a"', "size": "1.5e3", "mode": "a"},
+        '{"note": "\\"a\\"", "size": 1.5e3, "mode": "a"}',
+    ),
+    ({"size": "12 cm", "count": "many"}, '{"size": "12 cm", "count": "many"}'),
+    ({"pages": '[1, {"a": "</b>"}]', "tree": "3"}, '{"pages": [1, {"a": "</b>"}], "tree": 3}'),
+    ({"pages": "[1, 'a']", "flag": "NaN"}, '{"pages": "[1, \'a\']", "flag": "NaN"}'),
+    ({"other": "5", "else": "five"}, '{"other": 5, "else": "five"}'),
+]
+_VALUES[3] = (_VALUES[3][0], '{"text": "null", "note": null, "count": null}')
+for _own, _arguments in _VALUES:
+    _calls = ("", [("edit", str(_arguments))])
+    CASES += [(QWEN_CODER, qwen("edit", **_own), _calls), (GLM, glm("edit", "\n", **_own), _calls)]
+_F = [("f", "{}")]
+_G = "<function=g>\n<parameter=a>\nb\n</parameter>\n"
+CASES += [
+    (QWEN_CODER, f"Now: \n{qwen('f')}\n\n{qwen('g')} Bye", ("Now: Bye", [*_F, ("g", "{}")])),
+    # no <tool_call>, no </tool_call>, no </parameter>, two functions in one
+    (QWEN_CODER, f"So\n{_G}</function>\n</tool_call>", ("So", [("g", '{"a": "b"}')])),
+    (QWEN_CODER, f"So\n{_G}</function>", ("So", [("g", '{"a": "b"}')])),
+    (
+        QWEN_CODER,
+        "<tool_call>\n<function=edit>\n<parameter=text>\nb\n</function>\n</tool_call>",
+        ("", [("edit", '{"text": "b"}')]),
+    ),
+    (
+        QWEN_CODER,
+        f"<tool_call>{_G}</function>\n{_G}</function></tool_call>",
+        ("", [("g", '{"a": "b"}')] * 2),
+    ),
+    # on one line, and with its own closing tag in the value
+    (
+        QWEN_CODER,
+        "<tool_call><function=edit><parameter=text>a</parameter> b\n</parameter>\n</function>",
+        ("", [("edit", '{"text": "a</parameter> b"}')]),
+    ),
+    (
+        GLM_COMPACT,
+        glm("edit", "", text="a</arg_value><arg> ", count="1"),
+        ("", [("edit", '{"text": "a</arg_value><arg> ", "count": 1}')]),
+    ),
+    # no calls
+    (QWEN_CODER, "a <function=x> b", ("a <function=x> b", [])),
+    (QWEN_CODER, "a <function=f b", ("a <function=f b", [])),
+    (QWEN_CODER, qwen("h", a="b"), (qwen("h", a="b"), [])),
+    (QWEN_CODER, "<tool_call>\n{}", ("<tool_call>\n{}", [])),
+    (QWEN_CODER, f"<think>{qwen('f')}</think> {qwen('f')}", (f"<think>{qwen('f')}</think>", _F)),
+    (GLM, "<tool_call>f and g</tool_call>", ("<tool_call>f and g</tool_call>", [])),
+    (GLM, "<tool_call>h\n</tool_call>", ("<tool_call>h\n</tool_call>", [])),
+    (GLM, "<tool_call>f", ("<tool_call>f", [])),
+    # cut, or followed by what does not belong to a call
+    (QWEN_CODER, qwen("edit", text="a \n<b")[:60], ("", [("edit", '{"text": "a \\n<b')])),
+    (
+        GLM,
+        glm("edit", "\n", text="a", count="1")[:-24],
+        ("", [("edit", '{"text": "a", "count": ')]),
+    ),
+    (GLM, f"{glm('f', '')[:-12]}\n{glm('g', '')}", ("<tool_call>f", [("g", "{}")])),
+    (QWEN_CODER, f"<tool_call>{_G}{qwen('f')}", ("", [("g", '{"a": "b"}'), *_F])),
+    (
+        GLM,
+        "<tool_call>f<arg_key>a</arg_key> b</tool_call>",
+        ("<arg_key>a</arg_key> b</tool_call>", _F),
+    ),
+]
+
+
 @pytest.mark.parametrize(("form", "text", "expected"), CASES)
 def test_answers_do_not_depend_on_how_they_arrive(
     form: ToolForm, text: str, expected: Parsed
@@ -154,10 +272,38 @@ def test_the_cost_of_what_only_begins_like_calls_is_linear() -> None:
 
 
 def test_arguments_are_streamed() -> None:
-    parser = ToolCallParser(HERMES, {"f"})
+    parser = ToolCallParser(HERMES, {"f": {}})
     parts = [parser.feed(each) for each in ('<tool_call>{"name": "f", "arguments": {"a', '": 1')]
     assert [part.calls[0].arguments for part in parts] == ['{"a', '": 1']
     assert [part.calls[0].name for part in parts] == ["f", None]
     assert not parser.has_calls  # none that is complete
     assert parser.feed("}}").calls[0].arguments == "}"
     assert parser.has_calls
+
+
+def test_strings_between_tags_are_streamed() -> None:
+    parser = ToolCallParser(QWEN_CODER, FUNCTIONS)
+    text = "<tool_call>\n<function=edit>\n<parameter=text>\n"
+    assert parser.feed(text).calls[0].name == "edit"
+    assert [parser.feed(each).calls[0].arguments for each in ("a\n", "b<", "c")] == [
+        "a",
+        "\\nb",
+        "<c",
+    ]
+    assert not parser.has_calls
+    parser.feed("\n</parameter>\n</function>")
+    assert parser.has_calls
+
+
+def test_references_are_followed_once() -> None:
+    """A schema that doubles at every level would take forever."""
+    names = [f"d{index}" for index in range(60)]
+    both = [{"anyOf": [{"$ref": f"#/$defs/{name}"}] * 2} for name in names[1:]]
+    definitions = dict(zip(names, [*both, {"type": "integer"}], strict=True))
+    schema = {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions}
+    assert parameter_types(schema, "a") == {"integer"}
+
+
+def test_calls_that_must_not_come_without_their_beginning() -> None:
+    text = f"So\n{_G}</function>\n</tool_call>"
+    assert parse(replace(QWEN_CODER, may_be_bare=False), [text]) == (text, [])

@@ -12,10 +12,13 @@ from transformers import AutoTokenizer
 from decoding.text.chat_template import ChatRendering
 from decoding.text.prompt import chat_tokens
 from decoding.text.tools.forms import (
+    GLM,
+    GLM_COMPACT,
     HERMES,
     LLAMA_3,
     MISTRAL,
     MISTRAL_NAMED,
+    QWEN_CODER,
     ToolForm,
     form_of,
     marker_ids,
@@ -24,7 +27,15 @@ from decoding.text.tools.forms import (
 from decoding.text.tools.strings import strings_in, with_strings
 from offload.errors import InvalidRequestError
 from support.chat_model import TEMPLATE
-from support.chat_templates import CHATML, HERMES_TOOLS, LLAMA_TOOLS, MISTRAL_TOOLS
+from support.chat_templates import (
+    CHATML,
+    GLM_COMPACT_TOOLS,
+    GLM_TOOLS,
+    HERMES_TOOLS,
+    LLAMA_TOOLS,
+    MISTRAL_TOOLS,
+    QWEN_CODER_TOOLS,
+)
 from support.commands import TARGET
 from support.tools import TOOLS
 
@@ -44,7 +55,10 @@ def make_tokenizer(template: str) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("template", [HERMES_TOOLS, LLAMA_TOOLS, MISTRAL_TOOLS])
+WITH_TAGS = [QWEN_CODER_TOOLS, GLM_TOOLS, GLM_COMPACT_TOOLS]
+
+
+@pytest.mark.parametrize("template", [HERMES_TOOLS, LLAMA_TOOLS, MISTRAL_TOOLS, *WITH_TAGS])
 def test_prompts_are_those_of_transformers(template: str) -> None:
     """But for the special tokens in tools, arguments and results, which stay text."""
     tokenizer = make_tokenizer(template)
@@ -55,6 +69,38 @@ def test_prompts_are_those_of_transformers(template: str) -> None:
     assert tokenizer.decode(tokens) == expected
     assert '"description": "a <s> b"' in expected
     assert not set(tokens) & set(tokenizer.all_special_ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (
+            QWEN_CODER_TOOLS,
+            "\n<tool_call>\n<function=weather>\n<parameter=city>\nR<s>ome </s>\n</parameter>\n"
+            "</function>\n</tool_call><|end|>",
+        ),
+        (
+            GLM_TOOLS,
+            "\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>R<s>ome </s></arg_value>\n"
+            "</tool_call><|end|>",
+        ),
+        (
+            GLM_COMPACT_TOOLS,
+            "<tool_call>weather<arg_key>city</arg_key><arg_value>R<s>ome </s></arg_value>"
+            "</tool_call><|end|>",
+        ),
+    ],
+)
+def test_calls_with_tags(template: str, call: str) -> None:
+    """Calls that were cut are rendered, too, as one argument: templates take objects only."""
+    tokenizer = make_tokenizer(template)
+    assert f"<|assistant|>{call}" in tokenizer.decode(chat_tokens(tokenizer, MESSAGES))
+    function = {"name": "weather", "arguments": '{"city": "Ro'}
+    cut = [MESSAGES[0], {**MESSAGES[1], "tool_calls": [{"function": function}]}]
+    text = tokenizer.decode(chat_tokens(tokenizer, cut))
+    assert '{"city": "Ro' in text
+    expected = call.replace("city", "arguments").replace("R<s>ome </s>", '{"city": "Ro')
+    assert f"<|assistant|>{expected}" in text
 
 
 def test_ids_have_no_special_tokens() -> None:
@@ -138,6 +184,9 @@ def test_messages_without_tools_are_as_they_were() -> None:
         (LLAMA_TOOLS + "<|python_tag|>", LLAMA_3),
         (MISTRAL_TOOLS, MISTRAL),
         (MISTRAL_TOOLS + "[ARGS]", MISTRAL_NAMED),
+        (QWEN_CODER_TOOLS, QWEN_CODER),
+        (GLM_TOOLS, GLM),
+        (GLM_COMPACT_TOOLS, GLM_COMPACT),
         (CHATML, HERMES),  # has no tools
     ],
 )
