@@ -40,7 +40,8 @@ def activation_elements(requirements: Requirements, own_kv: bool = False) -> int
     gates = 2 if target.has_output_gates else 0  # and the gated output
     attention = max(each.dim * each.heads * ((5 + gates) * each.groups + 4) for each in shapes)
     if own_kv and target.latent is not None:
-        attention = _OWN_KV_COPIES * target.heads * target.latent.own_dim
+        heads = ranks * ceil_div(target.heads, ranks)
+        attention = _OWN_KV_COPIES * heads * target.latent.own_dim
     if (states := target.recurrent) is not None:
         # outputs twice, and their gates; Mamba-2 multiplies and squares them in float32
         copies = 6 if states.is_mamba else 4

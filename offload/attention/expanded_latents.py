@@ -38,7 +38,7 @@ def attend_expanded(
     """Return the causal attention of q (T, H, D), the last T tokens of latents (N, Dl).
 
     Keys and values are computed for a part of the tokens at a time. Queries and latents are
-    rotated. The bytes of latents that are read are counted in `traffic`, twice as elsewhere.
+    rotated. The bytes of latents are counted in `traffic` as those of keys, and of values.
     """
     traffic.attended += 2 * latents.nbytes
     tokens, rows = len(latents), len(q)

@@ -95,11 +95,15 @@ class HeadWeights(Module):
         return self._padded(keys), self._padded(values)
 
     def own_queries(self, q: Tensor) -> Tensor:
-        """Return queries (T, H, own_dim) of keys, given those (T, H, query_dim) of a layer."""
+        """Return queries (T, H, own_dim) of `keys_and_values`, given a layer's (T, H, query_dim).
+
+        Attention divides scores by the square root of their dimensions, which are others than those
+        of latents, for which the layer scales queries.
+        """
         return self._padded(q) * sqrt(self.shape.own_dim / self.shape.head_dim)
 
     def latent_queries(self, q: Tensor) -> Tensor:
-        """Return queries (T, H, head_dim) of latents, given rotated `own_queries`."""
+        """Return `own_queries`, rotated, as queries (T, H, head_dim) of latents."""
         shape = self.shape
         plain = q[..., shape.rope_dim : shape.query_dim]
         parts = q[..., : shape.rope_dim], self.queries(plain)

@@ -266,7 +266,6 @@ class DecoderLayer(Module):
 
         The all-reduces of a chunk overlap the compute of newer ones.
         """
-
         mixer = self.attention
         mix = mixer.prefill if isinstance(mixer, LatentAttention) else mixer
 
@@ -296,6 +295,21 @@ class DecoderLayer(Module):
             if chunk.start < tail:
                 self.attention.store_kv(chunk.x[: tail - chunk.start], cache, chunk.start)
         return self(chunks[-1].x[tail - first :], cache, tail)
+
+    def run_last_whole(self, x: Tensor, max_chunk: int, cache: PrefillCacheLike) -> Iterator[Chunk]:
+        """Transform a whole prompt x (T, hidden) in the last layer; yield each chunk.
+
+        The last one has the rows that `run_last` returns, computed as there.
+        """
+        chunks = list(in_chunks(x, max_chunk))
+        tail = max(chunks[-1].start, len(x) - cache.output_rows)
+        before = (
+            Chunk(chunk.x[: tail - chunk.start], chunk.start)
+            for chunk in chunks
+            if chunk.start < tail
+        )
+        yield from self.run_pipelined(before, cache)
+        yield Chunk(self(x[tail:], cache, tail), tail)
 
     def load(self, checkpoint: Checkpoint, prefix: str, mlp_prefix: str) -> None:
         """Read the mixer of layer PREFIX, and the MLP of layer MLP_PREFIX if there is one."""
@@ -434,8 +448,8 @@ class Transformer(Module):
         if scorer is None:
             x = self.norm(last.run_last(list(in_chunks(x, max_chunk)), cache))
         else:
-            outputs = last.run_pipelined(in_chunks(x, max_chunk), cache)
-            x = (yield from self._score(outputs, tokens, scorer))[-cache.output_rows :]
+            outputs = last.run_last_whole(x, max_chunk, cache)
+            x = yield from self._score(outputs, tokens, scorer)
         cache.keep_hidden_states(x)
         yield PrefillStep(units, units, ends_layer=True)
         return self.logits(x[-1:])

@@ -17,12 +17,13 @@ def resident(
     tokens: int,
     link: Link | None = None,
     resident_layers: int | None = None,
+    dtype: torch.dtype = torch.float32,
     **sizes: int,
 ) -> TieredCache:
     """Return a cache for `tokens` tokens, with `resident_layers` on the device, by default all."""
     link = link or make_test_link("view")
-    layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
+    layout = model.config.kv_layout(model.group.size, dtype, model.group.rank)
     count = layout.full_layers if resident_layers is None else resident_layers
     rotary = model.rotary(tokens, tokens)
     shape = TieredCacheSpec(layout, tokens, count, copies=link.copies, **sizes)
-    return TieredCache(shape, link, rotary, HostArena(link, torch.float32))
+    return TieredCache(shape, link, rotary, HostArena(link, dtype))

@@ -434,6 +434,9 @@ def _describe_mamba(writer: GGUFWriter, hf: Any) -> None:
     """Add the dimensions of Mamba-2, and of MLPs, which in Nemotron-H are layers of their own."""
     kinds = layer_kinds(hf)
     if hf.model_type == "nemotron_h":
+        writer.add_layer_norm_eps(hf.layer_norm_epsilon)
+        writer.add_rope_dimension_count(hf.hidden_size // hf.num_attention_heads)
+        writer.add_rope_scaling_finetuned(False)
         sizes = {"mlp": hf.intermediate_size, "moe": hf.moe_intermediate_size}
         writer.add_feed_forward_length([sizes.get(kind, 0) for kind in kinds])
         numbers = hf.conv_kernel, hf.ssm_state_size, hf.n_groups, hf.mamba_num_heads
@@ -497,6 +500,7 @@ def _describe_nemotron_experts(writer: GGUFWriter, hf: Any) -> None:
     writer.add_expert_weights_norm(hf.norm_topk_prob)
     writer.add_expert_weights_scale(hf.routed_scaling_factor)
     writer.add_expert_group_count(hf.n_group)
+    writer.add_expert_group_used_count(hf.topk_group)
 
 
 def _describe_heads(writer: GGUFWriter, hf: Any) -> None:

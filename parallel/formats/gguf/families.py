@@ -57,7 +57,7 @@ _MIXERS = (
 )
 _ATTENTION = {**_PRE_NORMS, **_PROJECTIONS}
 _LLAMA = {**_ATTENTION, **_MLP}
-_MULTIPLIERS = {
+MULTIPLIERS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -104,6 +104,11 @@ class GgufFamily:
     has_tiled_heads: bool = False  # value head i of a delta net has key head i modulo their number
     has_dense: bool = True  # whether its metadata has the size of a dense MLP
     ignored: tuple[str, ...] = ()  # prefixes of metadata without effect on the language model
+
+    @property
+    def expert_parts(self) -> list[str]:
+        """The parts of experts, and of those of all tokens."""
+        return [part for part in self.tensors if "exp" in part or part == "ffn_gate_inp"]
 
     def expert_count(self, fields: Mapping[str, Any]) -> int:
         """Return the number of experts of a layer that a config's fields say; 0 without any."""
@@ -271,7 +276,7 @@ _GRANITE_HYBRID = replace(
         **{f"ffn_{part}": f"shared_mlp.{name}" for part, name in _GRANITE_SHARED.items()},
     },
     optional=(*_PROJECTIONS, *mamba.mixer("")),
-    fields={**_MULTIPLIERS, **mamba.GRANITE_FIELDS},
+    fields={**MULTIPLIERS, **mamba.GRANITE_FIELDS},
     constants={"num_local_experts": 0, "position_embedding_type": True},
     biases=(),
     ignored=("expert_shared_feed_forward_length",),
@@ -308,6 +313,7 @@ _NEMOTRON_H = GgufFamily(
     {"attn_norm": "norm", **mamba.mixer("mixer"), **_NEMOTRON_PROJECTIONS, **_NEMOTRON_MLP},
     optional=(*mamba.mixer(""), *_NEMOTRON_PROJECTIONS, *_NEMOTRON_MLP),
     fields=mamba.NEMOTRON_FIELDS,
+    ignored=("attention.layer_norm_epsilon",),  # beside that of RMS norms
     has_mamba=True,
 )
 _IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
@@ -349,7 +355,9 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
         tensors={**_ATTENTION, **_UNGATED_MLP},
         biases=((*_QKV, "attn_output"), tuple(_UNGATED_MLP)),
     ),
-    "exaone": replace(_LLAMA_FAMILY, interleaved_rope=False),
+    "exaone": replace(
+        _LLAMA_FAMILY, interleaved_rope=False, ignored=("attention.layer_norm_epsilon",)
+    ),
     "internlm2": _LLAMA_FAMILY,
     "hunyuan-dense": GgufFamily(
         "hunyuan_v1_dense",
@@ -498,7 +506,7 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
         model_type="granite",
         ignored=("ssm.", "expert_shared_feed_forward_length"),
         expected={"rope.scaling.finetuned": (True,)},  # false: no RoPE
-        fields=_MULTIPLIERS,
+        fields=MULTIPLIERS,
     ),
     "granitehybrid": _GRANITE_HYBRID,
     "nemotron_h": _NEMOTRON_H,

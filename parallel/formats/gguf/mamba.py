@@ -6,10 +6,11 @@ and nemotron.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from parallel.config_checks import FULL, LINEAR
+from parallel.errors import ConfigError
 from parallel.formats.gguf.delta_nets import SIZES, value_head_dim
 from parallel.formats.gguf.header import GgufHeader
 
@@ -45,8 +46,9 @@ _PARTS = {
 }
 # names of tensors that files have as matrices
 VECTORS = (".A_log", ".D", "mamba.norm.weight", "mixer.norm.weight")
-_ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
-_CONVOLUTION, _EXPERTS, _MLP = "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_up.weight"
+_PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output")
+_GRANITE = "granitehybrid"
+_MAMBA, _EXPERTS, _MLP, _ATTENTION = "ME-*"  # kinds of layers
 
 
 def mixer(block: str) -> dict[str, str]:
@@ -54,18 +56,14 @@ def mixer(block: str) -> dict[str, str]:
     return {part: f"{block}.{name}" for part, name in _PARTS.items()}
 
 
-def layer_parts(header: GgufHeader, layer: str, optional: Collection[str]) -> list[str]:
-    """Return those of the optional parts of layers that a layer has by its kind.
+def layer_parts(header: GgufHeader, layer: int | str, experts: Collection[str]) -> list[str]:
+    """Return the parts that a layer must have by its kind.
 
-    In Nemotron-H's files MLPs and experts are layers of their own.
+    `experts`: those of layers of experts alone, in Nemotron-H's files.
     """
-    if _has(header, layer, _CONVOLUTION):
-        return list(_PARTS)
-    if "ffn_up" in optional and _has(header, layer, _EXPERTS):
-        return [part for part in optional if "exp" in part or part == "ffn_gate_inp"]
-    if "ffn_up" in optional and _has(header, layer, _MLP):
-        return ["ffn_up", "ffn_down"]
-    return list(_ATTENTION)
+    parts = {_MAMBA: list(_PARTS), _EXPERTS: list(experts), _MLP: ["ffn_up", "ffn_down"]}
+    has_mlps_apart = header.metadata["general.architecture"] != _GRANITE
+    return parts.get(_kind(header, layer, has_mlps_apart), list(_PROJECTIONS))
 
 
 def add_mamba(header: GgufHeader, fields: dict[str, Any]) -> None:
@@ -76,12 +74,20 @@ def add_mamba(header: GgufHeader, fields: dict[str, Any]) -> None:
     is_granite = fields["model_type"] == "granitemoehybrid"
     names = GRANITE_FIELDS if is_granite else NEMOTRON_FIELDS
     dim = value_head_dim(header, fields, names)
-    if is_granite:
-        _add_granite(header, fields, dim)
-        return
-    fields["mamba_head_dim"] = dim
     layers = range(fields["num_hidden_layers"])
-    fields["hybrid_override_pattern"] = "".join(_letter(header, str(layer)) for layer in layers)
+    kinds = [_kind(header, layer, not is_granite) for layer in layers]
+    _check_lists(header, kinds, is_granite)
+    if not is_granite:
+        fields |= {"mamba_head_dim": dim, "hybrid_override_pattern": "".join(kinds)}
+        return
+    fields |= {
+        "mamba_d_head": dim,
+        "mamba_expand": dim * fields["mamba_n_heads"] // fields["hidden_size"],
+        "layer_types": [LINEAR if kind == _MAMBA else FULL for kind in kinds],
+        "position_embedding_type": "rope" if fields["position_embedding_type"] else "nope",
+    }
+    # layers without experts have the MLP that is beside experts in others
+    fields.setdefault("shared_intermediate_size", fields["intermediate_size"])
 
 
 def mamba_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -109,25 +115,30 @@ def mamba_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _add_granite(header: GgufHeader, fields: dict[str, Any], dim: int) -> None:
-    width = dim * fields["mamba_n_heads"]
-    layers = range(fields["num_hidden_layers"])
-    kinds = [_has(header, str(layer), _CONVOLUTION) for layer in layers]
-    fields |= {
-        "mamba_d_head": dim,
-        "mamba_expand": width // fields["hidden_size"],
-        "layer_types": [LINEAR if is_recurrent else FULL for is_recurrent in kinds],
-        "position_embedding_type": "rope" if fields["position_embedding_type"] else "nope",
-    }
-    # layers without experts have the MLP that is beside experts in others
-    fields.setdefault("shared_intermediate_size", fields["intermediate_size"])
+def _kind(header: GgufHeader, layer: int | str, has_mlps_apart: bool) -> str:
+    """Return the kind of a layer by its tensors: a letter, as in Nemotron-H's config.json.
+
+    `has_mlps_apart`: whether MLPs and experts are layers of their own.
+    """
+    prefix = f"blk.{layer}."
+    parts = [name.removeprefix(prefix) for name in header.tensors if name.startswith(prefix)]
+    if any(part.startswith("ssm_") for part in parts):
+        return _MAMBA
+    if has_mlps_apart and any("exp" in part or "gate_inp" in part for part in parts):
+        return _EXPERTS
+    return _MLP if has_mlps_apart and "ffn_up.weight" in parts else _ATTENTION
 
 
-def _letter(header: GgufHeader, layer: str) -> str:
-    """Return the kind of a layer of Nemotron-H, as its config.json has it."""
-    parts = {_CONVOLUTION: "M", _EXPERTS: "E", _MLP: "-"}
-    return next((letter for part, letter in parts.items() if _has(header, layer, part)), "*")
-
-
-def _has(header: GgufHeader, layer: str, part: str) -> bool:
-    return f"blk.{layer}.{part}" in header.tensors
+def _check_lists(header: GgufHeader, kinds: Sequence[str], is_granite: bool) -> None:
+    """Raise ConfigError if lists in the metadata say that layers have other kinds."""
+    expected = dict(zip(BY_LAYER, (_ATTENTION, _EXPERTS + _MLP), strict=True))
+    for name in BY_LAYER[: 1 if is_granite else 2]:
+        key = f"{header.metadata['general.architecture']}.{name}"
+        if not isinstance(numbers := header.metadata[key], list):
+            continue
+        for layer, (number, kind) in enumerate(zip(numbers, kinds, strict=False)):
+            if bool(number) != (kind in expected[name]):
+                raise ConfigError(
+                    f"{header.path}: its metadata has {key} = {number} for layer {layer}, whose "
+                    "tensors are of another kind: the file is broken. Fetch it again."
+                )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from parallel.config_checks import (
@@ -27,7 +27,7 @@ from parallel.config_checks import (
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf import mamba
 from parallel.formats.gguf.delta_nets import add_delta_nets, delta_net_shapes, mixer_parts
-from parallel.formats.gguf.families import GgufFamily, family_of
+from parallel.formats.gguf.families import MULTIPLIERS, GgufFamily, family_of
 from parallel.formats.gguf.gemma4 import KV_HEADS, add_gemma4
 from parallel.formats.gguf.header import GgufHeader, TensorInfo
 from parallel.formats.gguf.latents import (
@@ -199,17 +199,18 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         )
     fields["tie_word_embeddings"] = "output.weight" not in tensors
     fields |= {name: f"blk.0.{part}" in tensors for name, part in _OPTIONAL_PARTS.items()}
-    if family.model_type == "glm4_moe":
-        fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
+    fields |= _norms(family, tensors)
     stops = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_TOKENS]
     fields["eos_token_id"] = [token for token in stops if token is not None]
     if family.stop_names:
         named = {token: index for index, token in enumerate(_tokens(header))}
         stops = [named[name] for name in family.stop_names if name in named]
         fields["eos_token_id"] = stops or fields["eos_token_id"]
+    if "attention.scale" in family.fields:
+        _add_scales(fields)
     if family.has_delta_nets:
         add_delta_nets(header, fields)
-    if family.has_mamba:
+    elif family.has_mamba:
         mamba.add_mamba(header, fields)
     _add_heads(header, family, values, fields)
     _add_windows(header, family, fields)
@@ -219,6 +220,20 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         block = _needed_parts(header, family, layer), _shapes(family, fields), fields["hidden_size"]
         fields[PREDICTORS] = int(has_prediction_block(header, family, *block))
     return fields
+
+
+def _norms(family: GgufFamily, tensors: Collection[str]) -> dict[str, bool]:
+    """Return the field that says whether a GLM-4.5 has norms of queries and keys."""
+    has_norms = "blk.0.attn_q_norm.weight" in tensors
+    return {"use_qk_norm": has_norms} if family.model_type == "glm4_moe" else {}
+
+
+def _add_scales(fields: dict[str, Any]) -> None:
+    """Set Granite's multipliers that a file does not say, or says to be 0, as llama.cpp does."""
+    for name in MULTIPLIERS.values():
+        if fields.get(name) == 0:
+            del fields[name]
+    fields.setdefault("attention_multiplier", fields["head_dim"] ** -0.5)
 
 
 def _add_heads(
@@ -321,16 +336,19 @@ def _of_layers(name: str, value: list[Any], family: GgufFamily) -> tuple[Any, bo
         return value, True  # checked with the kinds of layers
     if name == _PATTERN and all(isinstance(each, bool) for each in value):
         return "".join("L" if each else "G" for each in value), True
+    own = value
     if family.has_mamba and name in mamba.BY_LAYER:
-        value = list(filter(None, value)) or value  # those of layers that have it
-    return value[0] if value.count(value[0]) == len(value) else value, False
+        own = list(filter(None, value)) or value  # those of layers that have it
+    return own[0] if own.count(own[0]) == len(own) else value, False
 
 
 def _required(family: GgufFamily) -> list[str]:
     """Return the metadata that all files of a family have."""
     sizes = () if family.has_dense else ("feed_forward_length",)
     experts = [name for name in _EXPERT_FIELDS if name in family.fields]
-    return [*(name for name in _REQUIRED if name not in sizes), *experts]
+    has_layer_norms = "attention.layer_norm_epsilon" in family.fields
+    norms = [] if has_layer_norms else ["attention.layer_norm_rms_epsilon"]
+    return [*(name for name in _REQUIRED if name not in sizes), *norms, *experts]
 
 
 def _field_error(name: str, value: Any, expected: Mapping[str, tuple[Any, ...]]) -> str | None:
@@ -341,6 +359,8 @@ def _field_error(name: str, value: Any, expected: Mapping[str, tuple[Any, ...]])
         return None if value in expected[name] else f"{expected[name][-1]}"
     if name in _BOOLEANS:
         return None if isinstance(value, bool) else "true or false"
+    if isinstance(value, list) and 0 in value and name in mamba.BY_LAYER:
+        return "the same in all layers that have such a part"
     number = _NUMBERS.get(name, COUNT)
     return None if number.allows(value) else str(number)
 
@@ -438,16 +458,17 @@ def _check_tensors(header: GgufHeader, family: GgufFamily, fields: Mapping[str, 
     needed = [
         f"blk.{layer}.{part}" for layer in layers for part in _needed_parts(header, family, layer)
     ]
+    biases = list[str]()
     for group in family.biases:
-        biases = [f"blk.{layer}.{part}.bias" for layer in layers for part in group]
-        has_one = any(name in header.tensors for name in biases)
-        needed += biases if has_one or family.needs_biases else []
-    if missing := next((name for name in needed if name not in header.tensors), None):
-        is_bias = missing.endswith("bias")
-        raise CheckpointError(
-            f"{header.path}: tensor {missing} is missing"
-            + (", and biases of other parts alone are not supported." if is_bias else _MISSING)
-        )
+        own = [f"blk.{layer}.{part}.bias" for layer in layers for part in group]
+        has_one = any(name in header.tensors for name in own)
+        biases += own if has_one or family.needs_biases else []
+    for names, why in (
+        (needed, _MISSING),
+        (biases, ", and biases of other parts alone are not supported."),
+    ):
+        if missing := next((name for name in names if name not in header.tensors), None):
+            raise CheckpointError(f"{header.path}: tensor {missing} is missing{why}")
 
 
 def _needed_parts(header: GgufHeader, family: GgufFamily, layer: str) -> list[str]:
@@ -455,7 +476,7 @@ def _needed_parts(header: GgufHeader, family: GgufFamily, layer: str) -> list[st
     parts = [part for part in family.tensors if part not in family.optional]
     parts += mixer_parts(header, layer) if family.has_delta_nets else []
     if family.has_mamba:
-        parts += mamba.layer_parts(header, layer, family.optional)
+        parts += mamba.layer_parts(header, layer, family.expert_parts)
     parts += needed_parts(header, layer) if family.has_latents else []
     whole = ("ssm_a", "ssm_d")
     return [part if "." in part or part in whole else f"{part}.weight" for part in parts]

@@ -27,7 +27,9 @@ from parallel.config.model_config import ModelConfig
 from parallel.config.weight_sizes import weight_sizes
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf.checkpoint import KINDS, GgufCheckpoint
+from parallel.formats.gguf.families import MULTIPLIERS
 from parallel.formats.gguf.header import read_header
+from parallel.formats.gguf.metadata import config_fields
 from parallel.model.loading import load_model, open_checkpoint, parameter_bytes, resolve
 from parallel.ranks.process_group import TensorParallelGroup
 from support.families import OTHERS
@@ -304,11 +306,11 @@ def test_broken_files_of_latents(
     ("without", "metadata", "words"),
     [
         ("blk.0.ssm_d", {}, "blk.0.ssm_d is missing"),
-        ("blk.2.ssm_conv1d.bias", {}, "blk.2.ssm_conv1d.bias is missing"),
-        ("blk.0.ssm_conv1d.weight", {}, "attn_q.weight is missing"),
+        ("blk.2.ssm_conv1d.bias", {}, r"blk.2.ssm_conv1d.bias is missing\. Was the"),
+        ("blk.0.ssm_conv1d.weight", {}, "ssm_conv1d.weight is missing"),
         ("blk.1.attn_k.weight", {}, "attn_k.weight is missing"),
         ("", {"granitehybrid__ssm__time_step_rank": 7}, "inner_size = 64, .* not divide into"),
-        ("", {"granitehybrid__ssm__inner_size": 96}, "96.* 32.*|implies"),
+        ("", {"granitehybrid__ssm__inner_size": 96}, "ssm_.*but its metadata implies"),
         ("", {"granitehybrid__ssm__state_size": 0}, "ssm.state_size = 0; it must be"),
         ("", {"granitehybrid__ssm__group_count": 2}, "ssm_.*but its metadata implies"),
         ("", {"granitehybrid__moe_latent_size": 8}, "moe_latent_size = '8', which indicates"),
@@ -321,6 +323,54 @@ def test_broken_files_of_mamba(
     path = convert(folder, tmp_path / "broken.gguf", without=without, **metadata)
     with pytest.raises((ConfigError, CheckpointError), match=words):
         ModelConfig.from_name(str(path))
+
+
+NEMOTRON_LISTS = [
+    ("attention.head_count_kv", [0, 0, 2, 0, 2], "= 2 for layer 4, whose tensors are of another"),
+    ("attention.head_count_kv", [0, 0, 2, 0, 4], "must be the same in all layers that have such"),
+    ("feed_forward_length", [0, 20, 0, 0, 0], "= 0 for layer 3, whose tensors are of another"),
+    ("feed_forward_length", [0, 20, 0, 24, 0], r"= \[0, 20, 0, 24, 0\]; it must be the same in"),
+]
+
+
+@pytest.mark.parametrize(("name", "numbers", "words"), NEMOTRON_LISTS)
+def test_lists_of_layers_that_contradict_tensors(
+    checkpoint: Checkpoints, tmp_path: Path, name: str, numbers: list[int], words: str
+) -> None:
+    path = convert(checkpoint(**MODELS["nemotron_h-experts"]), tmp_path / "model.gguf")
+    header = read_header(path)
+    header.metadata[f"nemotron_h_moe.{name}"] = numbers
+    with pytest.raises(ConfigError, match=words):
+        config_fields(header)
+
+
+@pytest.mark.parametrize("scales", [{}, dict.fromkeys(MULTIPLIERS, 0.0)])
+def test_multipliers_of_granite_that_a_file_does_not_say(
+    checkpoint: Checkpoints, tmp_path: Path, scales: dict[str, float]
+) -> None:
+    """Scores are divided by the square root of a head's dimensions, as in other models."""
+    path = convert(checkpoint(**MODELS["granite-mamba"]), tmp_path / "model.gguf")
+    header = read_header(path)
+    for name in MULTIPLIERS:
+        header.metadata.pop(f"granitehybrid.{name}")
+    header.metadata.update({f"granitehybrid.{name}": each for name, each in scales.items()})
+    config = ModelConfig.from_fields(config_fields(header))
+    assert config.query_multiplier == pytest.approx(1.0)
+    others = config.embedding_multiplier, config.residual_multiplier, config.logits_scaling
+    assert others == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["granite-mamba", "nemotron_h", "exaone"])
+def test_files_must_say_the_epsilon_of_norms(
+    checkpoint: Checkpoints, tmp_path: Path, name: str
+) -> None:
+    path = convert(checkpoint(**MODELS[name]), tmp_path / "model.gguf")
+    header = read_header(path)
+    own = header.metadata["general.architecture"]
+    epsilon = header.metadata.pop(f"{own}.attention.layer_norm_rms_epsilon")
+    header.metadata[f"{own}.attention.layer_norm_epsilon"] = epsilon
+    with pytest.raises(ConfigError, match=r"lacks \w+.attention.layer_norm_rms_epsilon"):
+        config_fields(header)
 
 
 @pytest.mark.parametrize("name", ["granite-experts", "nemotron_h-experts"])

@@ -20,6 +20,7 @@ from offload.tiered.cache import TieredCache
 from offload.tiered.shape import TieredCacheSpec
 from parallel.model.loading import load_model
 from parallel.model.pipeline import PrefillStep, finish
+from parallel.model.prompt_logprobs import PromptScorer
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 from support.caches import resident
@@ -339,6 +340,21 @@ def test_layer_major_prefill_matches_token_major(
     assert steps[-1] == (TOKENS * 3, TOKENS * 3, True)
     assert steps == sorted(steps)
     assert [step.done for step in steps if step.ends_layer] == [TOKENS, TOKENS * 2, TOKENS * 3]
+
+
+@pytest.mark.parametrize("name", ["gqa", "deepseek-v2", "gemma3", "qwen3.5"])
+@pytest.mark.parametrize("chunk", [25, 60, 1000])
+def test_scores_of_a_prompt_do_not_change_its_logits(
+    checkpoint: Checkpoints, name: str, chunk: int
+) -> None:
+    model = load_model(checkpoint(**MODELS[name]), TensorParallelGroup(), "bfloat16")
+    logits = []
+    for scorer in (None, PromptScorer(2, 50)):
+        cache = resident(model, TOKENS, dtype=torch.bfloat16)
+        with Prefill(cache, TOKENS) as prefill:
+            steps = model.prefill_steps(random_tokens(TOKENS), prefill, chunk, scorer)
+            logits.append(finish(steps))
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
