@@ -26,7 +26,7 @@ import psutil
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from support.ranks import PRELOAD
+from support.ranks import PRELOAD, freeze_imports
 
 DEMO = Path(__file__).parents[2] / "demo"
 TARGET, DRAFT = DEMO / "target", DEMO / "draft"
@@ -204,6 +204,7 @@ class _Start:
         """Run the command, with these files for its output."""
         from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+        freeze_imports()
         redirect(out, err)
         os.sched_getaffinity = lambda _: {0}  # two threads would wait for each other
         SubprocessHandler._popen = lambda _, command, environment: self._fork(command, environment)
