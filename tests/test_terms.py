@@ -109,6 +109,9 @@ _PATTERNS = [
     (re.compile(rf"(?<![\w-])(?:{word})(?!\w)", re.IGNORECASE), instead)
     for word, instead in WORDS.items()
 ]
+# lines and files with none of these have nothing to find; one search each instead of one per word
+_ANY_WORD = re.compile(rf"(?<![\w-])(?:{'|'.join(WORDS)})(?!\w)".lower())
+_ANY_PART = re.compile(rf"(?<![a-z0-9])(?:{'|'.join(PARTS)})(?![a-z0-9])")
 _TABLE = re.compile(r"<!-- table .*?<!-- end -->", re.DOTALL)
 
 
@@ -126,6 +129,8 @@ def words_in(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield line, word and replacement for every old word, but for those in generated tables."""
     text = _TABLE.sub(lambda table: "\n" * table[0].count("\n"), text)
     for number, line in enumerate(text.splitlines(), 1):
+        if not _ANY_WORD.search(line.lower()):
+            continue
         for pattern, instead in _PATTERNS:
             for match in pattern.finditer(line):
                 yield number, match[0].lower(), instead
@@ -133,6 +138,8 @@ def words_in(text: str) -> Iterator[tuple[int, str, str]]:
 
 def names_in(source: str) -> Iterator[tuple[int, str, str]]:
     """Yield line, part and replacement for every old part of a name in Python source."""
+    if not _ANY_PART.search(source.lower()):
+        return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.NAME or keyword.iskeyword(token.string):
             continue
@@ -144,6 +151,8 @@ def names_in(source: str) -> Iterator[tuple[int, str, str]]:
 
 def clauses_in(source: str) -> Iterator[tuple[int, str, str]]:
     """Yield line, comment and advice for comments that begin as a dependent clause."""
+    if not CLAUSE.search(source):
+        return
     last = -1  # line of the previous comment on a line of its own, which this one may continue
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
