@@ -161,6 +161,7 @@ def test_llamacpp_loads_the_file_itself_and_its_dequantised_copy(
         PEERS["llama.cpp"](job())
 
 
+@pytest.mark.slow
 def test_packed_weights_give_the_same_output(tmp_path: Path) -> None:
     file = convert(DEMO / "target", tmp_path / "t.gguf", Kind.Q4_1)
     names = ["ours: plain", "ours: packed, plain", "ours: packed, retrieval offloaded"]

@@ -13,7 +13,6 @@ import pytest
 
 import demo.run
 from support.commands import TARGET, forked
-from support.slow import slow_except
 
 Run = Callable[[list[str]], SimpleNamespace]  # replacement of subprocess.run
 SAME = [5, 6, 7, 8]
@@ -106,7 +105,8 @@ def test_different_tokens_fail_the_demo_in_one_line(
     assert "same" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("seed", slow_except(["0", "1"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["0", "1"])
 def test_demo_with_real_runs_over_a_link(
     seed: str,
     demo_with: Callable[..., None],

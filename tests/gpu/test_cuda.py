@@ -121,12 +121,13 @@ def constrained(group: TensorParallelGroup, mode: str, **choices: Any) -> list[i
     return tokens
 
 
-@pytest.mark.parametrize("mode", slow_except(["plain", "hierarchical"], 1))
+@pytest.mark.parametrize("mode", slow_except(["plain", "hierarchical"]))
 def test_rules_on_logits_are_those_on_the_cpu(mode: str) -> None:
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     assert constrained(group, mode, gpu_kv_layers=2) == constrained(TensorParallelGroup(), "plain")
 
 
+@pytest.mark.slow
 def test_deterministic_output_matches_plain_decoding() -> None:
     """With 16 bits and sampling, wherever the KV is."""
     group = TensorParallelGroup(device=torch.device("cuda", 0))
@@ -256,7 +257,7 @@ def test_conversation_with_tiers_and_captured_graphs(mode: str, dtype: str) -> N
     engine.close()
 
 
-@pytest.mark.parametrize(("mode", "resident"), [("hierarchical", 2), ("plain", 6)])
+@pytest.mark.parametrize(("mode", "resident"), slow_except([("hierarchical", 2), ("plain", 6)], 1))
 def test_several_sequences_share_a_prefix(mode: str, resident: int) -> None:
     """Copied from layers of all kinds, while other requests are prefilled and run."""
     group = TensorParallelGroup(device=torch.device("cuda", 0))
@@ -282,7 +283,6 @@ def test_several_sequences_share_a_prefix(mode: str, resident: int) -> None:
             *(("split-retrieval", "bfloat16", resident) for resident in (0, 2, 6)),
         ],
         1,
-        3,
     ),
 )
 def test_a_cached_prompt_gives_the_same_output(
@@ -361,7 +361,7 @@ def test_graphs_captured_after_others_are_freed_have_their_own_memory() -> None:
         assert len(capturer._graphs) == 0
 
 
-@pytest.mark.parametrize("distinct", [True, False])
+@pytest.mark.parametrize("distinct", slow_except([True, False]))
 def test_ranks_that_see_one_gpu_each(distinct: bool, gpu: Machine | None) -> None:
     """Some launchers set CUDA_VISIBLE_DEVICES for each process."""
     if gpu is None:
@@ -386,6 +386,7 @@ def see_one_gpu(distinct: bool) -> None:
                 TensorParallelGroup.from_environment("cuda")
 
 
+@pytest.mark.slow
 def test_graphs_are_reset_before_the_process_group_is_destroyed() -> None:
     """NCCL would wait forever for graphs that hold its collectives."""
     if torch.cuda.device_count() == 1:
@@ -523,13 +524,14 @@ def test_kernels_of_captured_forwards_are_tested_where_forwards_are_captured(
     engine.close()
 
 
+@pytest.mark.slow
 def test_probe_times_8_bit_attention_in_a_graph() -> None:
     rates = _Kernels(config_of(TINY), torch.device("cuda", 0), torch.bfloat16).retrieval_rates()
     assert rates.keys() <= {"score_rate", "int8_rate"}
     assert all(rate > 0 for rate in rates.values())
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("int8", slow_except([False, True], 1))
 def test_captured_forwards_in_16_bits_equal_launched_ones(int8: bool) -> None:
     """On a GPU their kernels are fused, and those of launched forwards are torch's."""
     group = TensorParallelGroup(device=torch.device("cuda", 0))
@@ -680,7 +682,7 @@ def generate_on_shared_gpu(mode: str, shares: bool) -> list[int]:
     return generate(group, mode, gpu_kv_layers=1)
 
 
-@pytest.mark.parametrize("shares", [False, True], ids=["NCCL", "shared sums"])
+@pytest.mark.parametrize("shares", slow_except([False, True], 1), ids=["NCCL", "shared sums"])
 @pytest.mark.parametrize("mode", slow_except(["plain", "hierarchical"], 1))
 def test_two_gpus_match_the_cpu(mode: str, shares: bool, expected: list[int]) -> None:
     if torch.cuda.device_count() == 1:
@@ -691,6 +693,7 @@ def test_two_gpus_match_the_cpu(mode: str, shares: bool, expected: list[int]) ->
     assert (counts["replayed"] > 0) == (mode != "plain")
 
 
+@pytest.mark.slow
 def test_sums_in_shared_memory_are_right_and_ordered(gpu: Machine | None) -> None:
     """Several are in flight; the stand-in finds accesses that nothing orders."""
     if torch.cuda.device_count() == 1:
@@ -724,6 +727,7 @@ def sum_on_own_gpu(is_standin: bool) -> None:
             group.all_reduce(x)
 
 
+@pytest.mark.slow
 def test_where_memory_cannot_be_pinned_nccl_sums(gpu: Machine | None) -> None:
     if gpu is None:
         pytest.skip("a driver's refusal is that of the stand-in")
@@ -744,6 +748,7 @@ def sum_without_pinning() -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_nccl_that_fails_to_start_is_an_error() -> None:
     if torch.cuda.device_count() == 1:
         pytest.skip("needs two GPUs")

@@ -61,7 +61,7 @@ def open_engine(mode: str, dtype: str = "bfloat16", **options: Any) -> Iterator[
             ("split-hierarchical", "bfloat16", True),
             ("split-hierarchical", "bfloat16", False),
         ],
-        2,
+        0,
     ),
 )
 def test_requests_load_hardly_anything(
@@ -85,6 +85,7 @@ def test_an_engine_like_an_earlier_one_is_not_warmed_up_again(machine: Machine) 
     assert 5 * counts[1] < counts[0]  # the second one loads weights alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [InsufficientMemoryError, torch.OutOfMemoryError])
 def test_without_memory_for_it_there_is_no_warm_up(
     error: type[Exception], machine: Machine, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +109,8 @@ def test_without_memory_for_it_there_is_no_warm_up(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"chunk_size": 5000, "retrieval_budget": None}, {"gpu_kv_layers": 2}]
+    "options",
+    slow_except([{}, {"chunk_size": 5000, "retrieval_budget": None}, {"gpu_kv_layers": 2}], 1),
 )
 def test_the_warm_up_leaves_no_allocations(
     options: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +150,7 @@ def test_a_model_with_a_short_context_opens(
             assert bool(ran) == warms
 
 
+@pytest.mark.slow
 def test_ranks_with_different_drafts_warm_up_together() -> None:
     """A rank without a draft cannot tell two engines apart, and the first rank can."""
     if torch.cuda.device_count() == 1:
@@ -187,6 +190,7 @@ def test_a_full_gpu_is_not_warmed_up(machine: Machine, monkeypatch: pytest.Monke
         list(engine.generate(PROMPT[:300], 7, GREEDY))
 
 
+@pytest.mark.slow
 def test_graphs_take_no_memory_from_later_plans(machine: Machine) -> None:
     with open_engine("hierarchical", gpu_kv_layers=2) as engine:
         memory = engine.sessions.memory
@@ -212,6 +216,7 @@ def test_plans_fit_after_another_process_has_taken_memory(machine: Machine) -> N
         machine.limit = machine.memory
 
 
+@pytest.mark.slow
 def test_graphs_have_a_limited_share_of_memory(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,10 +101,13 @@ def engine(path: Path, draft: Path, mode: str, **options: Any) -> Iterator[Engin
 
 @pytest.mark.parametrize(
     ("mode", "options", "cache"),
-    [
-        ("hierarchical", {}, "RetrievalCache"),
-        ("split-hierarchical", {"split_budget": 64}, "OnDeviceCache"),
-    ],
+    slow_except(
+        [
+            ("hierarchical", {}, "RetrievalCache"),
+            ("split-hierarchical", {"split_budget": 64}, "OnDeviceCache"),
+        ],
+        1,
+    ),
 )
 def test_drafting_takes_few_launches(
     mode: str,
@@ -121,10 +124,11 @@ def test_drafting_takes_few_launches(
     assert max(each.kernels for each in drafts) <= 24 * LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("resident", "kernels", "transfers"),
     # all heads of a resident layer are selected from at once
-    slow_except([(0, 2_700, 2_048), (1, 1_800, 1_024)], 0),
+    [(0, 2_700, 2_048), (1, 1_800, 1_024)],
 )
 def test_a_verification_with_selection_takes_few_launches(
     resident: int,

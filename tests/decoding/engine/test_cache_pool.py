@@ -55,7 +55,7 @@ def test_questions_to_one_document_prefill_it_once(
     assert [state.tokens for state in again] == expected[:4]
 
 
-@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("concurrency", slow_except([1, 3], 1))
 @pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
 def test_batch_keeps_the_caches_of_prompts_that_others_begin_like(
     mode: str, concurrency: int, models: Pair
@@ -404,7 +404,8 @@ def test_deterministic_requests_are_not_concurrent(models: Pair) -> None:
         pass
 
 
-@pytest.mark.parametrize("mode", slow_except(["hierarchical", "plain"], 0))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hierarchical", "plain"])
 def test_two_ranks_equal_one(mode: str, folders: Folders, models: Pair) -> None:
     tokens, reused = run_ranks(2, answer_on_rank, folders, mode)[0]
     with models.engine("plain") as engine:

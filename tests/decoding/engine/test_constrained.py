@@ -95,7 +95,7 @@ def test_greedy_answers_are_those_of_plain_decoding(
     assert sum(level.stats.accepted or 0 for level in stats.levels) > 0
 
 
-@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("rules", slow_except(RULES, -1))
 @pytest.mark.parametrize("mode", slow_except(["speculative", "hierarchical"], 1))
 def test_deterministic_samples_are_those_of_plain_decoding(
     mode: str, rules: str, pairs: Callable[[str], Pair]
@@ -122,7 +122,7 @@ def test_greedy_answers_with_a_repetition_penalty_are_those_of_transformers(
     assert output == [token for token in expected if token != STOP]
 
 
-@pytest.mark.parametrize("mode", slow_except(["plain", "hierarchical"], 1))
+@pytest.mark.parametrize("mode", slow_except(["plain", "hierarchical"]))
 def test_answers_of_requests_that_share_forwards_are_valid(
     mode: str, pairs: Callable[[str], Pair]
 ) -> None:
@@ -146,6 +146,7 @@ def test_answers_of_requests_that_share_forwards_are_valid(
     assert len({strings[index] for index in range(0, 12, 3)}) > 1
 
 
+@pytest.mark.slow
 def test_first_tokens_follow_the_restricted_distribution(pairs: Callable[[str], Pair]) -> None:
     """Over the real vocabulary: restricted to the tokens that begin one of the strings."""
     options = ["self", "super", "return", "raise", "None"]
@@ -178,6 +179,7 @@ def on_rank(tokens: list[int]) -> list[list[int]]:
     return lead(engine, lambda first: list(first.generate(tokens, NEW, sampling, grammar=grammar)))
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_answer_of_one() -> None:
     (alone,) = on_rank(PROMPT)
     assert run_ranks(2, on_rank, PROMPT) == [[alone], []]

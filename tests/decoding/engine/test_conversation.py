@@ -393,6 +393,7 @@ def test_one_conversation_at_a_time(models: Pair) -> None:
         assert len(list(engine.generate(PROMPT, NEW, GREEDY))) == NEW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_except(["hierarchical", "plain"]))
 def test_turns_on_two_ranks(mode: str, folders: Folders, models: Pair) -> None:
     report = run_ranks(2, talk_on_rank, folders, mode)[0]

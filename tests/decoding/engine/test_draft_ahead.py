@@ -81,7 +81,7 @@ def run_ahead(engine: Engine, batch: list[Request], concurrency: int) -> list[li
     return tokens(states)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(MODES, -1))
 def test_greedy_tokens_are_those_of_plain_decoding(mode: str, models: Pair) -> None:
     batch = requests(GREEDY, SIZES)
     with models.engine("plain", **SMALL) as engine:
@@ -91,7 +91,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(mode: str, models: Pair) -> N
             assert run_ahead(engine, batch, concurrency) == expected
 
 
-@pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
+@pytest.mark.parametrize("mode", slow_except(MODES, -1))
 def test_greedy_tokens_with_windows_are_those_of_plain_decoding(mode: str, windowed: Pair) -> None:
     batch = requests(GREEDY, SIZES)
     with windowed.engine("plain", **SMALL) as engine:
@@ -101,7 +101,7 @@ def test_greedy_tokens_with_windows_are_those_of_plain_decoding(mode: str, windo
             assert run_ahead(engine, batch, concurrency) == expected
 
 
-@pytest.mark.parametrize("mode", slow_except([*MODES, *SPLIT_MODES], 0, -1))
+@pytest.mark.parametrize("mode", slow_except([*MODES, *SPLIT_MODES], -1))
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7, top_p=0.9, seed=3)])
 def test_deterministic_tokens_are_those_of_plain_decoding(
     mode: str, sampling: Sampling, halves: Pair
@@ -115,7 +115,8 @@ def test_deterministic_tokens_are_those_of_plain_decoding(
         assert sum(stats.meanwhile for each in states for stats in each.stats.rounds) > 10
 
 
-@pytest.mark.parametrize("mode", slow_except(["hierarchical", "retrieval"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hierarchical", "retrieval"])
 def test_two_ranks_equal_one(mode: str, checkpoint: Callable[..., Path], models: Pair) -> None:
     batch = requests(GREEDY, SIZES)
     with models.engine("plain", **SMALL) as engine:
@@ -136,7 +137,7 @@ def generate_on_rank(target: Path, mode: str) -> list[list[list[int]]]:
     return both[0] if both else []
 
 
-@pytest.mark.parametrize("concurrency", [1, 2])
+@pytest.mark.parametrize("concurrency", slow_except([1, 2], 1))
 def test_requests_end_in_the_middle_of_a_verification(concurrency: int, models: Pair) -> None:
     batch = requests(GREEDY, SIZES[:2])
     with models.engine("hierarchical", **AHEAD) as engine:
@@ -174,7 +175,9 @@ def test_a_conversation_continues_after_drafts_ahead(models: Pair) -> None:
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("error", [InvalidRequestError("NaN"), torch.OutOfMemoryError("none")])
+@pytest.mark.parametrize(
+    "error", slow_except([InvalidRequestError("NaN"), torch.OutOfMemoryError("none")])
+)
 def test_an_error_in_a_draft_ahead_ends_that_alone(
     error: Exception, models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,9 +92,8 @@ def generate_on_rank(folders: list[Path]) -> list[list[int]]:
 FEW = ["olmo2", "mixtral"]  # a norm over all ranks' features, and experts on each rank
 
 
-@pytest.mark.parametrize(
-    "names", slow_except([FEW, sorted(OTHERS.keys() - FEW)]), ids=["two", "the others"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [FEW, sorted(OTHERS.keys() - FEW)], ids=["two", "the others"])
 def test_two_ranks_equal_transformers(names: list[str], checkpoint: Checkpoints) -> None:
     folders = [checkpoint(**OTHERS[name]) for name in names]
     outputs, worker_outputs = run_ranks(2, generate_on_rank, folders)
@@ -104,6 +103,7 @@ def test_two_ranks_equal_transformers(names: list[str], checkpoint: Checkpoints)
     assert worker_outputs == []
 
 
+@pytest.mark.slow
 def test_internlm2_on_two_ranks(checkpoint: Checkpoints, tmp_path: Path) -> None:
     llama = checkpoint()
     folder = as_internlm2(llama, tmp_path / "internlm2")

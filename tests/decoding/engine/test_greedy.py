@@ -140,6 +140,7 @@ def generate_on_rank(target: Path, draft: Path, tokens: list[int], new: int) -> 
     return outputs
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(pair: Pair) -> None:
     tokens = prompt("documentation")[:400]
     target, draft = DEMO / "target", DEMO / "draft"

@@ -80,7 +80,13 @@ def tokens_of(files: tuple[Path, Path], sampling: Sampling, **settings: Any) -> 
 
 @pytest.mark.parametrize(
     ("dtype", "sampling"),
-    [("float32", GREEDY), ("bfloat16", GREEDY), ("bfloat16", Sampling(0.8, top_p=0.9, seed=3))],
+    slow_except(
+        [
+            ("float32", GREEDY),
+            ("bfloat16", GREEDY),
+            ("bfloat16", Sampling(0.8, top_p=0.9, seed=3)),
+        ]
+    ),
     ids=["float32", "bfloat16", "sampled"],
 )
 @pytest.mark.parametrize("name", slow_except(CONFIGURATIONS, 1))
@@ -90,7 +96,7 @@ def test_tokens_are_those_of_weights_in_16_bits(
     check_tokens(files, name, dtype, sampling)
 
 
-@pytest.mark.parametrize("name", ["retrieval", "hierarchical"])
+@pytest.mark.parametrize("name", slow_except(["retrieval", "hierarchical"]))
 def test_tokens_with_quantised_safetensors(folders: tuple[Path, Path], name: str) -> None:
     check_tokens(folders, name, "bfloat16", GREEDY)
 

@@ -242,6 +242,7 @@ def score_prompts(engine: Engine) -> list[PromptLogprobs]:
     return score_all(engine, [(PROMPT, 0), (OTHER, NEW), (PROMPT, 1)], concurrency=2)
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_transformers(folders: Folders) -> None:
     found, others = run_ranks(2, score_on_rank, folders)
     assert len(found) == len(CONFIGURATIONS)

@@ -450,7 +450,8 @@ def generate_on_rank(folders: Folders, mode: str) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("mode", slow_except(["hierarchical", "plain"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hierarchical", "plain"])
 def test_two_ranks_equal_one(mode: str, folders: Folders, models: Pair) -> None:
     with models.engine(mode, **SMALL) as engine:
         expected = run_alone(engine, requests(FULL, SIZES))

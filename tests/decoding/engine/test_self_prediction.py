@@ -80,7 +80,7 @@ def check_accepted(rates: dict[str, float | None]) -> None:
     assert min(known) == 1.0, rates
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", slow_except([False, True], 1))
 @pytest.mark.parametrize("mode", MODES)
 def test_perfect_predictions_are_accepted(contrived: list[Path], mode: str, graphs: bool) -> None:
     """After prompts shorter and longer than the window, at the first draft and after many."""
@@ -115,7 +115,7 @@ def test_a_graph_that_leaves_no_hidden_states_is_refused(folder: Path) -> None:
         assert "replayed logits off by 0, written KV off by 0, hidden states" in counts["why"]
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", slow_except([False, True], 1))
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_conversation_goes_on_with_perfect_predictions(
     contrived: list[Path], index: int, graphs: bool
@@ -147,7 +147,8 @@ def pair(folder: Path) -> Pair:
     return pair
 
 
-@pytest.mark.parametrize("name", slow_except(["qwen3_5", "qwen3_next", "qwen3_5_moe"], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
 def test_greedy_output_is_that_of_plain_decoding(
     name: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
@@ -191,6 +192,7 @@ def generate_on_rank(folders: list[Path]) -> list[Outcome]:
     return outputs
 
 
+@pytest.mark.slow
 def test_two_ranks(contrived: list[Path], folder: Path) -> None:
     folders = [*contrived, folder]
     outputs, others = run_ranks(2, generate_on_rank, folders)

@@ -62,7 +62,7 @@ def tokens(states: list[RequestState]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
-@pytest.mark.parametrize(("link", "resident"), slow_except(PLACEMENTS, 1, 2))
+@pytest.mark.parametrize(("link", "resident"), slow_except(PLACEMENTS, 2))
 @pytest.mark.parametrize("concurrency", [1, 2])
 def test_conversations_go_on_from_host_memory(
     mode: str, link: str, resident: int, concurrency: int, models: Pair
@@ -357,6 +357,7 @@ def test_a_copy_is_finished_before_its_source_changes(
     assert tokens([copying]) == expected(models, [copying])
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(folders: Folders, models: Pair) -> None:
     tokens, reused = run_ranks(2, talk_on_rank, folders)[0]
     with models.engine("plain") as engine:

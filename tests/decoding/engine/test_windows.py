@@ -47,7 +47,7 @@ def test_questions_to_one_document(models: Pair, mode: str) -> None:
     check_questions(models, mode)
 
 
-@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("concurrency", slow_except([1, 3], 1))
 @pytest.mark.parametrize("mode", slow_except(MODES, -1))
 def test_announced_questions_go_on_at_the_end_of_the_document(
     models: Pair, mode: str, concurrency: int

@@ -18,6 +18,7 @@ from decoding.planning.round_cost import RoundCost
 from decoding.speculation.draft_length import RoundStats
 from offload.dtypes import dtype_spec
 from support.planning import case_of
+from support.slow import slow_except
 
 PROMPT, NEW = 20_000, 200
 WHOLE, SPLIT = "retrieval", "split-retrieval"
@@ -102,7 +103,7 @@ def test_a_link_slower_than_its_profile_is_not_taken_for_compute() -> None:
         assert cost.compute_s(8) == pytest.approx(predicted[strategy].compute_s(8), rel=0.05)
 
 
-@pytest.mark.parametrize("stalled", [1, 5])
+@pytest.mark.parametrize("stalled", slow_except([1, 5], 1))
 def test_one_stalled_request_does_not_decide_forever(stalled: int) -> None:
     machine = replace(ASSUMED_CPU, link_in=2e7)
     plans, actual = plans_on(machine), CostModel(machine)

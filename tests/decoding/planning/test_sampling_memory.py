@@ -89,7 +89,7 @@ def round_bytes(needs: Requirements, sampling: Sampling) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize("name", slow_except(SAMPLINGS, 2, 3))
+@pytest.mark.parametrize("name", slow_except(SAMPLINGS, 3))
 @pytest.mark.parametrize(("mode", "options"), [*LONG, *SHORT])
 def test_a_round_fits_its_planned_memory(mode: str, options: dict[str, Any], name: str) -> None:
     needs = requirements_of(mode, **options)

@@ -14,6 +14,7 @@ from offload.attention.cuda import cuda_flash, cuda_float32, flash_attn_kernel, 
 from offload.attention.folding import Kernel, Partial, attend_masked, merge
 from offload.layout import ceil_div
 from support.reference import reference_attention
+from support.slow import slow_except
 
 HEADS = [(4, 4), (8, 2), (6, 3)]  # query heads, KV heads
 # tolerance of out, for values around 1
@@ -89,7 +90,7 @@ def test_last_block_of_a_single_row(heads: tuple[int, int], rows: int) -> None:
 
 
 @heads
-@pytest.mark.parametrize("rows", [65, 100, 128, 300])
+@pytest.mark.parametrize("rows", slow_except([65, 100, 128, 300], 0, -1))
 @pytest.mark.parametrize("prefix", [0, 7, 600])
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_of_many_rows_does_not_change_the_result(
@@ -372,7 +373,7 @@ def test_torch_flash_kernel_gets_supported_head_dimensions(
 @heads
 @rows
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", slow_except([64, 128]))
 @pytest.mark.parametrize("long", [cuda._LONG, 100])
 def test_cuda_kernels(
     kernel: Kernel,

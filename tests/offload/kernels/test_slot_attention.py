@@ -53,9 +53,10 @@ def kernels() -> Any:
     return import_interpreted("offload.kernels.slot_attention")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "dim", "groups"),
-    slow_except([(torch.bfloat16, 16, 3), (torch.bfloat16, 80, 1), (torch.float16, 128, 4)]),
+    [(torch.bfloat16, 16, 3), (torch.bfloat16, 80, 1), (torch.float16, 128, 4)],
     ids=str,
 )
 def test_the_kernels_equal_plain_operations(
@@ -92,6 +93,7 @@ def test_the_self_test_finds_wrong_writes(
         selection._test_slots(kernels, CPU, torch.bfloat16, 16, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [-1, 1])
 def test_the_self_test_finds_windows_that_are_too_long_or_short(
     change: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -108,11 +110,14 @@ def test_the_self_test_finds_windows_that_are_too_long_or_short(
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        lambda table, places: (table, places - torch.tensor([0, 0, 2])),  # first valid slot
-        lambda table, places: (replace(table, rows=table.rows[:, :1].repeat(1, 2, 1)), places),
-        lambda table, places: (replace(table, codes=256), places),  # splits that are left out
-    ],
+    slow_except(
+        [
+            lambda table, places: (table, places - torch.tensor([0, 0, 2])),  # first valid slot
+            lambda table, places: (replace(table, rows=table.rows[:, :1].repeat(1, 2, 1)), places),
+            lambda table, places: (replace(table, codes=256), places),  # splits that are left out
+        ],
+        *(0, 1),
+    ),
     ids=["first valid slot", "another sequence's table", "splits"],
 )
 def test_the_self_test_finds_wrong_attention(
@@ -145,7 +150,7 @@ def _outputs(
     return [static.attend(layer, *each, 0) for layer, each in enumerate(qkv)]
 
 
-@pytest.mark.parametrize("kind", ["16 bits", "8 bits", "streaming", "windows"])
+@pytest.mark.parametrize("kind", slow_except(["16 bits", "8 bits", "streaming", "windows"], -1))
 def test_sequences_of_different_sizes_share_launches(
     kind: str, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,9 +243,8 @@ def test_layers_attend_alike_with_and_without_kernels(
 
 
 # a test for each GPU, or two: all at once took longer than a test's time limit on a slow machine
-@pytest.mark.parametrize(
-    "arguments", slow_except(["89 first", "80", "89 split", "89 others", "90"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", ["89 first", "80", "89 split", "89 others", "90"])
 def test_kernels_compile_for_gpus(arguments: str, tmp_path: Path) -> None:
     folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": folders}
@@ -255,7 +254,8 @@ def test_kernels_compile_for_gpus(arguments: str, tmp_path: Path) -> None:
     assert result.stdout == "compiled\n", result.stderr
 
 
-@pytest.mark.parametrize("groups", slow_except([1, 3, 4, 7, 16], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 3, 4, 7, 16])
 def test_self_test_compiles_every_kernel_that_a_model_launches(
     groups: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +281,8 @@ def test_self_test_compiles_every_kernel_that_a_model_launches(
     assert max(blocks for *_, blocks in launches) == 2
 
 
-@pytest.mark.parametrize("dim", slow_except([64, 80, 128], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 80, 128])
 def test_self_test_detects_wrong_kernels(
     dim: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,13 +89,16 @@ def captured_caches(
 
 @pytest.mark.parametrize(
     ("lengths", "rows", "is_fused"),
-    [
-        ((5, 31, 120), 1, False),
-        ((120, 31, 5), 1, False),
-        ((5, 31, 120), 2, False),
-        ((120, 31, 5), 2, False),
-        ((5, 31, 120), 2, True),
-    ],
+    slow_except(
+        [
+            ((5, 31, 120), 1, False),
+            ((120, 31, 5), 1, False),
+            ((5, 31, 120), 2, False),
+            ((120, 31, 5), 2, False),
+            ((5, 31, 120), 2, True),
+        ],
+        *range(4),
+    ),
 )
 def test_sequences_of_any_lengths_share_replays(
     lengths: tuple[int, ...],
@@ -278,6 +281,7 @@ def large_graph(function: LogitsFn) -> LogitsFn:
 SCRIPTS = [exact_graph, failed_capture, large_graph]
 
 
+@pytest.mark.slow
 def test_two_ranks_replay_the_same_batched_forwards(demo: Pair) -> None:
     with demo.engine("plain") as engine:
         expected = run_alone(engine, requests(GREEDY, SIZES[:CONCURRENCY]))

@@ -39,6 +39,7 @@ from support.loading import all_logits, assert_same_parameters, load_and_watch
 from support.models import WIDE, random_tokens, reference_logits, rope
 from support.predictors import with_predictor
 from support.ranks import run_ranks
+from support.slow import slow_except
 
 Checkpoints = Callable[..., Path]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -618,7 +619,9 @@ def test_yarn_log_multiplier_is_mscale_of_all_dimensions(
     assert scale == pytest.approx(1.0 if mscale else 0.1 * math.log(8) + 1)
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_K, Kind.IQ4_XS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", slow_except([Kind.Q8_0, Kind.Q4_K, Kind.IQ4_XS], 1), ids=lambda kind: kind.name
+)
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [

@@ -41,6 +41,7 @@ from support.quantised import (
     quantise,
 )
 from support.ranks import run_ranks
+from support.slow import slow_except
 
 Checkpoints = Callable[..., Path]
 ONE_LAYER = {**WIDE, "num_hidden_layers": 1}
@@ -230,7 +231,7 @@ def test_logits_are_those_of_whole_matrices(
     torch.testing.assert_close(all_logits(whole, tokens), logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", slow_except([1, 2, 4], 1))
 @EVERY_CASE
 def test_bytes_are_those_that_a_plan_counts(
     checkpoint: Checkpoints, tmp_path: Path, name: str, ranks: int
@@ -259,7 +260,9 @@ def logits_on_this_rank(path: Path) -> Tensor:
     return all_logits(packed_model(path, "float32", group), random_tokens(60))
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq in order of activations", "fp8 in blocks"])
+@pytest.mark.parametrize(
+    "name", slow_except(["awq", "gptq in order of activations", "fp8 in blocks"])
+)
 def test_two_ranks_equal_one(checkpoint: Checkpoints, tmp_path: Path, name: str) -> None:
     path, _ = converted(checkpoint, tmp_path, name)
     alone = all_logits(load_model(path, TensorParallelGroup(), "float32"), random_tokens(60))

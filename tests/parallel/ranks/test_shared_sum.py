@@ -23,6 +23,7 @@ from parallel.ranks.process_group import TensorParallelGroup
 from parallel.ranks.shared_memory import LEFT
 from parallel.ranks.shared_sum import PIECE_BYTES, SLOTS, HostSum, SharedSum
 from support.ranks import run_ranks
+from support.slow import slow_except
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 Leave = Callable[[TensorParallelGroup, SharedSum], None]
@@ -69,7 +70,7 @@ def sums_on_rank() -> list[bool]:
     return correct
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", slow_except([2, 3]))
 def test_sums_are_those_of_the_ranks_in_order(size: int) -> None:
     """Every element is added in one order, so the sums of all ranks are equal to the last bit."""
     for correct in run_ranks(size, sums_on_rank):
@@ -95,7 +96,7 @@ def backend_sums_on_rank() -> tuple[int, list[bool]]:
     return unchanged, [torch.equal(*by_both)] if group.size == 2 else []
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", slow_except([2, 3]))
 def test_other_sums_are_the_backends(size: int) -> None:
     for written, equal in run_ranks(size, backend_sums_on_rank):
         assert written == 0
@@ -130,7 +131,7 @@ def close_and_stay(group: TensorParallelGroup, shared: SharedSum) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("leave", [return_only, close_and_stay])
+@pytest.mark.parametrize("leave", slow_except([return_only, close_and_stay]))
 def test_a_lost_rank_is_detected(leave: Leave) -> None:
     waited, left = run_ranks(2, leave_on_rank, leave)
     assert left == "left"
@@ -197,14 +198,20 @@ def stuck_on_rank_1(rank: int) -> Any:
 
 @pytest.mark.parametrize(
     ("prevent", "reason"),
-    [
-        (TooLarge, "the ranks cannot share memory ([Errno 27] File too large)"),
-        (without_access, "the ranks cannot share memory ([Errno 13] Permission denied)"),
-        (without_pidfd, "the ranks cannot watch each other ([Errno 38] Function not implemented)"),
-        (wrong_on_rank_1, "a sum in shared memory is wrong"),
-        (stuck_on_rank_1, "a sum in shared memory does not end"),
-        (failing_on_rank_1, "a sum in shared memory does not end"),  # as rank 0 sees it
-    ],
+    slow_except(
+        [
+            (TooLarge, "the ranks cannot share memory ([Errno 27] File too large)"),
+            (without_access, "the ranks cannot share memory ([Errno 13] Permission denied)"),
+            (
+                without_pidfd,
+                "the ranks cannot watch each other ([Errno 38] Function not implemented)",
+            ),
+            (wrong_on_rank_1, "a sum in shared memory is wrong"),
+            (stuck_on_rank_1, "a sum in shared memory does not end"),
+            (failing_on_rank_1, "a sum in shared memory does not end"),  # as rank 0 sees it
+        ],
+        *(0, 3),
+    ),
 )
 def test_where_it_cannot_be_the_backend_sums(prevent: Callable[[int], Any], reason: str) -> None:
     """One line says why, on rank 0, and all ranks agree."""
@@ -221,7 +228,7 @@ def on_another_processor(rank: int) -> Any:
     return patch.object(shared_sum.platform, "machine", lambda: "aarch64")
 
 
-@pytest.mark.parametrize("prevent", [on_two_machines, on_another_processor])
+@pytest.mark.parametrize("prevent", slow_except([on_two_machines, on_another_processor]))
 def test_where_it_is_not_meant_to_be_no_line_says_so(prevent: Callable[[int], Any]) -> None:
     assert run_ranks(2, sum_without_sharing, prevent) == [([], 2.0, False)] * 2
 
@@ -243,7 +250,9 @@ def chosen_on_rank(slow: str) -> tuple[bool, bool]:
     return group.shared_sum.is_faster, group.shared_sum.written_bytes > written
 
 
-@pytest.mark.parametrize(("slow", "is_shared"), [("shared memory", False), ("the backend", True)])
+@pytest.mark.parametrize(
+    ("slow", "is_shared"), slow_except([("shared memory", False), ("the backend", True)])
+)
 def test_the_faster_one_is_chosen(slow: str, is_shared: bool) -> None:
     assert run_ranks(2, chosen_on_rank, slow) == [(is_shared, is_shared)] * 2
 

@@ -102,6 +102,7 @@ def logits_on_this_rank(path: Path) -> Any:
     return all_logits(model, random_tokens(60))
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(checkpoint: Checkpoints, tmp_path: Path) -> None:
     path = convert(checkpoint(**QWEN3), tmp_path / "m.gguf", Kind.Q4_K)
     alone = all_logits(load_model(path, TensorParallelGroup(), "float32"), random_tokens(60))

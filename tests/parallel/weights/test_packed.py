@@ -44,6 +44,7 @@ from support.loading import all_logits
 from support.models import MAMBA, WIDE, random_tokens
 from support.quantised import fp8, gptq, quantise
 from support.ranks import run_ranks
+from support.slow import slow_except
 
 Checkpoints = Callable[..., Path]
 KEPT = [*PLANE_FORMATS, *CODEBOOK_TYPES]
@@ -115,7 +116,7 @@ def test_weights_are_those_of_gguf(
 
 
 @EVERY_TYPE
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", slow_except([False, True]))
 def test_logits_are_those_of_whole_matrices(
     checkpoint: Checkpoints, tmp_path: Path, name: str, tied: bool
 ) -> None:
@@ -134,7 +135,7 @@ def logits_on_this_rank(path: Path) -> Tensor:
     return all_logits(packed_model(path, "float32", group), random_tokens(60))
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_1", "IQ3_S"])
+@pytest.mark.parametrize("name", slow_except(["Q4_K", "Q5_1", "IQ3_S"]))
 def test_two_ranks_equal_one(checkpoint: Checkpoints, tmp_path: Path, name: str) -> None:
     path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", Kind[name])
     alone = all_logits(load_model(path, TensorParallelGroup(), "float32"), random_tokens(60))
@@ -142,7 +143,7 @@ def test_two_ranks_equal_one(checkpoint: Checkpoints, tmp_path: Path, name: str)
         torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", slow_except([1, 2, 4], 1))
 @pytest.mark.parametrize("tied", [False, True])
 @EVERY_TYPE
 def test_bytes_are_those_that_a_plan_counts(
@@ -227,7 +228,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_except([1, 2], 1))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_of_gguf_files_stays_packed(
     checkpoint: Checkpoints, tmp_path: Path, family: str, ranks: int

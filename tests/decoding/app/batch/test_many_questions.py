@@ -22,6 +22,7 @@ from support.commands import (
     summarized,
 )
 from support.prompts import write_passages
+from support.slow import slow_except
 
 NEW = ("--max-new-tokens", "12")
 QUESTIONS = ["Who?", "What became of the man who is named first, and why?", "Why not?"]
@@ -55,12 +56,15 @@ def answers(record: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ("--concurrency", "1"),
-        ("--concurrency", "1", "--gpu-kv-layers", "0", "--mode", "hierarchical"),
-        ("--concurrency", "3"),
-        ("--concurrency", "1", "--gpus", "2"),
-    ],
+    slow_except(
+        [
+            pytest.param(("--concurrency", "1")),
+            pytest.param(("--concurrency", "1", "--gpu-kv-layers", "0", "--mode", "hierarchical")),
+            pytest.param(("--concurrency", "3")),
+            pytest.param(("--concurrency", "1", "--gpus", "2")),
+        ],
+        *(1, 2),
+    ),
     ids=["device", "host", "together", "ranks"],
 )
 def test_document_is_prefilled_once_and_answers_are_those_of_questions_alone(
@@ -104,7 +108,11 @@ def test_parts_are_asked_all_questions_and_answers_merged(source: Path, tmp_path
     assert "all 2 documents are already finished" in again.err
 
 
-@pytest.mark.parametrize("context", [(), ("--context", "700")], ids=["whole", "parts"])
+@pytest.mark.parametrize(
+    "context",
+    slow_except([pytest.param(()), pytest.param(("--context", "700"))]),
+    ids=["whole", "parts"],
+)
 def test_killed_job_asks_no_question_twice(
     context: tuple[str, ...], source: Path, tmp_path: Path
 ) -> None:

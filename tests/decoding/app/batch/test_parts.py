@@ -31,6 +31,7 @@ from offload.errors import TierForceError
 from support.batches import answer, exit_after_answers
 from support.commands import TARGET, Finished, refused, summarized
 from support.prompts import write_passages
+from support.slow import slow_except
 
 SHORT = ("--max-new-tokens", "12", "--context", "400", "--instruction", "Sum up.")
 WHOLE, LONG = "whole.txt", "long.txt"
@@ -80,7 +81,7 @@ def test_record_has_all_parts_and_each_summary_is_that_of_its_part_alone(
     assert "all 2 documents are already finished" in again.err
 
 
-@pytest.mark.parametrize("ranks", [(), ("--gpus", "2")])
+@pytest.mark.parametrize("ranks", slow_except([pytest.param(()), pytest.param(("--gpus", "2"))]))
 def test_killed_job_goes_on_with_the_part_it_was_at(
     ranks: tuple[str, ...], source: Path, tmp_path: Path
 ) -> None:

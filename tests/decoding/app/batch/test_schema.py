@@ -35,6 +35,7 @@ from support.commands import (
     summarized,
 )
 from support.prompts import write_passages
+from support.slow import slow_except
 
 SCHEMA = {
     "type": "object",
@@ -76,7 +77,9 @@ def check(answer: str, data: Any) -> None:
     assert json.loads(answer) == data
 
 
-@pytest.mark.parametrize("options", [(), ("--gpus", "2")], ids=["one", "ranks"])
+@pytest.mark.parametrize(
+    "options", slow_except([pytest.param(()), pytest.param(("--gpus", "2"))]), ids=["one", "ranks"]
+)
 def test_records_have_an_answer_under_the_schema_and_its_value(
     options: tuple[str, ...], source: Path, tmp_path: Path
 ) -> None:
@@ -118,6 +121,7 @@ def test_parts_are_free_and_the_last_merge_is_under_the_schema(
     assert len(re.findall(r"part \d+ of", result.err)) == len(record["parts"]) - 2
 
 
+@pytest.mark.slow
 def test_answers_to_questions_are_under_the_schema_after_a_kill_too(
     source: Path, tmp_path: Path
 ) -> None:

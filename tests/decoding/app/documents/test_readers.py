@@ -13,6 +13,7 @@ from decoding.app.documents.document import Document, DocumentText
 from decoding.app.documents.formats.subtitles import spoken_text
 from offload.errors import InvalidRequestError
 from support.document_files import archive, docx, docx_paragraph, epub, odt, pdf, pptx
+from support.slow import slow_except
 
 pytest.importorskip("mammoth")
 pytest.importorskip("pypdfium2")
@@ -422,7 +423,9 @@ def test_broken_document_is_one_clear_line(
     assert "NUL" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["a.pdf", "a.html", "a.docx", "a.odt", "a.epub", "a.ipynb"])
+@pytest.mark.parametrize(
+    "name", slow_except(["a.pdf", "a.html", "a.docx", "a.odt", "a.epub", "a.ipynb"], 1)
+)
 def test_digest_of_a_large_file_is_that_of_its_bytes(name: str, tmp_path: Path) -> None:
     """The child process reads from the same open file, and moves its position."""
     words = [hashlib.sha256(str(index).encode()).hexdigest() for index in range(30_000)]

@@ -26,6 +26,7 @@ from parallel.formats.locate import PACKAGED
 from parallel.formats.weight_headers import PREDICTION
 from support.commands import Finished, forked, refused
 from support.gguf_headers import PUBLISHED
+from support.slow import slow_except
 
 TARGETS, DRAFTS = load_catalogue()
 ALL = [*TARGETS, *DRAFTS]
@@ -216,7 +217,7 @@ def test_a_context_that_fits_is_found_without_documents_too(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3-4b", "qwen3.5-9b"])
-@pytest.mark.parametrize("host_memory", [0.65, 0.7, 1.0, 1.3, 1.8, 3.0])
+@pytest.mark.parametrize("host_memory", slow_except([0.65, 0.7, 1.0, 1.3, 1.8, 3.0], 1, 4))
 def test_a_context_that_is_found_fits(name: str, host_memory: float) -> None:
     """Whether a context fits is not monotonic: a shorter one may need more host memory."""
     machines = find_machines("1x4090", None, host_memory)
@@ -239,9 +240,9 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("host_memory", [None, 2.0, 3.0])
+@pytest.mark.parametrize("host_memory", slow_except([None, 2.0, 3.0]))
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-3-27b"])
+@pytest.mark.parametrize("name", slow_except(["llama-3.1-8b", "gemma-3-27b"]))
 def test_as_many_gpus_are_taken_as_are_fastest(
     name: str, documents: list[int], host_memory: float | None
 ) -> None:

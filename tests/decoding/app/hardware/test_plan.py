@@ -39,6 +39,7 @@ from support.gguf import convert
 from support.gguf_bytes import rewrite_header
 from support.models import random_tokens
 from support.planning import plan_on
+from support.slow import slow_except
 
 NUMBERS: dict[str, Any] = {
     "gpus": 1,
@@ -708,7 +709,7 @@ def four_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "gpus"), [((), 2), (("--gpus", "1"), 1), (("--concurrency", "2"), 2)]
+    ("options", "gpus"), slow_except([((), 2), (("--gpus", "1"), 1), (("--concurrency", "2"), 2)])
 )
 def test_as_many_gpus_of_this_machine_are_planned_for_as_are_fastest(
     options: tuple[str, ...], gpus: int, tmp_path: Path

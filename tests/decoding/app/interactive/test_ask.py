@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from support.commands import TARGET, Finished, forked, refused
 from support.prompts import passages
+from support.slow import slow_except
 
 SHORT = ("--context", "500")
 
@@ -68,7 +69,11 @@ def test_question_that_is_too_long_is_an_error(
     assert "the question has" in refused(result)
 
 
-@pytest.mark.parametrize("context", [(), ("--context", "2000")], ids=["parts", "whole"])
+@pytest.mark.parametrize(
+    "context",
+    slow_except([pytest.param(()), pytest.param(("--context", "2000"))], 1),
+    ids=["parts", "whole"],
+)
 def test_questions_of_a_file_are_answered_after_one_prefill(
     context: tuple[str, ...], model: tuple[str, ...], document: Path, tmp_path: Path
 ) -> None:
@@ -89,7 +94,11 @@ def test_questions_of_a_file_are_answered_after_one_prefill(
     assert len(found) == len(questions) * (parts + (0 if context else 1))
 
 
-@pytest.mark.parametrize("context", [(), ("--context", "2000")], ids=["parts", "whole"])
+@pytest.mark.parametrize(
+    "context",
+    slow_except([pytest.param(()), pytest.param(("--context", "2000"))], 1),
+    ids=["parts", "whole"],
+)
 def test_question_that_cannot_be_asked_leaves_the_others(
     context: tuple[str, ...], model: tuple[str, ...], document: Path, tmp_path: Path
 ) -> None:

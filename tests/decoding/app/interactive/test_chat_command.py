@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.commands import TARGET, Finished, Fork, forked, refused
+from support.slow import slow_except
 
 SHORT_INTERRUPT_S = 0.3  # seconds in which two interrupts count as one, instead of 1
 
@@ -81,7 +82,7 @@ def test_chat_commands(model: tuple[str, ...], story: tuple[str, str], tmp_path:
     assert (two_ranks.code, two_ranks.out.splitlines()) == (0, [who, why])
 
 
-@pytest.mark.parametrize("ranks", [(), ("--gpus", "2")])
+@pytest.mark.parametrize("ranks", slow_except([pytest.param(()), pytest.param(("--gpus", "2"))]))
 def test_another_document(
     ranks: tuple[str, ...], model: tuple[str, ...], story: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -123,7 +124,7 @@ def test_a_message_of_several_lines(model: tuple[str, ...], tmp_path: Path) -> N
     assert "saved 6 messages" in result.err
 
 
-@pytest.mark.parametrize("ranks", [(), ("--gpus", "2")])
+@pytest.mark.parametrize("ranks", slow_except([pytest.param(()), pytest.param(("--gpus", "2"))]))
 def test_interrupt_ends_the_answer_only(
     ranks: tuple[str, ...], model: tuple[str, ...], story: tuple[str, str], tmp_path: Path
 ) -> None:

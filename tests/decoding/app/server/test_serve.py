@@ -504,6 +504,7 @@ def test_a_disconnect_aborts_the_request(model: tuple[str, ...], tmp_path: Path)
         assert client.completions.create(**{**long, "max_tokens": 2}).choices[0].text
 
 
+@pytest.mark.slow
 def test_several_requests_at_once(model: tuple[str, ...], tmp_path: Path) -> None:
     """Their answers are those of one after another; one of them disconnects."""
     prompts = [STORY[:1500] + f" {name} answered:" for name in ("Ann", "Ben", "Cleo")]

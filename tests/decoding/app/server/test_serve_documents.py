@@ -38,6 +38,7 @@ from support.chat_model import STORY, TEMPLATE, chat_model, story_options
 from support.commands import forked, wait_for
 from support.document_files import archive, docx, docx_paragraph, epub, pdf
 from support.serving import Serving, serving
+from support.slow import slow_except
 
 CHAT, DOCUMENTS = "/v1/chat/completions", "/documents"
 BYTES = {"Content-Type": "application/octet-stream"}
@@ -365,7 +366,7 @@ def stored(cache: Path) -> int:
     return len([each for each in cache.iterdir() if not each.name.startswith(".")])
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, SPECIAL])
+@pytest.mark.parametrize("template", slow_except([TEMPLATE, SPECIAL]))
 def test_stored_documents_are_continued(template: str, tmp_path: Path) -> None:
     model, cache = chat_model(tmp_path / "model"), tmp_path / "kept"
     (tmp_path / "model" / "chat_template.jinja").write_text(template)

@@ -24,6 +24,7 @@ from decoding.app.server.formats.neutral_fields import (
 from support.chat_model import TEMPLATE
 from support.commands import forked, refused
 from support.serving import Serving, serving
+from support.slow import slow_except
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WHO = [{"role": "user", "content": "Who?"}]
@@ -166,7 +167,7 @@ def reply(server: Serving, path: str, body: dict[str, Any]) -> tuple[Any, str | 
     return (text if body.get("stream") else json.loads(text)), clipped
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "n_predict"])
+@pytest.mark.parametrize("name", slow_except(["max_tokens", "n_predict"]))
 def test_more_tokens_than_there_is_room_for_are_clipped(name: str, server: Serving) -> None:
     """With a header that says how many there may be; -1 is all of them."""
     prompt = [5] * 1000

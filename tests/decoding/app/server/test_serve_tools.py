@@ -23,6 +23,7 @@ from support.chat_templates import (
     QWEN_CODER_TOOLS,
 )
 from support.serving import Serving, serving
+from support.slow import slow_except
 
 CHAT = "/v1/chat/completions"
 WHO = [{"role": "user", "content": "How is the weather?"}]
@@ -89,7 +90,7 @@ def servers(
         context.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", slow_except(TEMPLATES))
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_required_calls_are_valid(
     template: str, choice: Any, servers: Callable[[str], Serving]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.commands import forked
+from support.slow import slow_except
 
 COMMANDS = ["", "summarize", "plan", "serve", "prompt-cache", "prompt-cache drop"]
 
@@ -18,7 +19,7 @@ def set_columns(width: int) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("width", [30, 40, 79])
+@pytest.mark.parametrize("width", slow_except([30, 40, 79]))
 def test_help_is_readable_in_narrow_terminals(command: str, width: int, tmp_path: Path) -> None:
     """Nothing is cut, and a text has nearly the whole width."""
     wide = forked(tmp_path, *command.split(), "--help")

@@ -120,11 +120,10 @@ INTERRUPTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "interrupts",
-    slow_except(
-        [pytest.param(["rank 1", "SIGINT"]), pytest.param(["rank 0", "SIGTERM", "torchrun"])]
-    ),
+    [["rank 1", "SIGINT"], ["rank 0", "SIGTERM", "torchrun"]],
 )
 def test_two_ranks_exit_on_any_interrupt_and_resume(interrupts: list[str], tmp_path: Path) -> None:
     count = len(interrupts)
