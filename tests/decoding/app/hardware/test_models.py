@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from decoding.app.hardware.candidates import Documents, Prompts, Wanted
+from decoding.app.hardware.candidates import Candidate, Documents, Prompts, Wanted
 from decoding.app.hardware.catalogue import CatalogueModel, find_model, load_catalogue
 from decoding.app.hardware.machine import find_machines
 from decoding.app.hardware.models import models_table
@@ -296,7 +296,8 @@ def test_the_list_says_how_many_gpus(tmp_path: Path) -> None:
     many = rows(tmp_path, *names, "--hardware", "4x4090")
     assert [row["gpus"] for row in many] == [4, 4, 4, 1]
     assert " --gpus 4 " in many[2]["commands"][-1]
-    assert "GPUs" in run(tmp_path, "--hardware", "4x4090").out.splitlines()[2].split()
+    listed = run(tmp_path, "--hardware", "4x4090", "--context", "8192")
+    assert "GPUs" in listed.out.splitlines()[2].split()
 
 
 def test_the_list(tmp_path: Path) -> None:
@@ -313,10 +314,15 @@ def test_the_list(tmp_path: Path) -> None:
     assert all(each["gpus"] in (None, 1) for each in on_a_cpu)
 
 
-@pytest.mark.parametrize("width", [40, 60, 80])
-def test_the_list_names_models_whole(width: int) -> None:
+@pytest.fixture(scope="module")
+def candidates() -> list[Candidate]:
+    """All models of the list on one GPU."""
     wanted = Wanted(find_machines("1x4090", None, None), Documents.default(None, 512))
-    candidates = [wanted.candidate(model, model.files[-1]) for model in TARGETS]
+    return [wanted.candidate(model, model.files[-1]) for model in TARGETS]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_the_list_names_models_whole(width: int, candidates: list[Candidate]) -> None:
     console = Console(width=width, file=StringIO())
     console.print(models_table("On [b]1x4090", candidates, width))
     assert isinstance(console.file, StringIO)
