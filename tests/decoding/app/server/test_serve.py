@@ -152,8 +152,9 @@ def test_an_answer_matches_the_format_that_is_asked_for(server: Serving) -> None
         extra_body={"response_format": {"type": "json_object"}},
     )
     assert text.choices[0].text.startswith("{")
-    plain = ask(response_format={"type": "text"}, temperature=0).choices[0].message.content
-    assert plain == ask(temperature=0).choices[0].message.content
+    short = partial(ask, temperature=0, max_tokens=40)
+    plain = short(response_format={"type": "text"}).choices[0].message.content
+    assert plain == short().choices[0].message.content
 
 
 class House(BaseModel):
