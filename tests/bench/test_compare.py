@@ -239,6 +239,7 @@ def _compare_in(folder: Path, options: list[str]) -> None:
     run_bench(["compare", *options])
 
 
+@pytest.mark.slow
 def test_finished_rows_are_saved_after_an_interrupt(tmp_path: Path) -> None:
     output = tmp_path / "compare.json"
     options = [

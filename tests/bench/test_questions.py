@@ -13,6 +13,7 @@ from bench.speed.conversation import TRANSFORMERS, main
 from support.engines import DEMO
 
 
+@pytest.mark.slow
 def test_a_row_per_variant(tmp_path: Path) -> None:
     app, output = typer.Typer(), tmp_path / "conversation.json"
     app.command()(main)

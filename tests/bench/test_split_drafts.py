@@ -122,6 +122,7 @@ def test_values_are_those_of_split_layers(trace: SplitTrace) -> None:
     trace.rewind()
 
 
+@pytest.mark.slow
 def test_selected_keys_lower_rejections(trace: SplitTrace) -> None:
     tokens = trace.sample(5 * DRAFT + 1, NUCLEUS)
     chains = trace.chains(tokens, DRAFT, NUCLEUS)
@@ -137,6 +138,7 @@ def test_selected_keys_lower_rejections(trace: SplitTrace) -> None:
             assert torch.equal(first.overlap, second.overlap)
 
 
+@pytest.mark.slow
 def test_document_has_rows_of_books_and_their_means(tmp_path: Path) -> None:
     words = long_text()
     files = [tmp_path / "one.txt", tmp_path / "two.txt"]

@@ -11,6 +11,7 @@ from decoding import Engine, Settings
 from decoding.engine.session import SequenceState
 from support.engines import DEMO
 from support.prompts import prompt
+from support.slow import slow_except
 
 SHARES = {"streamed": 1.0, "compressed": 0.75, "split": 0.25}
 
@@ -23,7 +24,7 @@ def test_default_kinds_are_those_that_save_bytes(dtype: str, kinds: list[str]) -
     assert useful_kinds(dtype) == kinds
 
 
-@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("layers", slow_except(LAYERS))
 def test_link_bytes_by_kind_of_layers(layers: str) -> None:
     base = Settings(mode="plain", dtype="bfloat16", link="view", gpu_kv_layers=0)
     engine = Engine.from_pretrained(DEMO / "target", settings=base, device="cpu")

@@ -257,7 +257,8 @@ def test_conversation_with_tiers_and_captured_graphs(mode: str, dtype: str) -> N
     engine.close()
 
 
-@pytest.mark.parametrize(("mode", "resident"), slow_except([("hierarchical", 2), ("plain", 6)], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "resident"), [("hierarchical", 2), ("plain", 6)])
 def test_several_sequences_share_a_prefix(mode: str, resident: int) -> None:
     """Copied from layers of all kinds, while other requests are prefilled and run."""
     group = TensorParallelGroup(device=torch.device("cuda", 0))

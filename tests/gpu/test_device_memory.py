@@ -203,6 +203,7 @@ def test_graphs_take_no_memory_from_later_plans(machine: Machine) -> None:
         assert memory.now().device == pytest.approx(first, abs=1 << 20)
 
 
+@pytest.mark.slow
 def test_plans_fit_after_another_process_has_taken_memory(machine: Machine) -> None:
     """The memory of graphs is not free: the plan of the first request may not fit any more."""
     with open_engine("hierarchical", gpu_kv_layers=2) as engine:

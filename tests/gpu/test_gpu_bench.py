@@ -116,6 +116,7 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
         assert 0 < peak <= rows["plan", "planned, without weights"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a stand-in")
 @pytest.mark.usefixtures("forks")
 def test_a_rehearsal_runs_on_a_stand_in(tmp_path: Path) -> None:

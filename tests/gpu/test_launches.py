@@ -26,7 +26,6 @@ from standin.fused import fused_kernels
 from support.engines import Pair
 from support.interpreter import require_interpreter
 from support.models import random_tokens
-from support.slow import slow_except
 
 pytestmark = pytest.mark.cuda
 LAYERS = 2
@@ -99,15 +98,13 @@ def engine(path: Path, draft: Path, mode: str, **options: Any) -> Iterator[Engin
         yield opened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "options", "cache"),
-    slow_except(
-        [
-            ("hierarchical", {}, "RetrievalCache"),
-            ("split-hierarchical", {"split_budget": 64}, "OnDeviceCache"),
-        ],
-        1,
-    ),
+    [
+        ("hierarchical", {}, "RetrievalCache"),
+        ("split-hierarchical", {"split_budget": 64}, "OnDeviceCache"),
+    ],
 )
 def test_drafting_takes_few_launches(
     mode: str,

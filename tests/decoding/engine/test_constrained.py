@@ -77,7 +77,7 @@ def answer(engine: Engine, rules: str, **sampling: Any) -> list[int]:
     return list(engine.generate(PROMPT, NEW, Sampling(**sampling, **options), grammar=grammar))
 
 
-@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("rules", slow_except(RULES))
 @pytest.mark.parametrize("mode", slow_except([*MODES[1:], "split-hierarchical"], 2))
 def test_greedy_answers_are_those_of_plain_decoding(
     mode: str, rules: str, pairs: Callable[[str], Pair]

@@ -129,7 +129,7 @@ def test_only_the_target_uses_the_link_once_per_forward(
         )
 
 
-@pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])
+@pytest.mark.parametrize("mode", slow_except(["retrieval", "hierarchical"], 1))
 def test_selections_stream_no_bytes(mode: str, pair: Pair, forwards: Forwards) -> None:
     """Forwards after equally many tokens stream the same for all policies and intervals."""
     by_length: dict[int, set[int]] = {}

@@ -169,8 +169,9 @@ def test_output_follows_the_target_distribution_with_split_layers(
     assert likelihood(mode, SAMPLINGS[sampling], folders, 500, **options) > LIKELY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "rows"), slow_except([("speculative", VOCAB - 30), ("hierarchical", VOCAB + 30)])
+    ("mode", "rows"), [("speculative", VOCAB - 30), ("hierarchical", VOCAB + 30)]
 )
 def test_output_follows_the_target_distribution_with_another_draft_vocabulary(
     mode: str, rows: int, folders: Folders, checkpoint: Callable[..., Path]
@@ -180,7 +181,8 @@ def test_output_follows_the_target_distribution_with_another_draft_vocabulary(
     assert likelihood(mode, sampling, (folders[0], draft), 500) > LIKELY
 
 
-@pytest.mark.parametrize("policy", slow_except(POLICIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
 def test_output_follows_the_target_distribution_with_every_policy(
     policy: str, folders: Folders
 ) -> None:

@@ -67,8 +67,9 @@ def longest_drafts(engine: Engine) -> tuple[int, int]:
     return max(each.drafted for each in rounds), max(each.accepted for each in rounds)
 
 
-@pytest.mark.parametrize("length", slow_except([256, 128]))
-@pytest.mark.parametrize(("mode", "options"), slow_except(CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [256, 128])
+@pytest.mark.parametrize(("mode", "options"), CASES)
 def test_output_is_that_of_plain_decoding(
     mode: str, options: dict[str, Any], length: int, models: Pair, plain: list[int]
 ) -> None:

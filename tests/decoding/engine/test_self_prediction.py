@@ -81,7 +81,7 @@ def check_accepted(rates: dict[str, float | None]) -> None:
 
 
 @pytest.mark.parametrize("graphs", slow_except([False, True], 1))
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(MODES, 1))
 def test_perfect_predictions_are_accepted(contrived: list[Path], mode: str, graphs: bool) -> None:
     """After prompts shorter and longer than the window, at the first draft and after many."""
     for folder in contrived:
@@ -161,7 +161,7 @@ def test_greedy_output_is_that_of_plain_decoding(
         assert pair.generate(mode, prompt, 40, **options) == expected, mode
 
 
-@pytest.mark.parametrize("mode", slow_except(MODES, 1, 2))
+@pytest.mark.parametrize("mode", slow_except(MODES, 1))
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, top_p=0.9, seed=3)])
 def test_deterministic_output_is_that_of_plain_decoding(
     mode: str, sampling: Sampling, folder: Path

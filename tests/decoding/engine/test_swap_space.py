@@ -63,7 +63,7 @@ def tokens(states: list[RequestState]) -> list[list[int]]:
 
 @pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
 @pytest.mark.parametrize(("link", "resident"), slow_except(PLACEMENTS, 2))
-@pytest.mark.parametrize("concurrency", [1, 2])
+@pytest.mark.parametrize("concurrency", slow_except([1, 2], 1))
 def test_conversations_go_on_from_host_memory(
     mode: str, link: str, resident: int, concurrency: int, models: Pair
 ) -> None:

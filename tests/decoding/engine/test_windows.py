@@ -33,7 +33,7 @@ MODES = ["plain", "retrieval", "hierarchical"]
 FAMILIES = {"gemma3_text": {"family": "gemma3_text"}, "mistral": {"family": "mistral"}}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=slow_except(FAMILIES))
 def models(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Pair:
     """A target some of whose layers have a window, or all, and keep it every few tokens."""
     options = {**FAMILIES[request.param], "sliding_window": 24, "max_position_embeddings": 4096}

@@ -79,7 +79,7 @@ def take_turns(engine: Engine) -> tuple[list[list[int]], list[int]]:
     return outputs, sequence
 
 
-@pytest.mark.parametrize(("mode", "link", "resident"), CASES)
+@pytest.mark.parametrize(("mode", "link", "resident"), slow_except(CASES, -1))
 def test_turns_continue_during_saving(
     mode: str,
     link: str,
@@ -328,7 +328,8 @@ def expected_outputs(models: Pair) -> list[list[int]]:
         return [list(engine.generate([*PROMPT, turn], NEW, GREEDY)) for turn in range(3)]
 
 
-@pytest.mark.parametrize("fault", slow_except(LOADED, 0, 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", LOADED)
 def test_faults_on_two_ranks(
     fault: str,
     reports: Callable[[str], tuple[Report, str]],

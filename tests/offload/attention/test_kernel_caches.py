@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-from support.slow import slow_except
-
 CODE = """
 import ctypes
 from decoding.app.environment import set_environment_defaults
@@ -52,7 +50,8 @@ def test_evicted_kernels_are_compiled_again() -> None:
     assert growth < 2_000_000
 
 
-@pytest.mark.parametrize("variable", slow_except([ONEDNN, TORCH]))
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", [ONEDNN, TORCH])
 def test_limits_set_by_the_user_are_kept(variable: str) -> None:
     _, limited = run({})
     compiled, growth = run({variable: "1024"})

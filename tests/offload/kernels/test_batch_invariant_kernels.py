@@ -190,7 +190,8 @@ def test_out_of_memory_in_the_self_test_is_raised(monkeypatch: pytest.MonkeyPatc
         batch_invariant_kernels("cuda", torch.float32, 64, 1)
 
 
-@pytest.mark.parametrize("keys", slow_except([128, KEY_BLOCK]))
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [128, KEY_BLOCK])
 def test_self_test_detects_wrong_kernels(
     keys: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from parallel.ranks.process_group import TensorParallelGroup
 from support.loading import all_logits
 from support.models import edit_weights, random_tokens, reference_logits
 from support.ranks import run_ranks
+from support.slow import slow_except
 
 Checkpoints = Callable[..., Path]
 # two ranks split the groups of `down`, of which a row has four
@@ -106,7 +107,7 @@ def logits_on_rank(folder: Path, packed: bool) -> Tensor:
     return all_logits(model, random_tokens(60))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_except([1, 2]))
 def test_logits_are_those_of_the_same_weights_in_numbers(
     folder: Path, tmp_path: Path, ranks: int
 ) -> None:

@@ -24,8 +24,6 @@ GROUPS = [
 ]
 FORMATS = {fmt.name: fmt for fmt in [*PLANE_FORMATS.values(), *GROUPS] if fmt is not None}
 EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
-# a format of `make test`: with a minimum and group scales
-FAST = list(FORMATS).index("Q4_K")
 CPU = torch.device("cpu")
 
 
@@ -35,7 +33,8 @@ def kernels() -> Any:
 
 
 # The interpreter truncates float32 to bfloat16 instead of rounding: it is tested on a GPU.
-@pytest.mark.parametrize("name", slow_except(FORMATS, FAST))
+@pytest.mark.slow
+@EVERY_FORMAT
 def test_self_test_succeeds(kernels: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_SPLIT_GROUPS", 8)
     monkeypatch.setattr(kernels, "MAX_ROWS", 16)  # numpy multiplies larger tiles in another order
@@ -65,7 +64,7 @@ def test_products_of_any_number_of_rows(kernels: Any, rows: int) -> None:
 
 
 @pytest.mark.parametrize("repeats", slow_except([1, 3], 1))
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize("name", slow_except(["Q4_K", "Q6_K", "MXFP4"]))
 def test_products_of_experts(kernels: Any, name: str, repeats: int) -> None:
     """Each is that of the expert's own matrix, bit for bit, and one expert has none."""
     planes = random_planes(FORMATS[name], 5 * 70, 416, 0, CPU)
