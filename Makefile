@@ -19,8 +19,8 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 
 test: .venv/ready
 	$(PYTEST) --dist loadfile -m "not slow"
 
-# slow tests: kills, soaks, long outputs, kernels compiled and interpreted at length, other
-# projects' clients
+# slow tests: kills, soaks, long outputs, kernels compiled and interpreted at length, further
+# variants of what `make test` tests once, other projects' clients
 test-slow: .venv/ready .clients/ready
 	CLIENTS_REQUIRED=1 $(PYTEST) --dist loadfile -m slow
 

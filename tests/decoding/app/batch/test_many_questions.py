@@ -63,7 +63,7 @@ def answers(record: dict[str, Any]) -> dict[str, str]:
             pytest.param(("--concurrency", "3")),
             pytest.param(("--concurrency", "1", "--gpus", "2")),
         ],
-        *(1, 2),
+        2,
     ),
     ids=["device", "host", "together", "ranks"],
 )
@@ -108,11 +108,8 @@ def test_parts_are_asked_all_questions_and_answers_merged(source: Path, tmp_path
     assert "all 2 documents are already finished" in again.err
 
 
-@pytest.mark.parametrize(
-    "context",
-    slow_except([pytest.param(()), pytest.param(("--context", "700"))]),
-    ids=["whole", "parts"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [(), ("--context", "700")], ids=["whole", "parts"])
 def test_killed_job_asks_no_question_twice(
     context: tuple[str, ...], source: Path, tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ def test_records_have_an_answer_under_the_schema_and_its_value(
     assert "2 finished records" in other.err
 
 
+@pytest.mark.slow
 def test_parts_are_free_and_the_last_merge_is_under_the_schema(
     source: Path, tmp_path: Path
 ) -> None:

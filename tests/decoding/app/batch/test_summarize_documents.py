@@ -183,6 +183,7 @@ def test_context_without_room_fails_every_document(tmp_path: Path) -> None:
     assert "2 of 2 documents failed" in result.err
 
 
+@pytest.mark.slow
 def test_two_ranks_continue_after_a_bad_document(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, b=POISON + GOOD, c=b"", d=GOOD * 2)
     result, found = summarize(tmp_path, source, "--gpus", "2", models=poisoned(tmp_path / "model"))

@@ -132,6 +132,7 @@ def test_a_question_is_given_once(model: tuple[str, ...], document: Path, tmp_pa
         assert "give either a question, in quotes, or --questions" in refused(result)
 
 
+@pytest.mark.slow
 def test_answers_are_json_under_a_schema(
     model: tuple[str, ...], document: Path, tmp_path: Path
 ) -> None:
