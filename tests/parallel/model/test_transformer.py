@@ -28,7 +28,6 @@ from support.families import OTHERS
 from support.links import make_test_link
 from support.models import long_rope, random_tokens, reference_logits, rope
 from support.ranks import run_ranks
-from support.slow import slow_except
 
 TOKENS = 90
 MODELS: dict[str, dict[str, Any]] = {
@@ -419,7 +418,8 @@ def run_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("part", slow_except([0, 1, 2], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 1, 2])
 def test_two_ranks_match_one_rank(part: int, checkpoint: Checkpoints) -> None:
     """Tests every third model: two ranks start once for all of them."""
     names = ["mha", "gqa", "tied", "qkv-bias", "attention-bias", "mlp-bias", "head-dim", "sharded"]

@@ -74,7 +74,7 @@ def load_matrix(checkpoint: GgufCheckpoint, name: str, shape: tuple[int, int], *
 
 
 @EVERY_TYPE
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_except(DTYPES, 1))
 def test_weights_are_those_of_gguf(
     checkpoint: Checkpoints, tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:

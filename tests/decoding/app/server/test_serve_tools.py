@@ -117,7 +117,7 @@ def test_required_calls_are_valid(
     assert not any(delta.content for delta in deltas)
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", slow_except(TEMPLATES, 0, 2))
 def test_results_are_answered(template: str, servers: Callable[[str], Serving]) -> None:
     """The next round of an agent: the call is sent back with its result."""
     server = servers(template)
