@@ -144,7 +144,8 @@ def test_deterministic_output_matches_plain_decoding() -> None:
     assert all(output == outputs[0] for output in outputs)
 
 
-@pytest.mark.parametrize(("mode", "resident"), slow_except([("retrieval", 6), ("hierarchical", 2)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "resident"), [("retrieval", 6), ("hierarchical", 2)])
 def test_concurrent_requests_match_sequential_ones(
     mode: str, resident: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

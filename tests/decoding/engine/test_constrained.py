@@ -130,8 +130,8 @@ def test_answers_of_requests_that_share_forwards_are_valid(
         compiled = engine.grammars.compile(Grammar.json_schema(SCHEMA))
         word = engine.grammars.compile(Grammar.choice(["one", 'two "quoted"']))
         requests = [
-            Request(PROMPT[seed:], 300, Sampling(1.0, top_p=1, seed=seed), grammar=grammar)
-            for seed, grammar in enumerate([compiled, word, None] * 4)
+            Request(PROMPT[seed:], new, Sampling(1.0, top_p=1, seed=seed), grammar=grammar)
+            for seed, (grammar, new) in enumerate([(compiled, 300), (word, 300), (None, 60)] * 4)
         ]
         found = {id(state.request): state for state in engine.generate_batch(requests, 3)}
         states = [found[id(request)] for request in requests]

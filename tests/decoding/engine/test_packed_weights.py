@@ -96,7 +96,8 @@ def test_tokens_are_those_of_weights_in_16_bits(
     check_tokens(files, name, dtype, sampling)
 
 
-@pytest.mark.parametrize("name", slow_except(["retrieval", "hierarchical"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["retrieval", "hierarchical"])
 def test_tokens_with_quantised_safetensors(folders: tuple[Path, Path], name: str) -> None:
     check_tokens(folders, name, "bfloat16", GREEDY)
 

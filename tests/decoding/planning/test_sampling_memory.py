@@ -96,7 +96,7 @@ def test_a_round_fits_its_planned_memory(mode: str, options: dict[str, Any], nam
     assert round_bytes(needs, SAMPLINGS[name]) <= sampling_bytes(needs, needs.max_forward_tokens)
 
 
-@pytest.mark.parametrize(("mode", "options"), LONG)
+@pytest.mark.parametrize(("mode", "options"), slow_except(LONG))
 def test_little_more_is_planned_than_a_round_takes(mode: str, options: dict[str, Any]) -> None:
     """What sorting takes on a GPU is not counted here."""
     needs = requirements_of(mode, **options)

@@ -55,6 +55,7 @@ def measured() -> dict[str, float]:
         return kernel_rates(TARGET, CPU, torch.float32)
 
 
+@pytest.mark.slow
 def test_rates_are_fields_of_a_hardware_profile(rates: dict[str, float]) -> None:
     machine = replace(SERIAL, **rates)  # validates the numbers
     assert set(rates) <= {field.name for field in fields(HardwareProfile)}

@@ -192,6 +192,7 @@ def test_sequences_of_different_sizes_share_launches(
             torch.testing.assert_close(tensor[..., :-1, :], each[..., :-1, :])
 
 
+@pytest.mark.slow
 def test_a_sequence_gets_the_same_bits_beside_others(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -357,6 +357,7 @@ def generate(
     return output, cuda_graphs_supported(group), engine.stats.cuda_graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [False, True])
 def test_two_ranks_replay_what_one_rank_generates(
     shard: bool, demo: Pair, reports: list[dict[Any, Any]]

@@ -10,6 +10,7 @@ import pytest
 
 from support.commands import forked
 from support.gguf_headers import PUBLISHED
+from support.slow import slow_except
 
 Range = tuple[float, float]
 
@@ -69,7 +70,9 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.model}-{job.hardware}")
+@pytest.mark.parametrize(
+    "job", slow_except(JOBS, 0, -1), ids=lambda job: f"{job.model}-{job.hardware}"
+)
 def test_rows(job: Job, tmp_path: Path) -> None:
     path = PUBLISHED[job.model].write(tmp_path / "model.gguf")
     options = ["--hardware", job.hardware, "--context", str(job.context), *job.options, "--json"]
