@@ -71,7 +71,9 @@ JOBS = [
 
 
 @pytest.mark.parametrize(
-    "job", slow_except(JOBS, 0, -1), ids=lambda job: f"{job.model}-{job.hardware}"
+    "job",
+    slow_except([pytest.param(job) for job in JOBS], 0, -1),
+    ids=lambda job: f"{job.model}-{job.hardware}",
 )
 def test_rows(job: Job, tmp_path: Path) -> None:
     path = PUBLISHED[job.model].write(tmp_path / "model.gguf")
