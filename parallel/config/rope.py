@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel.config.families import PROPORTIONAL, Family
@@ -242,11 +244,23 @@ def inverse_frequencies(
     with Hunyuan's alpha, dynamic RoPE is the default one of a larger base. A GGUF file may give
     frequency factors, by which they are divided, instead of a RoPE type.
     """
+    own = {name: value for name, value in rope.items() if name != _QUERY_SCALE}
+    depends_on_tokens = own["rope_type"] in ("dynamic", "longrope")
+    return _frequencies(
+        json.dumps(own), rotary_dim, max_positions, tokens if depends_on_tokens else 1
+    )
+
+
+@lru_cache(maxsize=16)  # requests ask for the same ones; a LlamaConfig takes half a ms
+def _frequencies(
+    parameters: str, rotary_dim: int, max_positions: int, tokens: int
+) -> tuple[Tensor, float]:
+    """Return `inverse_frequencies`, given the parameters in JSON. They must not be changed."""
     import torch
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = {name: value for name, value in rope.items() if name != _QUERY_SCALE}
+    rope = json.loads(parameters)
     if rope["rope_type"] == "default":  # its own function is in a module that imports a compiler
         rope |= {"rope_type": "linear", "factor": 1.0}
     if (alpha := rope.pop(ALPHA, None)) and rope["rope_type"] == "dynamic":
