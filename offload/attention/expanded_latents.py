@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
-from offload.attention.folding import Partial
+from offload.attention.folding import Partial, merge
 from offload.layout import EXPANDED_TOKENS
 from offload.traffic import ByteCounters
 
@@ -49,17 +48,11 @@ def attend_expanded(
         end = start + EXPANDED_TOKENS
         is_last = end > tokens - rows
         part = latents[start : tokens if is_last else end]
-        attended = partial_attention(q, *heads.keys_and_values(part), causal=is_last)
-        total = attended if total is None else _merged(total, attended)
+        out, lse = partial_attention(q, *heads.keys_and_values(part), causal=is_last)
+        # in float32, so that the sum is rounded once
+        attended = out.float(), lse
+        total = attended if total is None else merge([total, attended])
         start += len(part)
     assert total is not None
     out, lse = total
     return out.to(q.dtype), lse
-
-
-def _merged(total: Partial, part: Partial) -> Partial:
-    """Merge attention as `offload.attention.folding.merge`, but keep the sum in float32."""
-    (whole, lse), (out, own_lse) = total, part
-    both = torch.logaddexp(lse, own_lse)
-    share = (own_lse - both).exp_()[..., None]
-    return whole.float().lerp_(out.float(), share), both

@@ -289,27 +289,19 @@ class DecoderLayer(Module):
 
         Returns the output (T, hidden) of the cache's `output_rows`, or of the last chunk.
         """
-        first, end = chunks[-1].start, chunks[-1].end
-        tail = max(first, end - cache.output_rows)  # first token with an output
-        for chunk in chunks:
-            if chunk.start < tail:
-                self.attention.store_kv(chunk.x[: tail - chunk.start], cache, chunk.start)
-        return self(chunks[-1].x[tail - first :], cache, tail)
+        before, last = _last_rows(chunks, cache.output_rows)
+        for chunk in before:
+            self.attention.store_kv(chunk.x, cache, chunk.start)
+        return self(last.x, cache, last.start)
 
-    def run_last_whole(self, x: Tensor, max_chunk: int, cache: PrefillCacheLike) -> Iterator[Chunk]:
-        """Transform a whole prompt x (T, hidden) in the last layer; yield each chunk.
+    def run_last_whole(self, chunks: Sequence[Chunk], cache: PrefillCacheLike) -> Iterator[Chunk]:
+        """Transform a whole prompt in the last layer; yield each chunk.
 
         The last one has the rows that `run_last` returns, computed as there.
         """
-        chunks = list(in_chunks(x, max_chunk))
-        tail = max(chunks[-1].start, len(x) - cache.output_rows)
-        before = (
-            Chunk(chunk.x[: tail - chunk.start], chunk.start)
-            for chunk in chunks
-            if chunk.start < tail
-        )
+        before, last = _last_rows(chunks, cache.output_rows)
         yield from self.run_pipelined(before, cache)
-        yield Chunk(self(x[tail:], cache, tail), tail)
+        yield Chunk(self(last.x, cache, last.start), last.start)
 
     def load(self, checkpoint: Checkpoint, prefix: str, mlp_prefix: str) -> None:
         """Read the mixer of layer PREFIX, and the MLP of layer MLP_PREFIX if there is one."""
@@ -321,6 +313,19 @@ class DecoderLayer(Module):
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scalar is None else x * self.scalar
+
+
+def _last_rows(chunks: Sequence[Chunk], rows: int) -> tuple[Iterator[Chunk], Chunk]:
+    """Return a prompt's chunks up to its last `rows`, and these; no more than the last chunk.
+
+    The former are made one by one, so that none keeps its output.
+    """
+    last = chunks[-1]
+    tail = max(last.start, last.end - rows)
+    before = (
+        Chunk(each.x[: tail - each.start], each.start) for each in chunks if each.start < tail
+    )
+    return before, Chunk(last.x[tail - last.start :], tail)
 
 
 class Transformer(Module):
@@ -448,7 +453,7 @@ class Transformer(Module):
         if scorer is None:
             x = self.norm(last.run_last(list(in_chunks(x, max_chunk)), cache))
         else:
-            outputs = last.run_last_whole(x, max_chunk, cache)
+            outputs = last.run_last_whole(list(in_chunks(x, max_chunk)), cache)
             x = yield from self._score(outputs, tokens, scorer)
         cache.keep_hidden_states(x)
         yield PrefillStep(units, units, ends_layer=True)

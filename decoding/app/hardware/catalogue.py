@@ -16,6 +16,7 @@ from typing import Any
 
 from offload.errors import TierForceError
 from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import single_branches
 from parallel.config.weight_sizes import matrix_columns
 from parallel.formats.locate import PACKAGED
 from parallel.formats.plane_format import PLANE_FORMATS, KeptType
@@ -160,7 +161,7 @@ def _type_in_q4_k_m(config: ModelConfig, name: str) -> str:
         return "Q4_K"
     layers = config.layers
     if config.split_layers is not None:  # mixers and MLPs are layers of their own
-        layers += sum(each is not None for each in config.split_layers.mlps)
+        layers += config.layers - single_branches(config)
     layer, eighth = int(match[1]), layers // 8
     is_outer = layer < eighth or layer >= 7 * eighth
     return "Q6_K" if is_outer or (layer - eighth) % 3 == 2 else "Q4_K"

@@ -523,12 +523,11 @@ FAMILIES = {  # keyed by general.architecture; it is llama in files of Mistral a
             "expert_weights_norm": "norm_topk_prob",
             "expert_weights_scale": "routed_scaling_factor",
         },
-        # groups without the number of those that a token has; sigmoid
         expected={
             "expert_group_count": (0, 1),
             "expert_group_used_count": (0, 1),
             "expert_shared_count": (1,),
-            "expert_gating_func": (2,),
+            "expert_gating_func": (2,),  # sigmoid
         },
         constants={"n_group": 1, "topk_group": 1},
     ),

@@ -47,7 +47,6 @@ _PARTS = {
 # names of tensors that files have as matrices
 VECTORS = (".A_log", ".D", "mamba.norm.weight", "mixer.norm.weight")
 _PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output")
-_GRANITE = "granitehybrid"
 _MAMBA, _EXPERTS, _MLP, _ATTENTION = "ME-*"  # kinds of layers
 
 
@@ -62,8 +61,7 @@ def layer_parts(header: GgufHeader, layer: int | str, experts: Collection[str]) 
     `experts`: those of layers of experts alone, in Nemotron-H's files.
     """
     parts = {_MAMBA: list(_PARTS), _EXPERTS: list(experts), _MLP: ["ffn_up", "ffn_down"]}
-    has_mlps_apart = header.metadata["general.architecture"] != _GRANITE
-    return parts.get(_kind(header, layer, has_mlps_apart), list(_PROJECTIONS))
+    return parts.get(_kind(header, layer), list(_PROJECTIONS))
 
 
 def add_mamba(header: GgufHeader, fields: dict[str, Any]) -> None:
@@ -74,9 +72,8 @@ def add_mamba(header: GgufHeader, fields: dict[str, Any]) -> None:
     is_granite = fields["model_type"] == "granitemoehybrid"
     names = GRANITE_FIELDS if is_granite else NEMOTRON_FIELDS
     dim = value_head_dim(header, fields, names)
-    layers = range(fields["num_hidden_layers"])
-    kinds = [_kind(header, layer, not is_granite) for layer in layers]
-    _check_lists(header, kinds, is_granite)
+    kinds = [_kind(header, layer) for layer in range(fields["num_hidden_layers"])]
+    _check_lists(header, kinds)
     if not is_granite:
         fields |= {"mamba_head_dim": dim, "hybrid_override_pattern": "".join(kinds)}
         return
@@ -115,12 +112,14 @@ def mamba_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _kind(header: GgufHeader, layer: int | str, has_mlps_apart: bool) -> str:
-    """Return the kind of a layer by its tensors: a letter, as in Nemotron-H's config.json.
+def _has_mlps_apart(header: GgufHeader) -> bool:
+    """Return whether MLPs and experts are layers of their own."""
+    return bool(header.metadata["general.architecture"] != "granitehybrid")
 
-    `has_mlps_apart`: whether MLPs and experts are layers of their own.
-    """
-    prefix = f"blk.{layer}."
+
+def _kind(header: GgufHeader, layer: int | str) -> str:
+    """Return the kind of a layer by its tensors: a letter, as in Nemotron-H's config.json."""
+    prefix, has_mlps_apart = f"blk.{layer}.", _has_mlps_apart(header)
     parts = [name.removeprefix(prefix) for name in header.tensors if name.startswith(prefix)]
     if any(part.startswith("ssm_") for part in parts):
         return _MAMBA
@@ -129,10 +128,10 @@ def _kind(header: GgufHeader, layer: int | str, has_mlps_apart: bool) -> str:
     return _MLP if has_mlps_apart and "ffn_up.weight" in parts else _ATTENTION
 
 
-def _check_lists(header: GgufHeader, kinds: Sequence[str], is_granite: bool) -> None:
+def _check_lists(header: GgufHeader, kinds: Sequence[str]) -> None:
     """Raise ConfigError if lists in the metadata say that layers have other kinds."""
     expected = dict(zip(BY_LAYER, (_ATTENTION, _EXPERTS + _MLP), strict=True))
-    for name in BY_LAYER[: 1 if is_granite else 2]:
+    for name in BY_LAYER if _has_mlps_apart(header) else BY_LAYER[:1]:
         key = f"{header.metadata['general.architecture']}.{name}"
         if not isinstance(numbers := header.metadata[key], list):
             continue

@@ -281,9 +281,8 @@ def test_files_that_say_little_of_experts_are_read_as_by_llama_cpp(
     assert (gating.is_sigmoid, gating.normalised, gating.factor) == (True, False, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("without", "metadata", "words"),
-    [
+BROKEN = {
+    "deepseek_v2": [
         ("", {"deepseek2__rope__dimension_count": 20}, "= 20 of 20 dimensions of a head, all"),
         ("blk.1.attn_kv_a_mqa.weight", {}, "attn_kv_a_mqa.weight is missing"),
         ("blk.1.attn_k_b.weight", {}, "attn_kv_b.weight is missing"),
@@ -293,19 +292,7 @@ def test_files_that_say_little_of_experts_are_read_as_by_llama_cpp(
         ("", {"deepseek2__expert_gating_func": 3}, "expert_gating_func = 3; it must be"),
         ("", {"deepseek2__expert_group_count": 2}, "experts in groups, .* not supported without"),
     ],
-)
-def test_broken_files_of_latents(
-    checkpoint: Checkpoints, tmp_path: Path, without: str, metadata: dict[str, Any], words: str
-) -> None:
-    folder = checkpoint(**OTHERS["deepseek_v2"])
-    path = convert(folder, tmp_path / "broken.gguf", without=without, **metadata)
-    with pytest.raises((ConfigError, CheckpointError), match=words):
-        ModelConfig.from_name(str(path))
-
-
-@pytest.mark.parametrize(
-    ("without", "metadata", "words"),
-    [
+    "granite-mamba": [
         ("blk.0.ssm_d", {}, "blk.0.ssm_d is missing"),
         ("blk.2.ssm_conv1d.bias", {}, r"blk.2.ssm_conv1d.bias is missing\. Was the"),
         ("blk.0.ssm_conv1d.weight", {}, "ssm_conv1d.weight is missing"),
@@ -316,12 +303,24 @@ def test_broken_files_of_latents(
         ("", {"granitehybrid__ssm__group_count": 2}, "ssm_.*but its metadata implies"),
         ("", {"granitehybrid__moe_latent_size": 8}, "moe_latent_size = '8', which indicates"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "metadata", "words"),
+    [(name, *case) for name, cases in BROKEN.items() for case in cases],
 )
-def test_broken_files_of_mamba(
-    checkpoint: Checkpoints, tmp_path: Path, without: str, metadata: dict[str, Any], words: str
+def test_broken_files_of_latents_and_mamba(
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+    name: str,
+    without: str,
+    metadata: dict[str, Any],
+    words: str,
 ) -> None:
-    folder = checkpoint(**OTHERS["granite-mamba"])
-    path = convert(folder, tmp_path / "broken.gguf", without=without, **metadata)
+    path = convert(
+        checkpoint(**OTHERS[name]), tmp_path / "broken.gguf", without=without, **metadata
+    )
     with pytest.raises((ConfigError, CheckpointError), match=words):
         ModelConfig.from_name(str(path))
 
