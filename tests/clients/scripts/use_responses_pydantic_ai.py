@@ -32,7 +32,12 @@ first = Agent(model).run_sync("Who?")
 second = Agent(model).run_sync("Why?", message_history=first.all_messages())
 typed = Agent(model, output_type=NativeOutput(House), model_settings={"max_tokens": 200})
 house = typed.run_sync("Who?").output
-assert isinstance(house, House)
+called = Agent(model, output_type=House, model_settings={"max_tokens": 200}).run_sync("Who?")
+again = Agent(model, output_type=House, model_settings={"max_tokens": 200}).run_sync(
+    "Why?", message_history=called.all_messages()
+)
+for own in (house, called.output, again.output):
+    assert isinstance(own, House)
 print(
     json.dumps(
         {
@@ -41,6 +46,8 @@ print(
             "second": second.output,
             "stream": asyncio.run(stream()),
             "typed": house.model_dump(),
+            "called": [called.output.model_dump(), again.output.model_dump()],
+            "prompt tokens": [called.usage.input_tokens, again.usage.input_tokens],
         }
     )
 )

@@ -18,12 +18,13 @@ from decoding.app.server.formats.body import (
 )
 from decoding.app.server.formats.neutral_fields import CHAT_FIELDS, MESSAGE_FIELDS, PART_FIELDS
 from decoding.app.server.formats.tools import (
-    MAX_ARGUMENTS,
     CallId,
     Choice,
+    Function,
     Tool,
     ToolCall,
     ToolChoice,
+    check_size_of_arguments,
 )
 from decoding.app.server.worker import limits
 from decoding.text.chat_template import ChatRendering, Variables, is_reserved
@@ -57,17 +58,13 @@ _Calls = Annotated[list[ToolCall], Field(max_length=limits.TOOLS, fail_fast=True
 
 def _messages(messages: Any) -> Any:
     """Return messages, before they are validated: arguments of calls are yet to be parsed."""
-    total = 0
+    arguments = list[Any]()
     for message in messages if isinstance(messages, list) else ():
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         for call in calls if isinstance(calls, list) else ():
             function = call.get("function") if isinstance(call, dict) else None
-            arguments = function.get("arguments") if isinstance(function, dict) else None
-            total += len(arguments) if isinstance(arguments, str) else 0
-    if total > MAX_ARGUMENTS:
-        raise ValueError(
-            f"the arguments of all calls have {total:,} characters, more than {MAX_ARGUMENTS:,}"
-        )
+            arguments.append(function.get("arguments") if isinstance(function, dict) else None)
+    check_size_of_arguments(arguments)
     return messages
 
 
@@ -164,9 +161,14 @@ class ChatPrompt(Strict):
             raise invalid("reasoning_effort", "send it here or in chat_template_kwargs")
 
     @property
-    def usable_tools(self) -> list[Tool]:
-        """Return the tools that an answer may call."""
-        return []
+    def functions(self) -> Sequence[Function]:
+        """Return the tools, all of which are functions."""
+        return ()
+
+    @property
+    def usable_functions(self) -> Sequence[Function]:
+        """Return those of the functions that are in the prompt."""
+        return self.functions
 
     @property
     def effort(self) -> Effort | None:
@@ -179,7 +181,7 @@ class ChatPrompt(Strict):
         variables = dict(self.chat_template_kwargs or {})
         if self.effort is not None:
             variables["reasoning_effort"] = self.effort
-        tools = tuple(tool.as_template() for tool in self.usable_tools)
+        tools = tuple(function.as_template() for function in self.usable_functions)
         return ChatRendering(bool(self.continue_final_message), tuple(variables.items()), tools)
 
 
@@ -196,11 +198,46 @@ class ToolPrompt(ChatPrompt):
     tools: list[Tool] | None = Field(None, max_length=limits.TOOLS, fail_fast=True)
 
     @property
-    def usable_tools(self) -> list[Tool]:
-        return self.tools or []
+    def functions(self) -> Sequence[Function]:
+        return [tool.function for tool in self.tools or ()]
 
 
-class ChatBody(Body, ToolPrompt):
+class CallingPrompt(ChatPrompt):
+    """The fields of a conversation whose answer may call tools."""
+
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def check_tools(self) -> CallingPrompt:
+        """Raise an error for two functions of a name, and a choice of none that there is."""
+        names = [function.name for function in self.functions]
+        if len(set(names)) < len(names):
+            raise invalid("tools", "two functions have the same name")
+        choice = self.choice
+        if choice.mode == "required":
+            if not names:
+                raise invalid("tool_choice", "no tools to choose from: send tools")
+            if choice.name is not None and choice.name not in names:
+                raise invalid("tool_choice", f"no function in tools has the name {choice.name!a}")
+        return self
+
+    @property
+    def usable_functions(self) -> Sequence[Function]:
+        return () if self.choice.mode == "none" else self.functions
+
+    @property
+    def has_many_calls(self) -> bool:
+        """Return whether the answer may have more than one call."""
+        return self.parallel_tool_calls is not False and self.choice.name is None
+
+    @property
+    def choice(self) -> ToolChoice:
+        """Return whether the answer may call tools, or has to."""
+        return self.tool_choice or ToolChoice()
+
+
+class ChatBody(Body, ToolPrompt, CallingPrompt):
     """The body of a chat completion."""
 
     neutral = CHAT_FIELDS
@@ -210,8 +247,6 @@ class ChatBody(Body, ToolPrompt):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tool_choice: Choice | None = None
-    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def check_continuation(self) -> ChatBody:
@@ -225,35 +260,6 @@ class ChatBody(Body, ToolPrompt):
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "it requires logprobs: true")
         return self
-
-    @model_validator(mode="after")
-    def check_tools(self) -> ChatBody:
-        """Raise an error for two functions of a name, and a choice of none that there is."""
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise invalid("tools", "two functions have the same name")
-        choice = self.choice
-        if choice.mode == "required":
-            if not names:
-                raise invalid("tool_choice", "no tools to choose from: send tools")
-            if choice.name is not None and choice.name not in names:
-                raise invalid("tool_choice", f"no function in tools has the name {choice.name!a}")
-        return self
-
-    @property
-    def usable_tools(self) -> list[Tool]:
-        """Return the tools that the answer may call; the others are not in the prompt."""
-        return [] if self.choice.mode == "none" else self.tools or []
-
-    @property
-    def has_many_calls(self) -> bool:
-        """Return whether the answer may have more than one call."""
-        return self.parallel_tool_calls is not False and self.choice.name is None
-
-    @property
-    def choice(self) -> ToolChoice:
-        """Return whether the answer may call tools, or has to."""
-        return self.tool_choice or ToolChoice("auto")
 
     @property
     def token_limit(self) -> int | None:

@@ -105,7 +105,6 @@ RESPONSE_FIELDS: Neutral = {
     "service_tier": None,
     "store": (False, True),  # nothing is stored
     "stream_options": ({}, {"include_obfuscation": False}),
-    "tools": ([],),
     "truncation": ("disabled",),
 }
 MESSAGE_FIELDS: Neutral = {
@@ -119,12 +118,33 @@ CALL_FIELDS: Neutral = {  # clients may send back what they, or a proxy, got in 
     "provider_specific_fields": None,
 }
 PART_FIELDS: Neutral = {"cache_control": None}
+FUNCTION_FIELDS: Neutral = {
+    **PART_FIELDS,
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+    "output_schema": None,  # results are in the conversation
+}
 INPUT_MESSAGE_FIELDS: Neutral = {"id": None, "phase": None, "status": None}
+INPUT_CALL_FIELDS: Neutral = {
+    "async": (False,),
+    "caller": ({"type": "direct"},),
+    "id": None,
+    "name": None,  # a result's, which its call has, too
+    "status": None,
+}
 INPUT_PART_FIELDS: Neutral = {
     **PART_FIELDS,
     "annotations": ([],),
     "logprobs": None,
     "prompt_cache_breakpoint": None,
+}
+EMPTY_REASONING_FIELDS: Neutral = {
+    "content": ([],),
+    "encrypted_content": ("",),
+    "id": None,
+    "status": None,
+    "summary": ([],),
 }
 REASONING_FIELDS: Neutral = {
     "context": ("auto",),

@@ -235,7 +235,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return {"message": message}
 
     def delta(self, text: str, is_last: bool = False) -> dict[str, Any]:
-        part = AnswerDelta(text)
+        part = AnswerDelta([text])
         if self.calls is not None:
             part = self.calls.feed(text)
             part = part + self.calls.rest() if is_last else part

@@ -8,13 +8,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from decoding.app.server.formats.replies import (
-    Answer,
-    ReplyBuilder,
-    error_body,
-    token_logprobs,
-    usage_fields,
-)
+from decoding.app.server.formats.replies import Answer, ReplyBuilder, error_body, usage_fields
+from decoding.app.server.formats.response_items import OutputItems
 from decoding.app.server.worker.jobs import Failed, Finished, GenerationParams, TextDelta
 from decoding.text.tools.parser import ToolCallParser
 
@@ -26,16 +21,15 @@ _FIXED: dict[str, Any] = {
     "previous_response_id": None,
     "service_tier": "default",
     "store": False,
-    "tools": [],
     "truncation": "disabled",
 }
 
 
 class ResponsesBuilder(ReplyBuilder):
-    """Builds a response with one message, which has one part: the text of the answer.
+    """Builds a response with the items of the answer.
 
     In a stream the response comes at once, so that clients understand an error before the first
-    token, too; its message comes with the first token.
+    token, too; its message comes with the first token, or, if there may be calls, with its text.
     """
 
     ends_with_done = False
@@ -43,12 +37,11 @@ class ResponsesBuilder(ReplyBuilder):
     def __init__(self, model: str):
         """`model` is the model's name for clients."""
         self.model = model
-        self.id, self.item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self.id = f"resp_{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._repeated = "{}"  # JSON
         self._used: dict[str, Any] = {}  # parameters, as they are used
-        self._has_message = False  # whether the stream has the message by now
-        self._parts: list[TextDelta] = []  # its text
+        self._items = OutputItems(None)
         self._sent = 0  # number of events
 
     def begin(
@@ -56,7 +49,7 @@ class ResponsesBuilder(ReplyBuilder):
     ) -> None:
         (own,) = params
         sampling = own.sampling
-        self._repeated = repeated
+        self._repeated, self._items = repeated, OutputItems(calls)
         self._used = {
             "frequency_penalty": sampling.frequency_penalty,
             "max_output_tokens": own.max_new_tokens,
@@ -68,59 +61,51 @@ class ResponsesBuilder(ReplyBuilder):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        is_complete = answer.reason != "length"
-        status = "completed" if is_complete else "incomplete"
-        return self._response(
-            status,
-            completed_at=int(time.time()) if is_complete else None,
-            incomplete_details=None if is_complete else {"reason": "max_output_tokens"},
-            output=[self._message(answer.content, status)],
-            usage=_usage(answer.counts),
-            tierforce=answer.counts,
-        )
+        self._items.add(answer.content)
+        return self._end(answer.reason, answer.counts)[1]
 
     def opening(self) -> list[dict[str, Any]]:
         names = ("response.created", "response.in_progress")
         return [self._event(name, response=self._response("in_progress")) for name in names]
 
     def first(self, index: int) -> list[dict[str, Any]]:
-        self._has_message = True
-        item = {**self._message(TextDelta(""), "in_progress"), "content": []}
-        return [
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._part_event("content_part.added", part=_part(TextDelta(""))),
-        ]
+        return self._events(self._items.begin())
 
     def chunk(self, index: int, part: TextDelta) -> list[dict[str, Any]]:
-        self._parts.append(part)
-        logprobs = token_logprobs(part.logprobs)
-        return [self._part_event("output_text.delta", delta=part.text, logprobs=logprobs)]
+        return self._events(self._items.add(part))
 
     def last(self, index: int, finished: Finished) -> list[dict[str, Any]]:
-        answer = TextDelta.joined(self._parts)
-        response = self.whole([Answer(answer, finished.reason, finished.counts)])
-        (item,) = response["output"]
-        (part,) = item["content"]
-        done = {"text": answer.text, "logprobs": part["logprobs"]}
-        return [
-            self._part_event("output_text.done", **done),
-            self._part_event("content_part.done", part=part),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(f"response.{response['status']}", response=response),
-        ]
+        events, response = self._end(finished.reason, finished.counts)
+        last = self._event(f"response.{response['status']}", response=response)
+        return [*events, last]
 
     def usage(self, counts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return []  # the response has it
 
     def failure(self, failed: Failed) -> dict[str, Any]:
-        answer = TextDelta.joined(self._parts)
         code = "server_error" if failed.status >= 500 else "invalid_prompt"  # those of OpenAI's API
         response = self._response(
             "failed",
             error={**error_body(failed)["error"], "code": code},
-            output=[self._message(answer, "incomplete")] if self._has_message else [],
+            output=self._items.as_json(),
         )
         return self._event("response.failed", response=response)
+
+    def _end(
+        self, reason: str, counts: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the last events of the items, and the response."""
+        is_complete = reason != "length"
+        events = self._events(self._items.end(is_complete))
+        response = self._response(
+            "completed" if is_complete else "incomplete",
+            completed_at=int(time.time()) if is_complete else None,
+            incomplete_details=None if is_complete else {"reason": "max_output_tokens"},
+            output=self._items.as_json(is_complete),
+            usage=_usage(counts),
+            tierforce=counts,
+        )
+        return events, response
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         """Return the response with a status. `fields`: those that it has by then."""
@@ -140,34 +125,13 @@ class ResponsesBuilder(ReplyBuilder):
             **fields,
         }
 
-    def _message(self, answer: TextDelta, status: str) -> dict[str, Any]:
-        return {
-            "id": self.item_id,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": [_part(answer)],
-        }
+    def _events(self, events: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+        return [self._event(f"response.{name}", **fields) for name, fields in events]
 
-    def _part_event(self, name: str, **fields: Any) -> dict[str, Any]:
-        """Return an event of the message's part."""
-        place = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
-        return self._event(f"response.{name}", **place, **fields)
-
-    def _event(self, name: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
         """Return the next event of a stream."""
         self._sent += 1
         return {"type": name, "sequence_number": self._sent - 1, **fields}
-
-
-def _part(answer: TextDelta) -> dict[str, Any]:
-    """Return the part of the message that has the answer."""
-    return {
-        "type": "output_text",
-        "annotations": [],
-        "logprobs": token_logprobs(answer.logprobs),
-        "text": answer.text,
-    }
 
 
 def _usage(counts: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    model_validator,
+)
 
 from decoding.app.server.formats.body import (
     MAX_TOP_LOGPROBS,
@@ -19,8 +26,11 @@ from decoding.app.server.formats.body import (
     invalid,
     unsupported,
 )
-from decoding.app.server.formats.chat import ChatPrompt, Effort, Message
+from decoding.app.server.formats.chat import CallingPrompt, Effort, Message
 from decoding.app.server.formats.neutral_fields import (
+    EMPTY_REASONING_FIELDS,
+    FUNCTION_FIELDS,
+    INPUT_CALL_FIELDS,
     INPUT_MESSAGE_FIELDS,
     INPUT_PART_FIELDS,
     REASONING_FIELDS,
@@ -28,6 +38,13 @@ from decoding.app.server.formats.neutral_fields import (
     TEXT_FIELDS,
 )
 from decoding.app.server.formats.response_format import TextFormat, parse_text_format
+from decoding.app.server.formats.tools import (
+    CalledFunction,
+    CallId,
+    Function,
+    ToolCall,
+    check_size_of_arguments,
+)
 from decoding.app.server.worker import limits
 from decoding.grammars.grammar import Grammar
 
@@ -41,7 +58,6 @@ _HINTS = {
     "messages": "use input",
     "prompt": "use instructions and input",
 }
-_IN_REASONING = ("type", "id", "status")  # fields of an item of reasoning that has none
 _MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512  # metadata, as in OpenAI's API
 
 # all but log-probabilities are parts of items that an answer here does not have
@@ -77,31 +93,91 @@ class InputMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[InputText], Field(fail_fast=True)]
 
-    def as_message(self) -> Message:
-        """Return the message as one of a chat completion."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return Message(role=self.role, content=text)
+    def add_to(self, messages: list[Message]) -> None:
+        """Add the item to the messages of a chat completion."""
+        messages.append(Message(role=self.role, content=_joined(self.content)))
+
+
+class InputCall(CalledFunction):
+    """A call of a function: an item of an earlier response's output."""
+
+    neutral = INPUT_CALL_FIELDS
+
+    type: Literal["function_call"]
+    call_id: CallId
+
+    def add_to(self, messages: list[Message]) -> None:
+        """Add the call to the assistant's message that it is a part of."""
+        if not (messages and messages[-1].role == "assistant"):
+            messages.append(Message(role="assistant"))
+        last = messages[-1]
+        if last.tool_calls is None:
+            last.tool_calls = []
+        function = CalledFunction(name=self.name, arguments=self.arguments)
+        last.tool_calls.append(ToolCall(id=self.call_id, type="function", function=function))
+
+
+class InputResult(Strict):
+    """The result of a call."""
+
+    neutral = INPUT_CALL_FIELDS
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: str | Annotated[list[InputText], Field(fail_fast=True)]
+
+    def add_to(self, messages: list[Message]) -> None:
+        """Add the result as a message."""
+        message = Message(role="tool", content=_joined(self.output), tool_call_id=self.call_id)
+        messages.append(message)
+
+
+class NoReasoning(Strict):
+    """An item of reasoning that has none."""
+
+    neutral = EMPTY_REASONING_FIELDS
+    hints = dict.fromkeys(EMPTY_REASONING_FIELDS, "leave the reasoning out")
+
+    type: Literal["reasoning"]
+
+    def add_to(self, messages: list[Message]) -> None:
+        """Add nothing."""
+
+
+def _joined(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")  # their types
 
 
 def _item(value: Any) -> Any:
-    """Return a message of the input, yet to be validated; None for an empty item of reasoning."""
+    """Return an item of the input, which has a type and is yet to be validated."""
     if not isinstance(value, dict):
-        raise ValueError("send a message: an object with role and content")
-    kind = value.get("type")
-    if kind == "reasoning":
-        for name, own in value.items():
-            if name not in _IN_REASONING and own not in (None, "", []):
-                raise unsupported(name, hint="leave the reasoning out")
-        return None
-    if kind not in (None, "message"):
-        raise unsupported("type", hint="send items of type message")
+        raise ValueError("send an item: an object, such as a message with role and content")
+    if value.get("type") not in (None, *_ITEMS):
+        raise unsupported("type", hint=f"send items of type {', '.join(_ITEMS[:-1])}")
     return value
+
+
+_Item = Annotated[
+    Annotated[InputMessage, Tag("[message]")]  # no part of a field's name in an error
+    | Annotated[InputCall, Tag("[function_call]")]
+    | Annotated[InputResult, Tag("[function_call_output]")]
+    | Annotated[NoReasoning, Tag("[reasoning]")],
+    Discriminator(lambda item: f"[{item.get('type') or 'message'}]"),
+    BeforeValidator(_item),
+]
 
 
 def _items(value: Any) -> Any:
     """Return the items of an input, which may be the text of a single message."""
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if isinstance(value, list):
+        items = (item for item in value if isinstance(item, dict))
+        check_size_of_arguments(item.get("arguments") for item in items)
+    return value
 
 
 def _metadata(value: Any) -> dict[str, str] | None:
@@ -118,6 +194,21 @@ def _metadata(value: Any) -> dict[str, str] | None:
             f"send an object with at most {_MAX_PAIRS} strings of up to {_MAX_VALUE} characters, "
             f"by names of up to {_MAX_NAME}"
         )
+    return value
+
+
+class FunctionTool(Function):
+    """A tool: a function."""
+
+    neutral = FUNCTION_FIELDS
+
+    type: Literal["function"]
+
+
+def _tool(value: Any) -> Any:
+    """Return a tool, yet to be validated."""
+    if isinstance(value, dict) and value.get("type") != "function":
+        raise unsupported("type", hint="send tools of type function")
     return value
 
 
@@ -146,14 +237,38 @@ class RepeatedBody(Strict):
         dict[str, str] | None,
         PlainValidator(_metadata, json_schema_input_type=dict[str, str] | None),
     ] = None
-    parallel_tool_calls: bool | None = None
     prompt_cache_key: _Label | None = None
     safety_identifier: _Label | None = None
-    tool_choice: Literal["none", "auto"] | None = None
     user: _Label | None = None
 
 
-class ResponsesBody(GenerationBody, ChatPrompt, RepeatedBody):
+class FunctionPrompt(CallingPrompt):
+    """The fields of a conversation that may call functions, which the response repeats."""
+
+    tools: list[Annotated[FunctionTool, BeforeValidator(_tool)]] | None = Field(
+        None, max_length=limits.TOOLS, fail_fast=True
+    )
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        return self.tools or ()
+
+    @property
+    def repeated_choice(self) -> str | dict[str, str]:
+        """Return the choice of a tool."""
+        choice = self.choice
+        return choice.mode if choice.name is None else {"type": "function", "name": choice.name}
+
+    @property
+    def repeated_tools(self) -> list[dict[str, Any]]:
+        """Return the tools, of too long ones the names only."""
+        tools = [{**tool.model_dump(), "strict": tool.strict or False} for tool in self.tools or ()]
+        if len(json.dumps(tools)) > limits.REPEATED_CHARACTERS:
+            return [{**tool, "description": None, "parameters": {}} for tool in tools]
+        return tools
+
+
+class ResponsesBody(GenerationBody, FunctionPrompt, RepeatedBody):
     """The body of a request for a response."""
 
     neutral = RESPONSE_FIELDS
@@ -161,9 +276,9 @@ class ResponsesBody(GenerationBody, ChatPrompt, RepeatedBody):
     prompt_field = "input"
 
     input: Annotated[
-        list[Annotated[InputMessage | None, BeforeValidator(_item)]],
+        list[_Item],
         Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True),
-        BeforeValidator(_items, json_schema_input_type=str | list[InputMessage]),
+        BeforeValidator(_items, json_schema_input_type=str | list[_Item]),
     ]
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
@@ -175,7 +290,7 @@ class ResponsesBody(GenerationBody, ChatPrompt, RepeatedBody):
     @model_validator(mode="after")
     def check_conversation(self) -> ResponsesBody:
         """Raise an error for no message, contradicting fields, or no message to continue."""
-        if not any(self.input):
+        if all(isinstance(item, NoReasoning) for item in self.input):
             raise invalid("input", "send at least one message")
         if self.reasoning_effort is not None and self.reasoning is not None:
             raise invalid("reasoning_effort", "send it here or in reasoning")
@@ -184,18 +299,25 @@ class ResponsesBody(GenerationBody, ChatPrompt, RepeatedBody):
 
     @model_validator(mode="after")
     def check_logprobs(self) -> ResponsesBody:
-        """Raise an error if `top_logprobs` is used without log-probabilities."""
+        """Raise an error if `top_logprobs` is used without log-probabilities, or with tools.
+
+        Items of calls have none.
+        """
         if self.top_logprobs and self.num_top_logprobs is None:
             raise invalid("top_logprobs", f'it requires include: ["{_LOGPROBS}"]')
+        if self.usable_functions and self.num_top_logprobs is not None:
+            raise invalid("include", f"{_LOGPROBS} is not supported with tools: send one of them")
         return self
 
     @cached_property
     def messages(self) -> Sequence[Message]:
         """Return the conversation, with the instructions as its system message."""
-        messages = [item.as_message() for item in self.input if item is not None]
-        if self.instructions is None:
-            return messages
-        return [Message(role="system", content=self.instructions), *messages]
+        messages = list[Message]()
+        if self.instructions is not None:
+            messages.append(Message(role="system", content=self.instructions))
+        for item in self.input:
+            item.add_to(messages)
+        return messages
 
     @property
     def effort(self) -> Effort | None:
@@ -231,5 +353,6 @@ class ResponsesBody(GenerationBody, ChatPrompt, RepeatedBody):
                 "format": format,
                 "verbosity": "medium",
             },
-            "tool_choice": self.tool_choice or "auto",
+            "tool_choice": self.repeated_choice,
+            "tools": self.repeated_tools,
         }

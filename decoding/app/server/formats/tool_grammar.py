@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from decoding.app.server.formats.chat import ChatBody
+from decoding.app.server.formats.responses import ResponsesBody
 from decoding.grammars.grammar import Grammar
 from decoding.grammars.tool_calls import ToolCallGrammar
 from decoding.text.tools.forms import Calling
@@ -13,7 +14,7 @@ from decoding.text.tools.parser import ToolCallParser
 from offload.errors import InvalidRequestError
 
 
-def tool_grammar(body: ChatBody, calling: Calling) -> tuple[str, Grammar] | None:
+def tool_grammar(body: ChatBody | ResponsesBody, calling: Calling) -> tuple[str, Grammar] | None:
     """Return the grammar of an answer that has to call tools, or may and is restricted otherwise.
 
     It comes with the field it is for, and is None for an answer that is not restricted. Arguments
@@ -21,9 +22,7 @@ def tool_grammar(body: ChatBody, calling: Calling) -> tuple[str, Grammar] | None
     Raises InvalidRequestError for tools and a format that are not supported together.
     """
     choice, form = body.choice, calling.form
-    functions = [
-        tool.function for tool in body.usable_tools if choice.name in (None, tool.function.name)
-    ]
+    functions = [each for each in body.usable_functions if choice.name in (None, each.name)]
     options: dict[str, Any] = {
         "strict": frozenset(each.name for each in functions if each.strict or choice.name),
         "ids": tuple(calling.ids.items()),
@@ -45,13 +44,13 @@ def tool_grammar(body: ChatBody, calling: Calling) -> tuple[str, Grammar] | None
     return "tools", ToolCallGrammar.of(schemas, form, **options)
 
 
-def call_parser(body: ChatBody, calling: Calling) -> ToolCallParser:
+def call_parser(body: ChatBody | ResponsesBody, calling: Calling) -> ToolCallParser:
     """Return the parser of calls in an answer."""
     # the grammar of an answer with text does not know calls without their beginning
-    is_free = not any(tool.function.strict for tool in body.usable_tools)
+    is_free = not any(function.strict for function in body.usable_functions)
     return ToolCallParser(
         replace(calling.form, may_be_bare=is_free),
-        {each.function.name: each.function.schema_of_arguments for each in body.usable_tools},
+        {each.name: each.schema_of_arguments for each in body.usable_functions},
         None if body.has_many_calls and calling.form.has_many else 1,
         is_in_thoughts=calling.is_in_thoughts,
         is_only_at_start=body.grammar is not None,

@@ -18,7 +18,7 @@ from decoding.text.tools.parser import ToolCallDelta
 
 _NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)  # no character of a special token
 _MAX_SCHEMA = 1 << 18  # characters of a function's
-MAX_ARGUMENTS = 1 << 20  # characters of those of all calls in a request
+_MAX_ARGUMENTS = 1 << 20  # characters of those of all calls in a request
 _MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
 
 
@@ -73,6 +73,15 @@ class Function(Strict):
         """Return the JSON schema of the arguments."""
         return self.parameters or {"type": "object", "properties": {}}
 
+    def as_template(self) -> dict[str, Any]:
+        """Return the function as a tool in the format of chat templates."""
+        own = {
+            "name": self.name,
+            "description": self.description or "",  # some templates need one
+            "parameters": self.schema_of_arguments,
+        }
+        return {"type": "function", "function": own}
+
 
 class Tool(Strict):
     """A tool: a function."""
@@ -81,16 +90,6 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
-
-    def as_template(self) -> dict[str, Any]:
-        """Return the tool in the format of chat templates."""
-        function = self.function
-        own = {
-            "name": function.name,
-            "description": function.description or "",  # some templates need one
-            "parameters": function.schema_of_arguments,
-        }
-        return {"type": "function", "function": own}
 
 
 class CalledFunction(Strict):
@@ -122,7 +121,7 @@ class ToolCall(Strict):
 class ToolChoice:
     """Whether the answer may call tools ("none", "auto"), or has to ("required"), and which."""
 
-    mode: str
+    mode: str = "auto"
     name: str | None = None  # the only function that may be called
 
 
@@ -143,6 +142,23 @@ def _choice(value: Any) -> ToolChoice:
 Choice = Annotated[ToolChoice, PlainValidator(_choice, json_schema_input_type=str | dict[str, Any])]
 
 
+def check_size_of_arguments(arguments: Iterable[Any]) -> None:
+    """Raise ValueError for too many characters in all calls, whose arguments are yet to be parsed.
+
+    What is no string is left to the validation of each call.
+    """
+    total = sum(len(own) for own in arguments if isinstance(own, str))
+    if total > _MAX_ARGUMENTS:
+        raise ValueError(
+            f"the arguments of all calls have {total:,} characters, more than {_MAX_ARGUMENTS:,}"
+        )
+
+
+def new_call_id() -> str:
+    """Return an id of nine characters: templates of Mistral models accept no others."""
+    return secrets.token_hex(5)[:9]
+
+
 def formatted_calls(calls: Iterable[ToolCallDelta], has_index: bool) -> list[dict[str, Any]]:
     """Return the calls of a message, or parts of calls in a chunk of a stream.
 
@@ -153,8 +169,7 @@ def formatted_calls(calls: Iterable[ToolCallDelta], has_index: bool) -> list[dic
         own: dict[str, Any] = {"index": call.index} if has_index else {}
         function = {"arguments": call.arguments}
         if call.name is not None:
-            # templates of Mistral models accept ids of nine characters only
-            own |= {"id": secrets.token_hex(5)[:9], "type": "function"}
+            own |= {"id": new_call_id(), "type": "function"}
             function = {"name": call.name, **function}
         formatted.append({**own, "function": function})
     return formatted

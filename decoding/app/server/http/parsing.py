@@ -80,11 +80,11 @@ class RequestParser:
             params = [self._conversation(body, sampling)]
         params = _within_logprobs(params)
         parsed = ParsedRequest(params, body.streaming, body.grammar, json.dumps(body.repeated))
-        if isinstance(body, ChatBody) and body.usable_tools:
+        if not isinstance(body, CompletionBody) and body.usable_functions:
             return self._with_tools(parsed, body)
         return parsed
 
-    def _with_tools(self, parsed: ParsedRequest, body: ChatBody) -> ParsedRequest:
+    def _with_tools(self, parsed: ParsedRequest, body: ChatBody | ResponsesBody) -> ParsedRequest:
         """Return a request whose answer may call tools, or has to. Raises RequestRefused."""
         (params,) = parsed.params
         try:
