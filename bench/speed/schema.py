@@ -20,7 +20,7 @@ from bench.speed.concurrency import settings_of
 from decoding import Engine, Sampling
 from decoding.engine.request import Request
 from decoding.grammars.grammar import Grammar
-from decoding.text.channels import answer_text
+from decoding.text.tools.channels import answer_text
 
 SCHEMA = {  # suitable for any novel
     "type": "object",

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from decoding.grammars.check import error_of
 from decoding.grammars.checker import MAX_ITEMS
-from decoding.text.channels import has_channels
 from decoding.text.encoding import check_whole_characters
+from decoding.text.tools.channels import has_channels
 from offload.errors import InvalidRequestError, one_line
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import Any
 
 from decoding.grammars.grammar import ALL_TOKENS, Grammar, as_llguidance, quoted
 from decoding.grammars.tagged_calls import TaggedCalls
+from decoding.text.tools.channels import FINAL
 from decoding.text.tools.forms import END_OF_THOUGHTS, Tags, ToolForm
 from offload.errors import InvalidRequestError, one_line
 
@@ -105,6 +106,8 @@ class ToolCallGrammar(Grammar):
 
     def compose(self, in_channels: bool) -> str:
         schemas = json.loads(self.source)
+        if self.form.has_channels:
+            return self._in_channels(schemas)
         if self.form.tags is not None:
             rules, grammars = self._tagged(self.form.tags, schemas)
         else:
@@ -118,6 +121,35 @@ class ToolCallGrammar(Grammar):
         if self.answer is not None:
             grammars["answer"] = self.answer
         return as_llguidance("\n".join([ALL_TOKENS, *rules, *self._rules()]), grammars)
+
+    def _in_channels(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """Return the grammar of an answer with channels: a call, or the final one, is last.
+
+        A call's header names the function before or after the channel.
+        """
+        grammars = {
+            f"tool{index}": Grammar.json_schema(dict(own)) for index, own in enumerate(schemas)
+        }
+        start, channel, message, end, constrain = map(self._marker, self.form.markers)
+        calls = list[str]()
+        for index, name in enumerate(self.names):
+            to = f"{self.form.begin}{name}"
+            after = f"{channel} {quoted(f'commentary {to}')}"
+            before = f'{quoted(f" {to}")} {channel} "commentary"'
+            kind = f'(" "? {constrain}? "json")?'
+            calls.append(f"({after} | {before}) {kind} {message} @tool{index}")
+        last = f"call | {channel} {quoted(FINAL)} {message} TEXT" if self.has_text else "call"
+        if self.answer is not None:
+            grammars["answer"] = self.answer
+            last = f"call | {channel} {quoted(FINAL)} {message} @answer"
+        rules = [
+            f"start: reasoning* ({last})",
+            f"call: {' | '.join(calls)}",
+            f'reasoning: {channel} HEADER {message} TEXT {end} {start} "assistant"',
+            r"HEADER: /(analysis|commentary)[^\n]*/ & ~/.*to=.*/",
+            "TEXT: /(.|\n)*/",
+        ]
+        return as_llguidance("\n".join([ALL_TOKENS, *rules]), grammars)
 
     def _tagged(
         self, tags: Tags, schemas: Sequence[Mapping[str, Any]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from decoding.text.channels import ChannelFilter
+from decoding.text.tools.channels import ChannelFilter
 
 _INCOMPLETE = "\ufffd"  # decoded character whose bytes are not complete yet
 
@@ -18,9 +18,12 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, shown: Mapping[int, str] | None = None):
-        """Return text of special tokens, too, if they are among those `shown`."""
+        """Return text of special tokens, too, if they are among those `shown`.
+
+        Of an answer with channels all text is returned if its markers are.
+        """
         self._tokenizer, self._shown = tokenizer, shown or {}
-        self._channels = ChannelFilter(tokenizer)
+        self._channels = ChannelFilter(tokenizer, self._shown)
         self._window: list[int] = []  # tokens of the last text, and all after them
         self._done = 0  # tokens of the window whose text has been returned
 

@@ -327,6 +327,21 @@ MISTRAL_TOOLS = (
     "{{- '\"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
     "{%- else %}{{- ' ' + m.content }}{%- endif %}{%- endfor %}"
 )
+HARMONY_TOOLS = (
+    "{%- if tools %}{{- '<|start|>developer<|message|># Tools\n\nnamespace functions {\n' }}"
+    "{%- for tool in tools %}{{- 'type ' + tool.function.name + ' = (_: ' }}"
+    "{{- tool.function.parameters | tojson + ') => any;\n' }}{%- endfor %}{{- '}<|end|>' }}"
+    "{%- endif %}{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{{- '<|start|>functions.f to=assistant<|channel|>commentary<|message|>' }}"
+    "{{- m.content | tojson + '<|end|>' }}{%- elif m.tool_calls %}"
+    "{%- set call = m.tool_calls[0].function %}{{- '<|start|>assistant to=functions.' }}"
+    "{{- call.name + '<|channel|>commentary json<|message|>' + call.arguments | tojson }}"
+    "{{- '<|call|>' }}"
+    "{%- else %}{{- '<|start|>' + m.role }}{%- if m.role == 'assistant' %}"
+    "{{- '<|channel|>final' }}{%- endif %}{{- '<|message|>' + m.content + '<|end|>' }}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
+)
 _TAGGED_START = (
     "{%- if tools %}{{- '<|system|># Tools' }}{%- for tool in tools %}{{- '\n' + tool | tojson }}"
     "{%- endfor %}{{- '<|end|>\n' }}{%- endif %}{%- for m in messages %}{%- if m.role == 'tool' %}"

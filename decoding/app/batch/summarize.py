@@ -37,8 +37,8 @@ from decoding.app.terminal.streams import counted, say, silence_transformers, wa
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request, RequestState
 from decoding.engine.stats import Stats
-from decoding.text.channels import answer_text
 from decoding.text.long_text import PromptBuilder
+from decoding.text.tools.channels import answer_text
 from offload.dtypes import dtype_name
 from offload.errors import InvalidRequestError, TierForceError
 from offload.layout import ceil_div

@@ -11,7 +11,6 @@ from decoding.engine.engine import Engine
 from decoding.engine.request import Request, check_request
 from decoding.grammars.grammar import CompiledGrammar
 from decoding.speculation.sampling import Sampling
-from decoding.text.channels import answer_text
 from decoding.text.detokenizer import detokenize_stream
 from decoding.text.encoding import plain_tokens, truncate_to
 from decoding.text.prompt import (
@@ -22,6 +21,7 @@ from decoding.text.prompt import (
     system_messages,
     tokens_around,
 )
+from decoding.text.tools.channels import answer_text
 from offload.errors import InvalidRequestError, TierForceError
 from parallel.model.pipeline import Progress
 

@@ -1,1 +1,1 @@
-"""Tools in prompts, and calls of tools in answers. It knows no grammars and no server's format."""
+"""Tools in prompts; calls and channels in answers. It knows no grammars and no server's format."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from decoding.text.tools.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from offload.errors import InvalidRequestError
 
 BEGIN_OF_THOUGHTS, END_OF_THOUGHTS = "<think>", "</think>"
@@ -50,6 +51,11 @@ class ToolForm:
     may_be_bare: bool = True  # whether a call with tags may come without `begin`
     line: str = "\n"  # between calls with an end
     inner_line: str = "\n"  # between the beginning of such a call, the call, and its end
+
+    @property
+    def has_channels(self) -> bool:
+        """Return whether calls are messages in a channel of the answer."""
+        return CHANNEL in self.markers
 
     @property
     def prefix(self) -> str:
@@ -110,6 +116,11 @@ _GLM_MARKERS = (*HERMES.markers, *_GLM_TAGS.key, *_GLM_TAGS.value)
 GLM = ToolForm(HERMES.begin, None, _GLM_MARKERS, end=HERMES.end, tags=_GLM_TAGS, inner_line="")
 GLM_COMPACT = replace(GLM, tags=replace(_GLM_TAGS, line=""), line="")
 
+# OpenAI 2025, harmony response format: the header of a message names the function that gets it
+HARMONY = ToolForm(
+    "to=functions.", None, (START, CHANNEL, MESSAGE, END, CONSTRAIN), "", has_many=False
+)
+
 
 @lru_cache(maxsize=8)
 def supports_tools(template: str) -> bool:
@@ -138,6 +149,8 @@ def form_of(template: str) -> ToolForm:
     """
     if not supports_tools(template):
         return HERMES
+    if CHANNEL in template and "functions." in template:
+        return HARMONY
     if "[TOOL_CALLS]" in template:
         return MISTRAL_NAMED if _ARGUMENTS in template else MISTRAL
     if HERMES.end in template and (form := _form_with_end(template)) is not None:
@@ -162,7 +175,8 @@ def unsupported_form() -> InvalidRequestError:
     """Return the error for a model whose form is not known."""
     return InvalidRequestError(
         "this model writes calls of tools in a form that is not supported (those of Hermes, "
-        "Qwen3-Coder, GLM, Llama 3 and Mistral are): leave tools out, or serve another model."
+        "Qwen3-Coder, GLM, Llama 3, Mistral and gpt-oss are): leave tools out, or serve another "
+        "model."
     )
 
 

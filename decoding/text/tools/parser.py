@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -62,8 +63,29 @@ class AnswerDelta:
         return joined
 
 
-class ToolCallParser:
-    """Separates an answer into text and calls, as it is generated.
+class AnswerParser(ABC):
+    """Separates an answer into text and calls, as it is generated."""
+
+    count = 0  # complete calls
+    call: CallReader | None = None  # reads a call; None between calls
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether there are calls, the last of which is complete."""
+        call = self.call
+        return self.count > 0 and (call is None or call.name is None or call.is_complete)
+
+    @abstractmethod
+    def feed(self, text: str) -> AnswerDelta:
+        """Return what can be returned of an answer after its next text."""
+
+    @abstractmethod
+    def rest(self) -> AnswerDelta:
+        """Return what is left at the end of the answer."""
+
+
+class ToolCallParser(AnswerParser):
+    """Separates text and calls by what begins a call in the model's form.
 
     What looks like a call but is none stays text, as do a model's thoughts, whatever is in them.
     Arguments are the model's own JSON, or made from tags; if the answer was cut, they are, too.
@@ -87,24 +109,15 @@ class ToolCallParser:
             is_only_at_start: whether no text may precede calls.
         """
         self.form, self.functions, self.max_calls = form, functions, max_calls
-        self.count = 0  # complete calls
         self._thoughts = _Thoughts(is_in_thoughts)
         self._is_only_at_start = is_only_at_start or not form.begin
         self._buffer = ""  # text that is not returned yet
         self._begun = ""  # text before the call that is being read, which begins it
-        self._call: CallReader | None = None  # reads it; None between calls
         # the next step; False if it needs more text
         self._read: Callable[[AnswerDelta], bool]
         self._read = self._read_start if self._is_only_at_start else self._read_text
 
-    @property
-    def has_calls(self) -> bool:
-        """Return whether there are calls, the last of which is complete."""
-        call = self._call
-        return self.count > 0 and (call is None or call.name is None or call.is_complete)
-
     def feed(self, text: str) -> AnswerDelta:
-        """Return what can be returned of an answer after its next text."""
         part = AnswerDelta()
         thoughts, text = self._thoughts.feed(text)
         part.add_text(thoughts)
@@ -114,12 +127,11 @@ class ToolCallParser:
         return part
 
     def rest(self) -> AnswerDelta:
-        """Return what is left at the end of the answer."""
         part = self.feed("")
         part.add_text(self._thoughts.rest())
-        if self._call is not None:
-            if self._call.name is None:  # the beginning of a call, which is none
-                part.add_text(self._begun + self._call.rest)
+        if self.call is not None:
+            if self.call.name is None:  # the beginning of a call, which is none
+                part.add_text(self._begun + self.call.rest)
         elif self._read != self._read_between and (not self.count or self._buffer.strip()):
             part.add_text(self._buffer)
         self._buffer = ""
@@ -164,16 +176,16 @@ class ToolCallParser:
         """Read a call after `begun`, which ends in a marker, `begin`, and perhaps blanks."""
         form = self.form
         if form.tags is None:
-            self._call = JsonCall(form, self.functions, is_first=not self.count)
+            self.call = JsonCall(form, self.functions, is_first=not self.count)
         else:
             prefix = begin if begin == form.bare_begin else ""
-            self._call = TaggedCall(form, form.tags, self.functions, prefix)
+            self.call = TaggedCall(form, form.tags, self.functions, prefix)
         self._begun = begun
         self._read = self._read_call
 
     def _read_call(self, part: AnswerDelta) -> bool:
         """Return the parts of a call, or take it as text if it is none."""
-        call = self._call
+        call = self.call
         assert call is not None
         had_name, was_complete = call.name is not None, call.is_complete
         arguments = call.read(self._buffer)
@@ -185,7 +197,7 @@ class ToolCallParser:
         if call.name is None:
             part.add_text(self._begun)
         self._read = self._read_text if call.name is None else self._read_between
-        self._buffer, self._call = call.rest, None
+        self._buffer, self.call = call.rest, None
         return True
 
     def _read_between(self, part: AnswerDelta) -> bool:

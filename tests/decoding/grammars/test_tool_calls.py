@@ -12,6 +12,7 @@ from decoding.grammars.grammar import Grammar, GrammarCompiler
 from decoding.grammars.tool_calls import ToolCallGrammar
 from decoding.text.tools.forms import (
     GLM_COMPACT,
+    HARMONY,
     HERMES,
     MISTRAL,
     QWEN_CODER,
@@ -34,7 +35,8 @@ class Compiler:
         self.has_tokens = has_tokens
         self.tokenizer = AutoTokenizer.from_pretrained(TARGET)
         if has_tokens:
-            markers = dict.fromkeys(marker for form in _FORMS for marker in form.markers)
+            forms = (*_FORMS, HARMONY)
+            markers = dict.fromkeys(marker for form in forms for marker in form.markers)
             plain = [*HERMES.markers, "<think>", "</think>"]  # those of Qwen's
             self.tokenizer.add_tokens([AddedToken(each) for each in plain])
             self.tokenizer.add_tokens([*(markers.keys() - plain)], special_tokens=True)
@@ -249,3 +251,34 @@ def test_schemas_that_calls_with_tags_cannot_follow(schema: Any) -> None:
     assert matches(compiler, schema, {"a": "b", "c": "d"}) == {True}
     with pytest.raises(InvalidRequestError, match=r"^function f: the JSON schema is invalid"):
         matches(compiler, schema, {}, strict=frozenset({"f"}))
+
+
+CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}'
+THOUGHT = "<|channel|>analysis<|message|>So { to=x.<|end|><|start|>assistant"
+COMMENT = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize("before", ["", THOUGHT, THOUGHT + COMMENT])
+def test_calls_in_channels(before: str) -> None:
+    compiler = Compiler(True)
+    now = " to=functions.now<|channel|>commentary json<|message|>{}"
+    bare = CALL.replace(" <|constrain|>json", "")
+    for call in (CALL, bare, now):
+        assert compiler.matches(HARMONY, before + call)
+        assert compiler.matches(HARMONY, before + call, has_text=True)
+        assert not compiler.matches(HARMONY, before + call[:-1])
+    changes = ("weather", "wetter"), ("city", "town"), ("Rome", "Rome" * 4)
+    wrong = [CALL.replace(*each) for each in changes]
+    for text in ("", f"{FINAL}Fine.", f"{CALL}<|end|><|start|>assistant{CALL}", *wrong):
+        assert not compiler.matches(HARMONY, before + text)
+        assert not compiler.matches(HARMONY, before + text, answer=Grammar.json_object())
+    assert not compiler.matches(HARMONY, before + wrong[0], has_text=True)
+    assert compiler.matches(HARMONY, f"{before}{FINAL}Fine.", has_text=True)
+    assert compiler.matches(HARMONY, f'{before}{FINAL}{{"a": 1}}', answer=Grammar.json_object())
+
+
+def test_no_comment_in_channels_is_for_a_function() -> None:
+    """A call that is not valid cannot pass as a comment that precedes the valid one."""
+    other = CALL.replace("Rome", "Rome" * 4) + "<|end|><|start|>assistant"
+    assert not Compiler(True).matches(HARMONY, other + CALL)

@@ -17,7 +17,7 @@ from decoding.app.server.worker.jobs import (
     TextDelta,
     TokenLogprobs,
 )
-from decoding.text.tools.parser import AnswerDelta, ToolCallParser
+from decoding.text.tools.parser import AnswerDelta, AnswerParser
 
 Logprobs = Sequence[tuple[int, TokenLogprobs]]
 
@@ -75,7 +75,7 @@ class ReplyBuilder(ABC):
 
     @abstractmethod
     def begin(
-        self, params: Sequence[GenerationParams], repeated: str, calls: ToolCallParser | None
+        self, params: Sequence[GenerationParams], repeated: str, calls: AnswerParser | None
     ) -> None:
         """Take the parameters of the request.
 
@@ -130,12 +130,12 @@ class ResponseBuilder(ReplyBuilder):
         self.has_logprobs = False
         # tokens of each prompt; set for answers with the ids of tokens
         self.prompt_ids: Sequence[Sequence[int]] | None = None
-        self.calls: ToolCallParser | None = None  # set for an answer that may call tools
+        self.calls: AnswerParser | None = None  # set for an answer that may call tools
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
     def begin(
-        self, params: Sequence[GenerationParams], repeated: str, calls: ToolCallParser | None
+        self, params: Sequence[GenerationParams], repeated: str, calls: AnswerParser | None
     ) -> None:
         self.has_logprobs, self.calls = params[0].top_logprobs is not None, calls
         if params[0].returns_ids:

@@ -11,7 +11,7 @@ from typing import Any
 from decoding.app.server.formats.replies import Answer, ReplyBuilder, error_body, usage_fields
 from decoding.app.server.formats.response_items import OutputItems
 from decoding.app.server.worker.jobs import Failed, Finished, GenerationParams, TextDelta
-from decoding.text.tools.parser import ToolCallParser
+from decoding.text.tools.parser import AnswerParser
 
 # the same in all responses
 _FIXED: dict[str, Any] = {
@@ -45,7 +45,7 @@ class ResponsesBuilder(ReplyBuilder):
         self._sent = 0  # number of events
 
     def begin(
-        self, params: Sequence[GenerationParams], repeated: str, calls: ToolCallParser | None
+        self, params: Sequence[GenerationParams], repeated: str, calls: AnswerParser | None
     ) -> None:
         (own,) = params
         sampling = own.sampling

@@ -9,7 +9,7 @@ from typing import Any
 from decoding.app.server.formats.replies import token_logprobs
 from decoding.app.server.formats.tools import new_call_id
 from decoding.app.server.worker.jobs import TextDelta
-from decoding.text.tools.parser import ToolCallDelta, ToolCallParser
+from decoding.text.tools.parser import AnswerParser, ToolCallDelta
 
 Event = tuple[str, dict[str, Any]]  # its type, without `response.`, and its fields
 
@@ -124,7 +124,7 @@ class OutputItems:
     All but the last item are complete.
     """
 
-    def __init__(self, calls: ToolCallParser | None):
+    def __init__(self, calls: AnswerParser | None):
         """`calls` finds the calls in the answer; None if it has none."""
         self._calls = calls
         self._items: list[_Message | _Call] = []

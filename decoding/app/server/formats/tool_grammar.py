@@ -9,8 +9,9 @@ from decoding.app.server.formats.chat import ChatBody
 from decoding.app.server.formats.responses import ResponsesBody
 from decoding.grammars.grammar import Grammar
 from decoding.grammars.tool_calls import ToolCallGrammar
+from decoding.text.tools.channel_parser import ChannelParser
 from decoding.text.tools.forms import Calling
-from decoding.text.tools.parser import ToolCallParser
+from decoding.text.tools.parser import AnswerParser, ToolCallParser
 from offload.errors import InvalidRequestError
 
 
@@ -44,14 +45,18 @@ def tool_grammar(body: ChatBody | ResponsesBody, calling: Calling) -> tuple[str,
     return "tools", ToolCallGrammar.of(schemas, form, **options)
 
 
-def call_parser(body: ChatBody | ResponsesBody, calling: Calling) -> ToolCallParser:
+def call_parser(body: ChatBody | ResponsesBody, calling: Calling) -> AnswerParser:
     """Return the parser of calls in an answer."""
+    functions = {each.name: each.schema_of_arguments for each in body.usable_functions}
+    max_calls = None if body.has_many_calls and calling.form.has_many else 1
+    if calling.form.has_channels:
+        return ChannelParser(functions, max_calls)
     # the grammar of an answer with text does not know calls without their beginning
     is_free = not any(function.strict for function in body.usable_functions)
     return ToolCallParser(
         replace(calling.form, may_be_bare=is_free),
-        {each.name: each.schema_of_arguments for each in body.usable_functions},
-        None if body.has_many_calls and calling.form.has_many else 1,
+        functions,
+        max_calls,
         is_in_thoughts=calling.is_in_thoughts,
         is_only_at_start=body.grammar is not None,
     )

@@ -26,7 +26,7 @@ from decoding.app.server.worker.prompts import Prompts
 from decoding.grammars.grammar import CompiledGrammar, Grammar
 from decoding.speculation.sampling import Sampling
 from decoding.text.encoding import ContextLengthError
-from decoding.text.tools.parser import ToolCallParser
+from decoding.text.tools.parser import AnswerParser
 from offload.errors import TierForceError
 
 AnyBody = ChatBody | CompletionBody | ResponsesBody
@@ -58,7 +58,7 @@ class ParsedRequest:
     stream_options: StreamOptions | None  # None: the answer is not streamed
     grammar: tuple[str, Grammar] | None  # the answer's, and the field that has it
     repeated: str  # fields that the response has, too, as JSON: objects would need more memory
-    calls: ToolCallParser | None = None  # finds calls of tools in the answer
+    calls: AnswerParser | None = None  # finds calls of tools in the answer
 
 
 class RequestParser:
@@ -92,6 +92,8 @@ class RequestParser:
             grammar = tool_grammar(body, calling) or body.grammar
         except TierForceError as error:
             raise RequestRefused(400, f"tools: {error}", param="tools") from error
+        if calling.form.has_channels:
+            _check_channels(params)
         shown = {token: marker for marker, token in calling.ids.items()}
         own = [replace(params, shown_tokens=shown)]
         return replace(parsed, params=own, grammar=grammar, calls=call_parser(body, calling))
@@ -253,6 +255,14 @@ class RequestParser:
     def _too_long(self, message: str, param: str, tokens: int) -> RequestRefused:
         details = {"prompt_tokens": tokens, "context": self._served.context}
         return RequestRefused(400, message, "context_length_exceeded", param, details)
+
+
+def _check_channels(params: GenerationParams) -> None:
+    """Raise RequestRefused for what would see all channels of an answer that may call tools."""
+    for param, is_used in (("stop", params.stops), ("logprobs", params.top_logprobs is not None)):
+        if is_used:
+            reason = f"{param} is not supported with tools for this model: send one of them."
+            raise RequestRefused(400, reason, param=param)
 
 
 def _within_logprobs(params: Sequence[GenerationParams]) -> list[GenerationParams]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from decoding.app.server.worker.token_bytes import TokenBytes
 from decoding.grammars.grammar import CompiledGrammar, Grammar, GrammarCompiler
-from decoding.text.channels import has_channels
 from decoding.text.chat_template import ChatRendering
 from decoding.text.encoding import plain_tokens
 from decoding.text.prompt import MARK, PlainTemplate, Template, chat_tokens, tokens_around
+from decoding.text.tools.channels import has_channels
 from decoding.text.tools.forms import (
     BEGIN_OF_THOUGHTS,
     Calling,
@@ -57,7 +57,7 @@ class Prompts:
         with self._lock:
             self._check_template()
             form = form_of(str(self._tokenizer.get_chat_template(tools=[{}])))
-            if has_channels(self._tokenizer):
+            if has_channels(self._tokenizer) != form.has_channels:
                 raise unsupported_form()
             end = self._tokenizer.decode(list(prompt[-_END_TOKENS:])).rstrip()
             ids = marker_ids(self._tokenizer, form)
@@ -111,6 +111,12 @@ class Prompts:
         """
         with self._lock:
             self._check_template()
+            is_single = has_channels(self._tokenizer)
+            if is_single and any(len(each.get("tool_calls", ())) > 1 for each in messages):
+                raise InvalidRequestError(
+                    "this model has one call in a message: send each in a message of its own, "
+                    "before its result."
+                )
             return chat_tokens(self._tokenizer, messages, self._context, rendering=rendering)
 
     def around_message(self) -> tuple[list[int], list[int]]:

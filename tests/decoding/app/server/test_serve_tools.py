@@ -17,6 +17,7 @@ pytest.importorskip("openai")
 from support.chat_model import TEMPLATE
 from support.chat_templates import (
     GLM_COMPACT_TOOLS,
+    HARMONY_TOOLS,
     HERMES_TOOLS,
     LLAMA_TOOLS,
     MISTRAL_TOOLS,
@@ -46,23 +47,30 @@ TEMPLATES = {
     "none": TEMPLATE,
     "qwen-coder": QWEN_CODER_TOOLS,
     "glm": GLM_COMPACT_TOOLS,
+    "gpt-oss": HARMONY_TOOLS,
 }
-# a special token in place of the last one of the vocabulary
-MARKERS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "glm": "</arg_value>"}
+# special tokens in place of the last ones of the vocabulary
+MARKERS = {
+    "hermes": ("<tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "glm": ("</arg_value>",),
+    "gpt-oss": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
+}
 
 
-def add_marker(folder: Path, marker: str) -> None:
-    """Make a marker the last token of a model's vocabulary."""
+def add_markers(folder: Path, markers: tuple[str, ...]) -> None:
+    """Make markers the last tokens of a model's vocabulary."""
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
     vocab = content["model"]["vocab"]
-    name, token = max(vocab.items(), key=lambda each: each[1])
-    del vocab[name]
-    vocab[marker] = token
-    merges = content["model"]["merges"]
-    content["model"]["merges"] = [each for each in merges if "".join(each) != name]
+    last = sorted(vocab.items(), key=lambda each: -each[1])[: len(markers)]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    content["added_tokens"].append({"id": token, "content": marker, "special": True, **flags})
+    for marker, (name, token) in zip(markers, last, strict=True):
+        del vocab[name]
+        vocab[marker] = token
+        merges = content["model"]["merges"]
+        content["model"]["merges"] = [each for each in merges if "".join(each) != name]
+        content["added_tokens"].append({"id": token, "content": marker, "special": True, **flags})
     path.write_text(json.dumps(content))
 
 
@@ -79,7 +87,7 @@ def servers(
         shutil.copytree(model[1], folder / "model")
         (folder / "model" / "chat_template.jinja").write_text(TEMPLATES[name])
         if name in MARKERS:
-            add_marker(folder / "model", MARKERS[name])
+            add_markers(folder / "model", MARKERS[name])
         options = ("--context", "1024", "--max-new-tokens", "200")
         context = serving(folder / "run", "--model", str(folder / "model"), *model[2:], *options)
         running.append(context)
@@ -308,6 +316,28 @@ def test_what_models_and_clients_send_back(
     message = {"tool_call_id": "call_1", **message} if message["role"] == "tool" else message
     body = {"messages": [*WHO, message, *WHO], "max_tokens": 1}
     assert servers(template).status(CHAT, body) == 200
+
+
+def test_several_calls_in_a_message_are_refused_if_the_template_has_one(
+    servers: Callable[[str], Serving],
+) -> None:
+    calls = [*with_call()["tool_calls"], *with_call()["tool_calls"]]
+    body = {"messages": [*WHO, {"role": "assistant", "tool_calls": calls}, *WHO], "max_tokens": 1}
+    status, error = servers("gpt-oss").error(CHAT, body)
+    assert (status, error["param"]) == (400, "messages")
+    assert "send each in a message of its own, before its result" in error["message"]
+    assert servers("hermes").status(CHAT, body) == 200
+
+
+@pytest.mark.parametrize(("param", "value"), [("stop", "."), ("logprobs", True)])
+def test_what_would_see_all_channels_is_refused(
+    param: str, value: Any, servers: Callable[[str], Serving]
+) -> None:
+    body = {"messages": WHO, "tools": [TOOL], "max_tokens": 1, param: value}
+    status, error = servers("gpt-oss").error(CHAT, body)
+    assert (status, error["param"]) == (400, param)
+    assert "not supported with tools for this model" in error["message"]
+    assert servers("gpt-oss").status(CHAT, {**body, "tool_choice": "none"}) == 200
 
 
 def test_all_arguments_together_are_limited(servers: Callable[[str], Serving]) -> None:

@@ -14,6 +14,7 @@ from decoding.text.prompt import chat_tokens
 from decoding.text.tools.forms import (
     GLM,
     GLM_COMPACT,
+    HARMONY,
     HERMES,
     LLAMA_3,
     MISTRAL,
@@ -31,6 +32,7 @@ from support.chat_templates import (
     CHATML,
     GLM_COMPACT_TOOLS,
     GLM_TOOLS,
+    HARMONY_TOOLS,
     HERMES_TOOLS,
     LLAMA_TOOLS,
     MISTRAL_TOOLS,
@@ -187,6 +189,7 @@ def test_messages_without_tools_are_as_they_were() -> None:
         (QWEN_CODER_TOOLS, QWEN_CODER),
         (GLM_TOOLS, GLM),
         (GLM_COMPACT_TOOLS, GLM_COMPACT),
+        (HARMONY_TOOLS, HARMONY),
         (CHATML, HERMES),  # has no tools
     ],
 )
@@ -194,11 +197,11 @@ def test_the_template_shows_the_form(template: str, form: ToolForm) -> None:
     assert form_of(template) is form
 
 
-@pytest.mark.parametrize("other", ["<function=", "<arg_key>", "to=functions."])
+@pytest.mark.parametrize("other", ["<function=", "<arg_key>", "to=functions.", "<|channel|>"])
 def test_other_forms_are_refused(other: str) -> None:
     template = "{% if tools %}{{ tools | tojson }}{% endif %}" + other
     with pytest.raises(InvalidRequestError, match="in a form that is not supported"):
-        form_of(template + (HERMES.end if other != "to=functions." else ""))
+        form_of(template + (HERMES.end if other in ("<function=", "<arg_key>") else ""))
 
 
 def test_markers_that_are_tokens() -> None:

@@ -5,10 +5,13 @@ Source: OpenAI 2025, harmony response format, github.com/openai/harmony, docs/fo
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
-_MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
-_FINAL = "final"  # others hold reasoning, and calls of tools
+START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+CONSTRAIN, CALL = "<|constrain|>", "<|call|>"  # before the type of a call's arguments, and after it
+FINAL = "final"  # other channels hold reasoning, and calls of tools
+_MARKERS = (START, CHANNEL, MESSAGE, END)
 
 
 class ChannelFilter:
@@ -18,9 +21,11 @@ class ChannelFilter:
     first role is part of the prompt.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, shown: Container[int] = ()):
+        """Find the channels, unless markers are among the tokens `shown`, with all text."""
         self._tokenizer = tokenizer
-        self._markers = _marker_ids(tokenizer)
+        markers = _marker_ids(tokenizer)
+        self._markers = {} if any(token in shown for token in markers) else markers
         self._header: list[int] | None = None  # tokens of the current message's role or channel
         self._is_shown = True
 
@@ -32,11 +37,11 @@ class ChannelFilter:
                 self._header.append(token)
                 return False
             return self._is_shown
-        if marker == "<|message|>":
+        if marker == MESSAGE:
             name = self._tokenizer.decode(self._header or []).strip()
-            self._is_shown = name.startswith(_FINAL)
+            self._is_shown = name.startswith(FINAL)
             self._header = None
-        elif marker == "<|end|>":
+        elif marker == END:
             self._is_shown = False
         else:
             self._header = []

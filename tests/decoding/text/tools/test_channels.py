@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from decoding.text.channels import answer_text
-from decoding.text.detokenizer import detokenize_stream
+from decoding.text.detokenizer import Detokenizer, detokenize_stream
+from decoding.text.tools.channels import answer_text
 from support.channels import MARKERS, make_tokenizer
 
 
@@ -42,3 +42,14 @@ def test_other_tokenizers_have_no_channels(markers: list[str], unknown: str | No
     shown = "analysisso42" if unknown == "!" else "analysisso42!"  # it is special
     assert answer_text(tokenizer, tokens) == shown
     assert "".join(detokenize_stream(tokenizer, tokens)) == shown
+
+
+def test_all_text_is_shown_with_the_markers() -> None:
+    tokenizer = make_tokenizer(MARKERS)
+    answer = (
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>42"
+    )
+    shown = dict(zip(tokenizer.convert_tokens_to_ids(MARKERS[:4]), MARKERS[:4], strict=True))
+    detokenizer = Detokenizer(tokenizer, shown)
+    tokens = tokenizer(answer.replace("<|", " <|").replace("|>", "|> "))["input_ids"]
+    assert "".join(detokenizer.feed(token) or "" for token in tokens) == answer

@@ -1,0 +1,119 @@
+"""Calls of tools in gpt-oss's response format, whose answers have channels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from decoding.text.tools.call import Functions
+from decoding.text.tools.channels import CALL, CHANNEL, CONSTRAIN, END, FINAL, MESSAGE, START
+from decoding.text.tools.forms import MISTRAL_NAMED
+from decoding.text.tools.json_call import JsonCall
+from decoding.text.tools.parser import AnswerDelta, AnswerParser
+from decoding.text.tools.tagged_call import overlap
+
+_MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL)
+_MARKER = re.compile(f"({'|'.join(map(re.escape, _MARKERS))})")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+_TO = "to="
+
+
+class ChannelParser(AnswerParser):
+    """Separates the text of an answer with channels, markers included.
+
+    Text is the final channel's, and comments that precede a call; reasoning is dropped. A call is a
+    message to a function, whose arguments are the model's own JSON. The header of the first message
+    may begin in the prompt.
+
+    Source: OpenAI 2025, harmony response format, github.com/openai/harmony, docs/format.md.
+    """
+
+    def __init__(self, functions: Functions, max_calls: int | None = None):
+        """Find calls of functions; those after `max_calls` are dropped."""
+        self.functions, self.max_calls = functions, max_calls
+        self._buffer = ""  # text that may be the beginning of a marker
+        self._header: str | None = ""  # the message's; None in its text
+        self._is_marked = False  # whether the header has a marker: else it may be text
+        self._is_shown = True  # whether the message is text for the user
+        self._name = ""  # the function that the message is for
+
+    def feed(self, text: str) -> AnswerDelta:
+        part = AnswerDelta()
+        for piece in self._pieces(text):
+            if piece in _MARKERS:
+                self._begin_or_end(piece, part)
+            elif self._header is None:
+                self._read_message(piece, part)
+            else:
+                self._header += piece
+                self._check_header(part)
+        return part
+
+    def rest(self) -> AnswerDelta:
+        part = AnswerDelta()
+        text, self._buffer = self._buffer, ""
+        if self._header is None:
+            self._read_message(text, part)
+        elif not self._is_marked:
+            part.add_text(self._header + text)
+        self._end_message(part)
+        return part
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Yield text and markers, but for an end that may be the beginning of a marker."""
+        text = self._buffer + text
+        held = max(overlap(text, marker) for marker in _MARKERS)
+        self._buffer = text[len(text) - held :]
+        yield from filter(None, _MARKER.split(text[: len(text) - held]))
+
+    def _begin_or_end(self, marker: str, part: AnswerDelta) -> None:
+        if marker == MESSAGE:
+            self._begin_message(self._header or "")
+        elif marker in (END, CALL):
+            self._end_message(part)
+            self._header, self._is_shown = None, False
+        else:
+            self._end_message(part)
+            self._header = "" if marker == START else (self._header or "") + marker
+            self._is_marked = True
+
+    def _check_header(self, part: AnswerDelta) -> None:
+        """Return what begins an answer as text, unless it names a recipient."""
+        own = (self._header or "").lstrip()
+        if not (self._is_marked or own.startswith(_TO) or _TO.startswith(own)):
+            part.add_text(self._header or "")
+            self._header = None
+
+    def _begin_message(self, header: str) -> None:
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        name = recipient[1] if recipient is not None else ""
+        self._header, self._name = None, name if name in self.functions else ""
+        self._is_shown = channel is not None and channel[1] in (FINAL, "commentary")
+        if self._name:
+            # after its name, as in a form whose calls have no others
+            self.call = JsonCall(MISTRAL_NAMED, self.functions, is_first=True)
+            self.call.read(self._name)
+
+    def _read_message(self, text: str, part: AnswerDelta) -> None:
+        """Return more of a message: text, or a part of a call."""
+        call = self.call
+        if not self._name or call is None:
+            part.add_text(text if self._is_shown else "")
+            return
+        if call.is_over:
+            return
+        had_name = call.name is not None
+        arguments = call.read(text)
+        if self.max_calls is None or self.count < self.max_calls:
+            part.add_call(self.count, None if had_name else call.name, arguments)
+        self.count += call.is_complete
+        if call.is_over and call.name is None:
+            self._end_message(part)
+
+    def _end_message(self, part: AnswerDelta) -> None:
+        """Return a message to a function as text if it is no call."""
+        if self._name and self.call is not None and self.call.name is None:
+            part.add_text(self.call.rest.removeprefix(self._name))
+            self.call = None
+        self._name = ""
