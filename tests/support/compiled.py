@@ -1,7 +1,7 @@
-"""Compile the fused kernels for a GPU without one: `python -m support.compiled 80|89|90 [first]`.
+"""Compile the fused kernels for a GPU without one: `python -m support.compiled 80|89|90 [PART]`.
 
-Triton's interpreter accepts code that its compiler rejects. Every shape is compiled for the compute
-capability; with `first`, only the first of each kernel.
+Triton's interpreter accepts code that its compiler rejects. Products with packed weights are
+compiled in all formats for the RTX 4090, and in every sixth for others.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def compile_kernel(
     return binary
 
 
-def compile_split_kernels(capability: int, shapes: int | None) -> None:
+def compile_split_kernels(capability: int) -> None:
     """Compile attention over high bytes; two programs fit an SM up to head dimension 128."""
     kernel = split_attention._attend
     pointers = {"lows": "*u8", "places": "*i32"}
-    for element, rows, columns in SPLIT_SHAPES[capability][:shapes]:
+    for element, rows, columns in SPLIT_SHAPES[capability]:
         sizes = SIZES | SPLIT[element] | {"ROWS": rows, "DIM": columns}
         sizes["KEYS"] = tiles.tile_sizes(columns)[1]
         sizes["LOW_BYTES"] = columns * sizes["LOW_BITS"] // 8
@@ -127,9 +127,9 @@ def compile_split_kernels(capability: int, shapes: int | None) -> None:
                 assert 2 * block_bytes <= SM_SHARED_BYTES, (rows, columns)
 
 
-def compile_batch_invariant_kernels(capability: int, shapes: int | None) -> None:
+def compile_batch_invariant_kernels(capability: int) -> None:
     """Compile batch-invariant attention in shapes in which it is launched."""
-    for element, dim, groups in BATCH_INVARIANT_SHAPES[capability][:shapes]:
+    for element, dim, groups in BATCH_INVARIANT_SHAPES[capability]:
         columns = triton.next_power_of_2(dim)
         rows = batch_invariant_kernels.program_rows(groups, columns, ELEMENTS[element])
         sizes = {
@@ -166,9 +166,9 @@ def compile_retrieval_kernels(capability: int, element: str) -> None:
         compile_kernel(retrieval_kernels._store_lows, element, capability, low_bits, lows)
 
 
-def compile_slot_kernels(capability: int, shapes: int | None) -> None:
+def compile_slot_kernels(capability: int) -> None:
     """Compile attention to slots; two programs fit an SM up to head dimension 128."""
-    for element, rows, columns in SPLIT_SHAPES[capability][:shapes]:
+    for element, rows, columns in SPLIT_SHAPES[capability]:
         options = tiles.launch_options(rows, columns)
         for codes in (True, False):
             sizes = SIZES | {"ROWS": rows, "DIM": columns, "CODES": codes}
@@ -182,14 +182,15 @@ def compile_slot_kernels(capability: int, shapes: int | None) -> None:
             compile_kernel(kernel, element, capability, {"DIM": columns, "SPLITS": 64})
 
 
-def compile_weight_kernels(capability: int, element: str, formats: int | None) -> None:
-    """Compile products with matrices in planes, and unpacking, of every format."""
+def compile_weight_kernels(capability: int, element: str) -> None:
+    """Compile products with matrices in planes, and unpacking, of formats."""
     groups = [
         group_format("int4", 128, "float16", has_zero=True),
         group_format("int8", 0, "float32", has_zero=False),
         group_format("e4m3", 128, "bfloat16", has_zero=False),
     ]
-    for fmt in [*PLANE_FORMATS.values(), *filter(None, groups)][:formats]:
+    formats = [*PLANE_FORMATS.values(), *filter(None, groups)]
+    for fmt in formats[:: 1 if capability == 89 else 6]:
         sizes = weight_kernels.constants(fmt) | {"UPCAST": False, "BLOCK": 1024}
         planes = {"low": "*i8" if fmt.bits == 8 else "*u8", "high": "*i32", "floats": "*fp32"}
         types = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
@@ -217,8 +218,7 @@ def compile_weight_kernels(capability: int, element: str, formats: int | None) -
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    (part,) = sys.argv[2:] or ["all"]  # or the first shapes of all, or the split kernels, or others
-    shapes = 1 if part == "first" else None
+    (part,) = sys.argv[2:] or ["all"]  # split, others
     element = "fp16" if capability == 80 else "bf16"
     if part != "others":
         sizes = SIZES | SPLIT[element] | {"MIN_HIGH": 8, "MAX_HIGH": 0x7E}
@@ -228,10 +228,10 @@ if __name__ == "__main__":
         for outs in ("fp32", element):  # parts of split layers, and others
             pointers = {"outs": f"*{outs}"}
             compile_kernel(merge_kernel._merge, element, capability, sizes, pointers)
-        compile_split_kernels(capability, shapes)
+        compile_split_kernels(capability)
     if part != "split":
-        compile_batch_invariant_kernels(capability, shapes)
-        compile_slot_kernels(capability, shapes)
+        compile_batch_invariant_kernels(capability)
+        compile_slot_kernels(capability)
         compile_retrieval_kernels(capability, element)
-        compile_weight_kernels(capability, element, shapes)
+        compile_weight_kernels(capability, element)
     print("compiled")
