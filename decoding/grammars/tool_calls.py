@@ -12,7 +12,7 @@ from typing import Any
 from decoding.grammars.grammar import ALL_TOKENS, Grammar, as_llguidance, quoted
 from decoding.grammars.tagged_calls import TaggedCalls
 from decoding.text.tools.channels import FINAL
-from decoding.text.tools.forms import END_OF_THOUGHTS, Tags, ToolForm
+from decoding.text.tools.forms import Tags, ToolForm
 from offload.errors import InvalidRequestError, one_line
 
 # a schema with one of these may have properties that `properties` does not name
@@ -111,7 +111,7 @@ class ToolCallGrammar(Grammar):
         if self.form.tags is not None:
             rules, grammars = self._tagged(self.form.tags, schemas)
         else:
-            end = '"}"' if self.form.key else ""
+            end = '"}"' if self.form.opening else ""
             own = map(Grammar.json_schema, schemas)
             grammars = {f"tool{index}": each for index, each in enumerate(own)}
             rules = [
@@ -182,8 +182,8 @@ class ToolCallGrammar(Grammar):
     def _head(self, name: str) -> str:
         """Return what precedes the arguments of a call, up to them."""
         form = self.form
-        if form.key:
-            return quoted(f'{{"name": "{name}", "{form.key}": ')
+        if form.opening:
+            return quoted(form.opening.replace("NAME", name))
         begin, arguments = map(self._marker, form.markers[:2])
         return f"{begin} {quoted(name)} {arguments}"
 
@@ -194,7 +194,9 @@ class ToolCallGrammar(Grammar):
         is_single = not (self.has_many and form.has_many)
         if form.is_list:
             more = "" if is_single else '(", " call)*'
-            return f'{begin} " "? "[" call {more} "]"'
+            end = self._marker(form.end) if form.end else ""
+            end += "?" if end.startswith("<") else ""  # a token that may end the answer, too
+            return f'{begin} " "? "[" call {more} "]" {end}'
         if not form.begin:
             token = dict(self.ids).get(form.prefix)
             return "call" if token is None else f"<[{token}]>? call"
@@ -229,9 +231,9 @@ class ToolCallGrammar(Grammar):
 
     def _thought(self) -> Iterator[str]:
         """Yield the rules of the rest of a thought, and its end."""
-        token = dict(self.ids).get(END_OF_THOUGHTS)
+        token = dict(self.ids).get(self.form.thoughts[1])
         if token is None:
-            end = _escaped(END_OF_THOUGHTS)
+            end = _escaped(self.form.thoughts[1])
             yield rf"THOUGHT: /(.|\n)*{end}\n*/ & ~/(.|\n)*{end}(.|\n)*[^\n](.|\n)*/"
             yield "thought: THOUGHT"
         else:

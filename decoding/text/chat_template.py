@@ -15,8 +15,13 @@ from typing import Any
 
 import psutil
 
-from decoding.text.tools.forms import MISTRAL, has_tags, supports_tools
-from decoding.text.tools.messages import in_messages, with_object_arguments, with_short_ids
+from decoding.text.tools.forms import GRANITE, MISTRAL, has_tags, supports_tools
+from decoding.text.tools.messages import (
+    in_messages,
+    with_granite_calls,
+    with_object_arguments,
+    with_short_ids,
+)
 from decoding.text.tools.strings import strings_in
 
 # given to every template, by transformers and jinja
@@ -96,6 +101,8 @@ def _rendered(
     if supports_tools(template):
         own = with_short_ids(messages) if MISTRAL.begin in template else messages
         own = with_object_arguments(own) if has_tags(template) else own
+        if GRANITE.begin in template and "tool_calls" not in template:
+            own = with_granite_calls(own)
         return _apply(tokenizer, own, how)
     plain = replace(how, tools=())
     try:

@@ -330,7 +330,7 @@ MISTRAL_TOOLS = (
 HARMONY_TOOLS = (
     "{%- if tools %}{{- '<|start|>developer<|message|># Tools\n\nnamespace functions {\n' }}"
     "{%- for tool in tools %}{{- 'type ' + tool.function.name + ' = (_: ' }}"
-    "{{- tool.function.parameters | tojson + ') => any;\n' }}{%- endfor %}{{- '}<|end|>' }}"
+    "{{- tool.function | tojson + ') => any;\n' }}{%- endfor %}{{- '}<|end|>' }}"
     "{%- endif %}{%- for m in messages %}{%- if m.role == 'tool' %}"
     "{{- '<|start|>functions.f to=assistant<|channel|>commentary<|message|>' }}"
     "{{- m.content | tojson + '<|end|>' }}{%- elif m.tool_calls %}"
@@ -355,7 +355,7 @@ _TAGGED_END = (
     "{%- endfor %}{{- '<|end|>\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
-# those of Qwen3-Coder and Qwen3.5, and of GLM-4.6 and GLM-4.7, as far as they render calls
+# those of Qwen3-Coder and Qwen3.5, GLM-4.6 and GLM-4.7, and Seed-OSS, as far as they render calls
 QWEN_CODER_TOOLS = (
     _TAGGED_START + "{{- '\n<tool_call>\n<function=' + call.name + '>\n' }}"
     "{%- for name, value in call.arguments | items %}{{- '<parameter=' + name + '>\n' }}"
@@ -375,4 +375,25 @@ GLM_COMPACT_TOOLS = (
     .replace("call.name + '\n'", "call.name")
     .replace("</arg_value>{{ '\n' }}", "</arg_value>")
     .replace("'\n<tool_call>'", "'<tool_call>'")
+)
+SEED_OSS_TOOLS = (
+    QWEN_CODER_TOOLS.replace("tool_call>", "seed:tool_call>")
+    .replace("'<parameter=' + name + '>\n'", "'<parameter=' + name + '>'")
+    .replace("'\n</parameter>", "'</parameter>")
+)
+# Nemotron Nano 2's and Apertus's, as far as they render calls
+NEMOTRON_TOOLS = HERMES_TOOLS.replace(
+    "'\n<tool_call>\n{", "('<TOOLCALL>[' if loop.first else ', ') + '{"
+).replace("'}\n</tool_call>'", "'}' + (']</TOOLCALL>' if loop.last else '')")
+APERTUS_TOOLS = (
+    NEMOTRON_TOOLS.replace("<TOOLCALL>", "<|tools_prefix|>")
+    .replace("</TOOLCALL>", "<|tools_suffix|>")
+    .replace('{"name": "', '{"')
+    .replace('", "arguments": ', '": ')
+)
+# Granite 3.3's, which renders results, but no calls
+GRANITE_TOOLS = (
+    HERMES_TOOLS.partition("{%- for m in")[0].replace("# Tools", "# Tools, called by <|tool_call|>")
+    + "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content + '<|end|>\n' }}{%- endfor %}"
+    + "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from decoding.text.tools.forms import (
+    APERTUS,
     GLM,
     GLM_COMPACT,
+    GRANITE,
     HERMES,
     LLAMA_3,
     MISTRAL,
     MISTRAL_NAMED,
+    NEMOTRON,
     QWEN_CODER,
+    SEED_OSS,
     ToolForm,
 )
 
@@ -33,6 +37,10 @@ _QWEN = (
     "</tool_call>"
 )
 _QWEN_NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+_SEED, _SEED_NOW = (
+    own.replace("tool_call>", "seed:tool_call>").replace("\nRome\n", "Rome")
+    for own in (_QWEN, _QWEN_NOW)
+)
 _GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
 _COMPACT = _GLM.replace("\n", "")
 # answers in each form, with one call of `weather`, and, where there may be more, one of `now`
@@ -55,5 +63,13 @@ ANSWERS: list[tuple[ToolForm, str, int]] = [
     (GLM, f"{_GLM}\n<tool_call>now\n</tool_call>", 2),
     (GLM_COMPACT, _COMPACT, 1),
     (GLM_COMPACT, f"{_COMPACT}<tool_call>now</tool_call>", 2),
+    (SEED_OSS, _SEED, 1),
+    (SEED_OSS, f"{_SEED}\n{_SEED_NOW}", 2),
+    (NEMOTRON, f'<TOOLCALL>[{{"name": {_WEATHER}}}]</TOOLCALL>', 1),
+    (NEMOTRON, f'<TOOLCALL>[{{"name": {_WEATHER}}}, {{"name": {_NOW}}}]</TOOLCALL>', 2),
+    (GRANITE, f'<|tool_call|>[{{"name": {_WEATHER}}}]', 1),
+    (GRANITE, f'<|tool_call|>[{{"name": {_WEATHER}}}, {{"name": {_NOW}}}]', 2),
+    (APERTUS, '<|tools_prefix|>[{"weather": {"city": "Rome"}}]<|tools_suffix|>', 1),
+    (APERTUS, '<|tools_prefix|>[{"weather": {"city": "Rome"}}, {"now": {}}]<|tools_suffix|>', 2),
 ]
 CALLS = [("weather", '{"city": "Rome"}'), ("now", "{}")]

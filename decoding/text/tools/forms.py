@@ -11,7 +11,6 @@ from typing import Any
 from decoding.text.tools.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from offload.errors import InvalidRequestError
 
-BEGIN_OF_THOUGHTS, END_OF_THOUGHTS = "<think>", "</think>"
 _PYTHON_TAG, _ARGUMENTS = "<|python_tag|>", "[ARGS]"
 
 
@@ -41,8 +40,9 @@ class ToolForm:
     begin: str  # before calls; empty: an answer that begins with "{" is a call
     head: re.Pattern[str] | None  # a call up to its arguments; the group is its name
     markers: tuple[str, ...]  # strings outside of JSON, which may be tokens of their own
-    key: str = "arguments"  # in a call's object; empty: arguments follow the name, without one
-    end: str = ""  # after each call
+    # a call's object up to its arguments; empty: arguments follow the name, without one
+    opening: str = '{"name": "NAME", "arguments": '
+    end: str = ""  # after each call, or after their list
     separator: str = ""  # between calls, if `begin` comes only before the first
     blanks: str = " \t\r\n"  # characters after a call that are dropped
     is_list: bool = False  # whether the calls are a JSON list
@@ -51,6 +51,7 @@ class ToolForm:
     may_be_bare: bool = True  # whether a call with tags may come without `begin`
     line: str = "\n"  # between calls with an end
     inner_line: str = "\n"  # between the beginning of such a call, the call, and its end
+    thoughts: tuple[str, str] = ("<think>", "</think>")  # around thoughts, which have no calls
 
     @property
     def has_channels(self) -> bool:
@@ -76,6 +77,11 @@ def _object_head() -> re.Pattern[str]:
     return re.compile(rf'\s*\{{\s*{others}{name}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 
 
+def _with_markers(form: ToolForm, begin: str, end: str = "", **changes: Any) -> ToolForm:
+    """Return a form whose calls are between other markers."""
+    return replace(form, begin=begin, end=end, markers=(begin, end) if end else (begin,), **changes)
+
+
 _OBJECT = _object_head()
 # Teknium et al. 2024, Hermes function calling; that of Qwen2.5 and Qwen3, too
 HERMES = ToolForm(
@@ -86,7 +92,14 @@ HERMES = ToolForm(
     blanks=" \t\r\n}",  # small models close a bracket too many
 )
 # Llama Team 2024, The Llama 3 Herd of Models, section 4.3.5; JSON-based calls of Llama 3.1 to 3.3
-LLAMA_3 = ToolForm("", _OBJECT, (_PYTHON_TAG,), "parameters", separator=";", has_many=False)
+LLAMA_3 = ToolForm(
+    "",
+    _OBJECT,
+    (_PYTHON_TAG,),
+    HERMES.opening.replace("arguments", "parameters"),
+    separator=";",
+    has_many=False,
+)
 # Mistral's tokenizers v3 to v7, and those from v11 on (github.com/mistralai/mistral-common)
 MISTRAL = ToolForm("[TOOL_CALLS]", _OBJECT, ("[TOOL_CALLS]",), separator=",", is_list=True)
 MISTRAL_NAMED = ToolForm(
@@ -95,20 +108,31 @@ MISTRAL_NAMED = ToolForm(
     ("[TOOL_CALLS]", _ARGUMENTS, "[CALL_ID]"),
     "",
 )
+NEMOTRON = _with_markers(MISTRAL, "<TOOLCALL>", "</TOOLCALL>")  # Nemotron Nano 2's
+GRANITE = _with_markers(MISTRAL, "<|tool_call|>")  # Granite 3's
+APERTUS = _with_markers(
+    MISTRAL,
+    "<|tools_prefix|>",
+    "<|tools_suffix|>",
+    head=re.compile(r'\s*\{\s*"([^"\\]{1,256})"\s*:\s*(?=\{)'),
+    opening='{"NAME": ',
+)
 # Qwen3-Coder's form, and that of Qwen3.5, Nemotron 3 and Step 3.5, too
-QWEN_CODER = ToolForm(
-    HERMES.begin,
-    None,
-    HERMES.markers,
-    end=HERMES.end,
-    tags=Tags(
-        ("<function=", ">"),
-        ("<parameter=", ">"),
-        ("", "</parameter>"),
-        end="</function>",
-        pad="\n",
-        line="\n",
-    ),
+_QWEN_TAGS = Tags(
+    ("<function=", ">"),
+    ("<parameter=", ">"),
+    ("", "</parameter>"),
+    end="</function>",
+    pad="\n",
+    line="\n",
+)
+QWEN_CODER = ToolForm(HERMES.begin, None, HERMES.markers, end=HERMES.end, tags=_QWEN_TAGS)
+SEED_OSS = _with_markers(
+    QWEN_CODER,
+    "<seed:tool_call>",
+    "</seed:tool_call>",
+    tags=replace(_QWEN_TAGS, pad=""),
+    thoughts=("<seed:think>", "</seed:think>"),
 )
 _GLM_TAGS = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), line="\n")
 _GLM_MARKERS = (*HERMES.markers, *_GLM_TAGS.key, *_GLM_TAGS.value)
@@ -151,10 +175,13 @@ def form_of(template: str) -> ToolForm:
         return HERMES
     if CHANNEL in template and "functions." in template:
         return HARMONY
+    for form in (SEED_OSS, NEMOTRON, GRANITE, APERTUS):
+        if form.begin in template:
+            return form
     if "[TOOL_CALLS]" in template:
         return MISTRAL_NAMED if _ARGUMENTS in template else MISTRAL
-    if HERMES.end in template and (form := _form_with_end(template)) is not None:
-        return form
+    if HERMES.end in template and (own := _form_with_end(template)) is not None:
+        return own
     if '"parameters"' in template and ("ipython" in template or _PYTHON_TAG in template):
         return LLAMA_3
     raise unsupported_form()
@@ -168,15 +195,15 @@ def _form_with_end(template: str) -> ToolForm | None:
         if "</arg_key><arg_value>" in template:
             return GLM_COMPACT
         return GLM if "<arg_value>" in template else None
-    return HERMES
+    return HERMES if "<invoke " not in template else None
 
 
 def unsupported_form() -> InvalidRequestError:
     """Return the error for a model whose form is not known."""
     return InvalidRequestError(
         "this model writes calls of tools in a form that is not supported (those of Hermes, "
-        "Qwen3-Coder, GLM, Llama 3, Mistral and gpt-oss are): leave tools out, or serve another "
-        "model."
+        "Qwen3-Coder, GLM, Llama 3, Mistral, gpt-oss, Seed-OSS, Nemotron Nano 2, Granite 3 and "
+        "Apertus are): leave tools out, or serve another model."
     )
 
 
@@ -192,5 +219,5 @@ class Calling:
 def marker_ids(tokenizer: Any, form: ToolForm) -> dict[str, int]:
     """Return the markers that are tokens of their own, with their ids."""
     added = {each.content: token for token, each in tokenizer.added_tokens_decoder.items()}
-    markers = (*form.markers, BEGIN_OF_THOUGHTS, END_OF_THOUGHTS)
+    markers = (*form.markers, *form.thoughts)
     return {marker: added[marker] for marker in markers if marker in added}

@@ -32,14 +32,14 @@ class JsonCall(CallReader):
             self.name = match[1]
             self.rest = self.rest[match.end() :]
             self._scanner = _ObjectScanner()
-            self._scanner.find_end(match[0] if form.key else "", 0)
+            self._scanner.find_end(match[0] if form.opening else "", 0)
             self._step = self._read_arguments
             return True
         own = self.rest[start:].lstrip()
         has_name = "{" not in own and len(own) <= _MAX_NAME
-        if not (own[:1] in ("", "{") if form.key else has_name):
+        if not (own[:1] in ("", "{") if form.opening else has_name):
             return self._end()
-        if not form.key or not own:
+        if not form.opening or not own:
             return False
         seen = max(self._scanner.seen, start)
         end = self._scanner.find_end(self.rest[seen:], 0)
@@ -58,13 +58,13 @@ class JsonCall(CallReader):
         return self._end()
 
     def _read_arguments(self) -> bool:
-        end = self._scanner.find_end(self.rest, 1 if self.form.key else 0)
+        end = self._scanner.find_end(self.rest, 1 if self.form.opening else 0)
         self._arguments += self.rest[:end]
         self.rest = "" if end is None else self.rest[end:]
         if end is None:
             return False
         self.is_complete = True
-        self._step = self._read_tail if self.form.key else self._end
+        self._step = self._read_tail if self.form.opening else self._end
         return True
 
     def _read_tail(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
-from decoding.text.tools.forms import HERMES
+from decoding.text.tools.forms import GRANITE, HERMES
 
 _ID_LENGTH = 9
 # the wording that Hermes and Qwen models were trained with (Qwen2.5's chat template)
@@ -94,6 +94,21 @@ def with_object_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[st
         own = dict(message)
         if "tool_calls" in own:
             own["tool_calls"] = list(map(_with_object, own["tool_calls"]))
+        changed.append(own)
+    return changed
+
+
+def with_granite_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls follow their text, in the form that Granite 3 writes them in.
+
+    Its template renders results of calls, but not the calls.
+    """
+    changed = list[dict[str, Any]]()
+    for message in messages:
+        own = dict(message)
+        if calls := own.pop("tool_calls", None):
+            listed = ", ".join(_as_json(call["function"]) for call in calls)
+            own["content"] += f"{GRANITE.begin}[{listed}]"
         changed.append(own)
     return changed
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decoding.text.tools.call import CallReader, Functions
-from decoding.text.tools.forms import BEGIN_OF_THOUGHTS, END_OF_THOUGHTS, ToolForm
+from decoding.text.tools.forms import ToolForm
 from decoding.text.tools.json_call import JsonCall
 from decoding.text.tools.tagged_call import TaggedCall, overlap
 
@@ -109,7 +109,7 @@ class ToolCallParser(AnswerParser):
             is_only_at_start: whether no text may precede calls.
         """
         self.form, self.functions, self.max_calls = form, functions, max_calls
-        self._thoughts = _Thoughts(is_in_thoughts)
+        self._thoughts = _Thoughts(form, is_in_thoughts)
         self._is_only_at_start = is_only_at_start or not form.begin
         self._buffer = ""  # text that is not returned yet
         self._begun = ""  # text before the call that is being read, which begins it
@@ -176,7 +176,7 @@ class ToolCallParser(AnswerParser):
         """Read a call after `begun`, which ends in a marker, `begin`, and perhaps blanks."""
         form = self.form
         if form.tags is None:
-            self.call = JsonCall(form, self.functions, is_first=not self.count)
+            self.call = JsonCall(form, self.functions, is_first=begin == form.begin)
         else:
             prefix = begin if begin == form.bare_begin else ""
             self.call = TaggedCall(form, form.tags, self.functions, prefix)
@@ -204,6 +204,8 @@ class ToolCallParser(AnswerParser):
         """Drop what separates calls, or ends them."""
         form = self.form
         own = self._buffer.lstrip(form.blanks)
+        if form.is_list:
+            own = own.removeprefix("]").lstrip(form.blanks)
         if not own or (form.end.startswith(own) and own != form.end):
             return False
         if form.separator and own.startswith(form.separator):
@@ -214,7 +216,7 @@ class ToolCallParser(AnswerParser):
                 self._buffer = following
                 self._begin_call(form.separator, form.separator)
                 return True
-        self._buffer = own.removeprefix("]" if form.is_list else form.end)
+        self._buffer = own.removeprefix(form.end)
         self._read = self._read_text
         return True
 
@@ -226,11 +228,9 @@ class ToolCallParser(AnswerParser):
 class _Thoughts:
     """Finds where the thoughts end that an answer may begin with."""
 
-    def __init__(self, has_begun: bool):
-        self._begin = (
-            "" if has_begun else BEGIN_OF_THOUGHTS
-        )  # to be found first; empty: in thoughts
-        self._end = END_OF_THOUGHTS  # to be found then; empty: after thoughts, or there are none
+    def __init__(self, form: ToolForm, has_begun: bool):
+        begin, self._end = form.thoughts  # the end is empty after thoughts, or without any
+        self._begin = "" if has_begun else begin  # to be found first; empty: in thoughts
         self._held = ""  # text that may be a part of either
 
     def feed(self, text: str) -> tuple[str, str]:

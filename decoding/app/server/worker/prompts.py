@@ -15,7 +15,6 @@ from decoding.text.encoding import plain_tokens
 from decoding.text.prompt import MARK, PlainTemplate, Template, chat_tokens, tokens_around
 from decoding.text.tools.channels import has_channels
 from decoding.text.tools.forms import (
-    BEGIN_OF_THOUGHTS,
     Calling,
     form_of,
     marker_ids,
@@ -61,7 +60,7 @@ class Prompts:
                 raise unsupported_form()
             end = self._tokenizer.decode(list(prompt[-_END_TOKENS:])).rstrip()
             ids = marker_ids(self._tokenizer, form)
-            return Calling(form, ids, end.endswith(BEGIN_OF_THOUGHTS))
+            return Calling(form, ids, end.endswith(form.thoughts[0]))
 
     def tokenize_text(self, text: str, has_prefix: bool = True) -> list[int]:
         """Return the tokens of a text that is to be continued, after the tokenizer's own prefix.

@@ -16,12 +16,16 @@ pytest.importorskip("openai")
 
 from support.chat_model import TEMPLATE
 from support.chat_templates import (
+    APERTUS_TOOLS,
     GLM_COMPACT_TOOLS,
+    GRANITE_TOOLS,
     HARMONY_TOOLS,
     HERMES_TOOLS,
     LLAMA_TOOLS,
     MISTRAL_TOOLS,
+    NEMOTRON_TOOLS,
     QWEN_CODER_TOOLS,
+    SEED_OSS_TOOLS,
 )
 from support.serving import Serving, serving
 from support.slow import slow_except
@@ -48,6 +52,10 @@ TEMPLATES = {
     "qwen-coder": QWEN_CODER_TOOLS,
     "glm": GLM_COMPACT_TOOLS,
     "gpt-oss": HARMONY_TOOLS,
+    "seed-oss": SEED_OSS_TOOLS,
+    "nemotron": NEMOTRON_TOOLS,
+    "granite": GRANITE_TOOLS,
+    "apertus": APERTUS_TOOLS,
 }
 # special tokens in place of the last ones of the vocabulary
 MARKERS = {
@@ -55,6 +63,8 @@ MARKERS = {
     "mistral": ("[TOOL_CALLS]",),
     "glm": ("</arg_value>",),
     "gpt-oss": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
+    "granite": ("<|tool_call|>",),
+    "apertus": ("<|tools_suffix|>",),
 }
 
 
@@ -298,7 +308,7 @@ def test_refused_messages(
     assert error["param"].startswith(f"messages.1.{param}")
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", slow_except(TEMPLATES, *range(6)))
 @pytest.mark.parametrize(
     "message",
     [

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from decoding.text.tools.forms import (
+    APERTUS,
     GLM,
     GLM_COMPACT,
     HERMES,
     LLAMA_3,
     MISTRAL,
     MISTRAL_NAMED,
+    NEMOTRON,
     QWEN_CODER,
+    SEED_OSS,
     ToolForm,
 )
 from decoding.text.tools.parser import ToolCallParser
@@ -137,6 +140,17 @@ CASES = [
         '[TOOL_CALLS]f[CALL_ID]a1[ARGS]{"a": {}} [TOOL_CALLS]g[ARGS]{} bye',
         ("bye", [("f", '{"a": {}}'), ("g", "{}")]),
     ),
+    # the end of a list, missing or after blanks, and another list
+    (
+        NEMOTRON,
+        '<TOOLCALL> [{"name": "f"}] \n</TOOLCALL> and <TOOLCALL>[{"name": "g"}</TOOLCALL>',
+        (" and", [("f", "{}"), ("g", "{}")]),
+    ),
+    (NEMOTRON, '<TOOLCALL>[{"name": "f"}]</TOOL', ("", [("f", "{}")])),
+    (NEMOTRON, '<TOOLCALL>{"name": "f"}</TOOLCALL>', ("", [("f", "{}")])),
+    (APERTUS, '<|tools_prefix|>[{"f": {"a": {}}}, {"g": {', ("", [("f", '{"a": {}}'), ("g", "{")])),
+    (APERTUS, '<|tools_prefix|>[{"h": {}}]', ('<|tools_prefix|>[{"h": {}}]', [])),
+    (APERTUS, '<|tools_prefix|>[{"f": 1}]', ('<|tools_prefix|>[{"f": 1}]', [])),
     (MISTRAL_NAMED, '[TOOL_CALLS]f{"a": 1}', ("", [("f", '{"a": 1}')])),
     (MISTRAL_NAMED, '[TOOL_CALLS]f: {"a": 1}', ('[TOOL_CALLS]f: {"a": 1}', [])),
     (MISTRAL_NAMED, f"[TOOL_CALLS]{'f' * 500}", (f"[TOOL_CALLS]{'f' * 500}", [])),
@@ -147,6 +161,13 @@ def qwen(function: str, **values: str) -> str:
     """Return a call in Qwen3-Coder's form."""
     parts = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()]
     return f"<tool_call>\n<function={function}>\n{''.join(parts)}</function>\n</tool_call>"
+
+
+def seed(function: str, **values: str) -> str:
+    """Return a call in Seed-OSS's form."""
+    parts = [f"<parameter={key}>{value}</parameter>\n" for key, value in values.items()]
+    own = f"<function={function}>\n{''.join(parts)}</function>"
+    return f"<seed:tool_call>\n{own}\n</seed:tool_call>"
 
 
 def glm(function: str, line: str, **values: str) -> str:
@@ -183,6 +204,7 @@ _VALUES[3] = (_VALUES[3][0], '{"text": "null", "note": null, "count": null}')
 for _own, _arguments in _VALUES:
     _calls = ("", [("edit", str(_arguments))])
     CASES += [(QWEN_CODER, qwen("edit", **_own), _calls), (GLM, glm("edit", "\n", **_own), _calls)]
+    CASES += [(SEED_OSS, seed("edit", **_own), _calls)]
 _F = [("f", "{}")]
 _G = "<function=g>\n<parameter=a>\nb\n</parameter>\n"
 CASES += [
@@ -217,6 +239,11 @@ CASES += [
     (QWEN_CODER, qwen("h", a="b"), (qwen("h", a="b"), [])),
     (QWEN_CODER, "<tool_call>\n{}", ("<tool_call>\n{}", [])),
     (QWEN_CODER, f"<think>{qwen('f')}</think> {qwen('f')}", (f"<think>{qwen('f')}</think>", _F)),
+    (
+        SEED_OSS,
+        f"\n<seed:think>{seed('f')}</seed:think>{seed('g')}",
+        (f"\n<seed:think>{seed('f')}</seed:think>", [("g", "{}")]),
+    ),
     (GLM, "<tool_call>f and g</tool_call>", ("<tool_call>f and g</tool_call>", [])),
     (GLM, "<tool_call>h\n</tool_call>", ("<tool_call>h\n</tool_call>", [])),
     (GLM, "<tool_call>f", ("<tool_call>f", [])),

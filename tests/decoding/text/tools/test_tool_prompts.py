@@ -12,14 +12,18 @@ from transformers import AutoTokenizer
 from decoding.text.chat_template import ChatRendering
 from decoding.text.prompt import chat_tokens
 from decoding.text.tools.forms import (
+    APERTUS,
     GLM,
     GLM_COMPACT,
+    GRANITE,
     HARMONY,
     HERMES,
     LLAMA_3,
     MISTRAL,
     MISTRAL_NAMED,
+    NEMOTRON,
     QWEN_CODER,
+    SEED_OSS,
     ToolForm,
     form_of,
     marker_ids,
@@ -29,14 +33,18 @@ from decoding.text.tools.strings import strings_in, with_strings
 from offload.errors import InvalidRequestError
 from support.chat_model import TEMPLATE
 from support.chat_templates import (
+    APERTUS_TOOLS,
     CHATML,
     GLM_COMPACT_TOOLS,
     GLM_TOOLS,
+    GRANITE_TOOLS,
     HARMONY_TOOLS,
     HERMES_TOOLS,
     LLAMA_TOOLS,
     MISTRAL_TOOLS,
+    NEMOTRON_TOOLS,
     QWEN_CODER_TOOLS,
+    SEED_OSS_TOOLS,
 )
 from support.commands import TARGET
 from support.tools import TOOLS
@@ -57,10 +65,11 @@ def make_tokenizer(template: str) -> Any:
     return tokenizer
 
 
-WITH_TAGS = [QWEN_CODER_TOOLS, GLM_TOOLS, GLM_COMPACT_TOOLS]
+WITH_TAGS = [QWEN_CODER_TOOLS, GLM_TOOLS, GLM_COMPACT_TOOLS, SEED_OSS_TOOLS]
+WITH_JSON = [HERMES_TOOLS, LLAMA_TOOLS, MISTRAL_TOOLS, NEMOTRON_TOOLS, APERTUS_TOOLS, HARMONY_TOOLS]
 
 
-@pytest.mark.parametrize("template", [HERMES_TOOLS, LLAMA_TOOLS, MISTRAL_TOOLS, *WITH_TAGS])
+@pytest.mark.parametrize("template", [*WITH_JSON, *WITH_TAGS])
 def test_prompts_are_those_of_transformers(template: str) -> None:
     """But for the special tokens in tools, arguments and results, which stay text."""
     tokenizer = make_tokenizer(template)
@@ -91,6 +100,11 @@ def test_prompts_are_those_of_transformers(template: str) -> None:
             "<tool_call>weather<arg_key>city</arg_key><arg_value>R<s>ome </s></arg_value>"
             "</tool_call><|end|>",
         ),
+        (
+            SEED_OSS_TOOLS,
+            "\n<seed:tool_call>\n<function=weather>\n<parameter=city>R<s>ome </s></parameter>\n"
+            "</function>\n</seed:tool_call><|end|>",
+        ),
     ],
 )
 def test_calls_with_tags(template: str, call: str) -> None:
@@ -103,6 +117,22 @@ def test_calls_with_tags(template: str, call: str) -> None:
     assert '{"city": "Ro' in text
     expected = call.replace("city", "arguments").replace("R<s>ome </s>", '{"city": "Ro')
     assert f"<|assistant|>{expected}" in text
+
+
+def test_calls_that_the_template_leaves_out() -> None:
+    tokenizer = make_tokenizer(GRANITE_TOOLS)
+    marker = GRANITE.begin
+    tokenizer.add_special_tokens({"additional_special_tokens": [marker]})
+    function = {"name": "now", "arguments": {"a": marker}}
+    both = [{**_CALL, "function": each} for each in (_FUNCTION, function)]
+    messages = [MESSAGES[0], {**MESSAGES[1], "content": "So", "tool_calls": both}, MESSAGES[2]]
+    tokens = chat_tokens(tokenizer, messages)
+    assert tokens.count(tokenizer.convert_tokens_to_ids(marker)) == 1
+    assert tokenizer.decode(tokens).endswith(
+        f'<|assistant|>So{marker}[{{"name": "weather", "arguments": {{"city": "R<s>ome </s>"}}}}, '
+        f'{{"name": "now", "arguments": {{"a": "{marker}"}}}}]<|end|>\n'
+        '<|tool|>"fine </s>"<|end|>\n<|assistant|>'
+    )
 
 
 def test_ids_have_no_special_tokens() -> None:
@@ -190,6 +220,10 @@ def test_messages_without_tools_are_as_they_were() -> None:
         (GLM_TOOLS, GLM),
         (GLM_COMPACT_TOOLS, GLM_COMPACT),
         (HARMONY_TOOLS, HARMONY),
+        (SEED_OSS_TOOLS, SEED_OSS),
+        (NEMOTRON_TOOLS, NEMOTRON),
+        (GRANITE_TOOLS, GRANITE),
+        (APERTUS_TOOLS, APERTUS),
         (CHATML, HERMES),  # has no tools
     ],
 )
@@ -197,7 +231,9 @@ def test_the_template_shows_the_form(template: str, form: ToolForm) -> None:
     assert form_of(template) is form
 
 
-@pytest.mark.parametrize("other", ["<function=", "<arg_key>", "to=functions.", "<|channel|>"])
+@pytest.mark.parametrize(
+    "other", ["<function=", "<arg_key>", "<invoke ", "to=functions.", "<|channel|>"]
+)
 def test_other_forms_are_refused(other: str) -> None:
     template = "{% if tools %}{{ tools | tojson }}{% endif %}" + other
     with pytest.raises(InvalidRequestError, match="in a form that is not supported"):
