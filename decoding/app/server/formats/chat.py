@@ -219,7 +219,9 @@ class CallingPrompt(ChatPrompt):
             if not names:
                 raise invalid("tool_choice", "no tools to choose from: send tools")
             if choice.name is not None and choice.name not in names:
-                raise invalid("tool_choice", f"no function in tools has the name {choice.name!a}")
+                raise invalid(
+                    "tool_choice", f"no function in tools has the name {choice.name[:100]!a}"
+                )
         return self
 
     @property

@@ -29,7 +29,11 @@ def _name(name: str) -> str:
 
 
 def _schema(schema: dict[str, Any]) -> dict[str, Any]:
-    if len(json.dumps(schema)) > _MAX_SCHEMA:
+    try:
+        size = len(json.dumps(schema, allow_nan=False))
+    except ValueError:
+        raise ValueError("NaN and Infinity are not JSON") from None
+    if size > _MAX_SCHEMA:
         raise ValueError(f"send a schema of at most {_MAX_SCHEMA:,} characters")
     if schema.get("type") not in (None, "object"):
         raise ValueError("arguments are an object: send a schema with type: object")

@@ -208,6 +208,7 @@ LOGPROBS = "message.output_text.logprobs"
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
+        ({"tools": [{**TOOL, "parameters": {"x": [float("nan")]}}]}, "tools.0.parameters", "NaN"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "send tools of type function"),
         (
             {"tools": [{"type": "custom", "name": "f"}]},
