@@ -49,6 +49,7 @@ class Engine:
         self.context = context or config.context_limit
         self.sessions = SequenceManager(runtime)
         self.scheduler = Scheduler(self.sessions, self.context, stop_tokens)
+        self._is_closed = False
 
     @classmethod
     def from_pretrained(
@@ -298,6 +299,7 @@ class Engine:
         """
         if self.group.rank == 0:
             self.sessions.executor.send(Stop())
+        self._is_closed = True
         self._free_graphs()
         self.runtime.link.close()
 
@@ -314,7 +316,9 @@ class Engine:
             )
 
     def _check_not_busy(self) -> None:
-        """Raise TierForceError while a request is being processed."""
+        """Raise TierForceError while a request is being processed, and if the engine is closed."""
+        if self._is_closed:
+            raise TierForceError("the engine is closed: make another one.")
         if self.scheduler.is_busy:
             raise TierForceError(
                 "one request at a time: exhaust or close the previous request's generator."

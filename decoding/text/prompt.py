@@ -266,8 +266,13 @@ class _ChatTemplate(Template):
 
 
 def _no_room_error(max_tokens: int, template: int) -> InvalidRequestError:
+    if max_tokens < 1:
+        return InvalidRequestError(
+            "no room left: the answer may take all of the context, and the prompt needs some. Use "
+            "a longer `context` or fewer `max_new_tokens`."
+        )
     return InvalidRequestError(
-        f"no room left: the context has {max(0, max_tokens)} tokens for the prompt, and template "
+        f"no room left: the context has {max_tokens} tokens for the prompt, and template "
         f"and instruction alone take {template}. Shorten the instruction, or use a longer "
         "`context` or fewer `max_new_tokens`."
     )

@@ -91,7 +91,7 @@ def run(
         if not due:
             conclude_finished(documents, results)
             return
-        results.start({document.id for document in due})
+        results.start()
         with make_display(documents, due, job, is_live=False) as display:
             report = Report(documents, due, results, display)
             interrupts.on_exit = _with_cleanup(report.interrupt)

@@ -88,7 +88,7 @@ def run(
                 results = files.enter_context(ResultFiles(destination, ids))
                 due = due_documents(documents, results.records, job)
                 if due:
-                    results.start({document.id for document in due})
+                    results.start()
         if group.broadcast(not due):
             if results is not None:
                 conclude_finished(documents, results)

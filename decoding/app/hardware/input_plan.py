@@ -21,7 +21,7 @@ from decoding.models.loading import load_tokenizer
 from decoding.planning.planner import Planner
 from decoding.text.instructions import Instructions, PromptFormat
 from decoding.text.long_text import PromptBuilder
-from offload.errors import InvalidRequestError
+from offload.errors import InvalidRequestError, TierForceError
 from parallel.formats.locate import find_local
 
 
@@ -91,6 +91,13 @@ class InputPlan:
             for each in self.documents
         ]
         return other
+
+    def check(self) -> None:
+        """Raise TierForceError if there are documents, and all fail."""
+        if self.documents and all(each.error is not None for each in self.documents):
+            raise TierForceError(
+                "no document of the input can be summarised: see the reason of each."
+            )
 
     @property
     def seconds(self) -> float:

@@ -203,8 +203,10 @@ def plan(
         counted = {"input": documents.as_dict()} if documents is not None else {}
         document = _document(job, plans) | {"notes": notes} | counted
         typer.echo(json.dumps(document, indent=2))
-        return
-    _show(plans, documents, notes)
+    else:
+        _show(plans, documents, notes)
+    if documents is not None:
+        documents.check()
 
 
 def _show(plans: Plans, documents: "InputPlan | None", notes: Sequence[str]) -> None:

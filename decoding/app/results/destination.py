@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,11 @@ class Destination:
         path = Path(output)
         if not output:
             raise TierForceError("--output is empty: name a file or a folder for the results.")
+        if output == "-":
+            raise TierForceError(
+                "--output - is not supported: results are files, which `tierforce show` prints: "
+                "name one, such as results.md."
+            )
         if format is not None:
             check_format(format)
         if output.endswith("/") or os.path.isdir(output):
@@ -140,11 +145,13 @@ class ResultFiles:
                 f"{self.destination.records} are missing: choose another file."
             )
 
-    def start(self, due: Collection[str]) -> None:
-        """Write the results of all documents but these, which are due. Raises TierForceError."""
-        finished = [id for id in self._ids if id not in due]
+    def start(self) -> None:
+        """Write the results that there are, also of documents that are processed again.
+
+        An interrupted job loses none of them. Raises TierForceError.
+        """
         try:
-            self._view.start(self._last(finished), due)
+            self._view.write(self._last(self._ids))
         except OSError as error:
             if not self.destination.is_folder:  # one that cannot be written leaves the others
                 raise self._unwritable(error) from error

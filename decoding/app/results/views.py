@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from itertools import chain
@@ -38,10 +38,6 @@ class View:
     """What is written beside the records: nothing. Methods of subclasses raise OSError."""
 
     is_empty = True  # whether there are no results of an earlier job
-
-    def start(self, records: Iterable[Record], due: Collection[str]) -> None:
-        """Write the results that there are, and drop those of documents that are due."""
-        self.write(records)
 
     def write(self, records: Iterable[Record]) -> None:
         """Write all results, in the order of the input."""
@@ -144,20 +140,19 @@ class FolderView(View):
                     )
                 self.is_empty = False
 
-    def start(self, records: Iterable[Record], due: Collection[str]) -> None:
-        for id in due:
-            with suppress(OSError):
-                if self._is_ours(self._paths[id]):
-                    self._paths[id].unlink()
-        self.write(records)
-
     def write(self, records: Iterable[Record]) -> None:
         first: OSError | None = None
+        missing = set(self._paths)
         for record in records:
+            missing.discard(record["id"])
             try:
                 self.add(record)
             except OSError as error:
                 first = first or error
+        for id in missing:  # a file there is another document's
+            with suppress(OSError):
+                if self._is_ours(self._paths[id]):
+                    self._paths[id].unlink()
         if first is not None:
             raise first
 

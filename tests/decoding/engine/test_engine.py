@@ -156,6 +156,13 @@ def test_a_stop_token_inside_a_round(target: Path) -> None:
         assert engine.stats.levels[0].stats.produced == 10
 
 
+def test_a_closed_engine_takes_no_requests(pair: Pair) -> None:
+    with pair.engine("plain", **SMALL) as engine:
+        engine.close()
+        with pytest.raises(TierForceError, match="the engine is closed"):
+            next(engine.generate(PROMPT, 8, GREEDY))
+
+
 @pytest.mark.parametrize("mode", slow_except(MODES, -1))
 def test_a_closed_generator_does_not_affect_later_requests(mode: str, pair: Pair) -> None:
     options = {**SMALL, "gpu_kv_layers": 1, "link": "emulated:50"}

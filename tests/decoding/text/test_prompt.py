@@ -152,13 +152,19 @@ def test_chat_without_a_chat_template_is_rejected(tokenizer: Any) -> None:
         Template.chat(tokenizer)
 
 
-@pytest.mark.parametrize("room", [-7, 0, 11])
-def test_a_template_that_fills_the_context_leaves_no_room(room: int, tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("room", "reason"),
+    [
+        (-7, "the answer may take all of the context"),
+        (0, "the answer may take all of the context"),
+        (11, "the context has 11 tokens .* take 11"),
+    ],
+)
+def test_a_template_that_fills_the_context_leaves_no_room(
+    room: int, reason: str, tokenizer: Any
+) -> None:
     template = PlainTemplate(before=[0], after=list(range(10, 20)))
-    with pytest.raises(
-        InvalidRequestError,
-        match=f"no room left: the context has {max(0, room)} tokens .* take 11",
-    ):
+    with pytest.raises(InvalidRequestError, match=f"no room left: {reason}"):
         template.build(tokenizer, TEXT, room)
     tokens, dropped = template.build(tokenizer, TEXT, 12)
     assert len(tokens) == 12

@@ -42,7 +42,7 @@ _ADVICE = {
         ".djvu",
     ): "convert it to .epub, as with Calibre",
     (".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"): "unpack it, or make a .zip of it",
-    (".jsonl",): "give it as --input on its own",
+    (".jsonl",): "`summarize` reads it as --input on its own",
 }
 _ADVICE_BY_SUFFIX = {suffix: advice for suffixes, advice in _ADVICE.items() for suffix in suffixes}
 MAGIC_BYTES = 8

@@ -170,7 +170,7 @@ def test_other_files_are_named_and_output_is_left_out(tmp_path: Path) -> None:
         "not a kind of document that is read": ["Makefile"],
         ".mobi is not read: convert it to .epub, as with Calibre": ["b.mobi"],
         ".doc is not read: save it as .docx": ["c.doc", "d.DOC"],
-        ".jsonl is not read: give it as --input on its own": ["x.jsonl"],
+        ".jsonl is not read: `summarize` reads it as --input on its own": ["x.jsonl"],
     }
 
 

@@ -636,6 +636,14 @@ def test_an_input_needs_documents_and_a_tokenizer(tmp_path: Path) -> None:
     empty = tmp_path / "in"
     empty.mkdir()
     assert "has no document" in refused(plan(tmp_path, "--input", str(empty)))
+    (empty / "a.txt").write_text(" ")
+    for more in ([], ["--json"]):
+        done = plan(tmp_path, "--input", str(empty), *more)
+        assert "the document is empty." in done.out
+        assert (done.code, done.err) == (
+            1,
+            "tierforce: no document of the input can be summarised: see the reason of each.\n",
+        )
     (empty / "a.txt").write_text("It was")
     config = tmp_path / "config.json"
     config.write_text((DEMO / "target" / "config.json").read_text())

@@ -34,7 +34,7 @@ def failure(id: str) -> dict[str, Any]:
 def write(output: str, ids: Sequence[str], *content: dict[str, Any], ends: bool = True) -> None:
     """Write records as a job does; without `ends`, as if it were killed."""
     with ResultFiles(Destination.of(output), ids) as files:
-        files.start([each["id"] for each in content])
+        files.start()
         for each in content:
             files.add(each)
         if ends:
@@ -60,6 +60,11 @@ def test_destination(output: str, format: str | None, found: str, records: str) 
     destination = Destination.of(output, format)
     assert (destination.format, destination.records) == (found, Path(records))
     assert destination.is_folder == output.endswith("/")
+
+
+def test_standard_output_is_no_destination() -> None:
+    with pytest.raises(TierForceError, match="which `tierforce show` prints: name one"):
+        Destination.of("-")
 
 
 @pytest.mark.parametrize("name", ["out.md", "out.txt"])
@@ -134,7 +139,7 @@ def test_folder_of_json(tmp_path: Path) -> None:
     destination = Destination.of(f"{tmp_path / 'out'}/", "jsonl")
     for _ in range(2):
         with ResultFiles(destination, ["a"]) as files:
-            files.start(["a"])
+            files.start()
             files.add(record("a"))
     assert json.loads((tmp_path / "out/a.json").read_text()) == record("a")
 
@@ -155,13 +160,32 @@ def test_no_result_of_another_job_is_left_by_a_kill(tmp_path: Path) -> None:
     """Not under the name of another document, either."""
     write(f"{tmp_path}/out/", ["Emma"], record("Emma"))
     files = ResultFiles(Destination.of(f"{tmp_path}/out/"), ["EMMA", "Emma"])
-    files.start(["EMMA"])  # and the job is killed
+    files.start()  # and the job is killed
     assert not (tmp_path / "out/EMMA.md").exists()
     assert content(tmp_path / "out/Emma (2).md") == "# Emma\n\nOf Emma.\n"
     del files
     gc.collect()
-    ResultFiles(Destination.of(f"{tmp_path}/out/"), ["Emma"]).start(["Emma"])
-    assert not (tmp_path / "out/Emma.md").exists()
+    ResultFiles(Destination.of(f"{tmp_path}/out/"), ["EMMA"]).start()
+    assert not (tmp_path / "out/EMMA.md").exists()
+
+
+@pytest.mark.parametrize("output", ["out.md", "out.txt", "out/"])
+def test_results_stay_until_others_replace_them(output: str, tmp_path: Path) -> None:
+    """A job with other options that is killed early takes none of them away."""
+    path = f"{tmp_path}/{output}"
+
+    def shows(text: str) -> bool:
+        own = contents(tmp_path).items()
+        return any(text in each for name, each in own if "jsonl" not in name)
+
+    write(path, ["a", "b"], record("a"), record("b"))
+    write(path, ["a", "b"], ends=False)
+    assert all(map(shows, ("Of a.", "Of b.")))
+    write(path, ["a", "b"], record("b", summary="Better."), ends=False)
+    assert all(map(shows, ("Of a.", "Better.")))
+    write(path, ["a", "b"])
+    assert all(map(shows, ("Of a.", "Better.")))
+    assert not shows("Of b.")
 
 
 def test_a_result_that_cannot_be_written_ends_no_job(
@@ -182,7 +206,7 @@ def test_a_result_that_is_written_in_part_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ResultFiles(Destination.of(f"{tmp_path}/out.md"), ["a", "b"]) as files:
-        files.start(["a", "b"])
+        files.start()
         before = (tmp_path / "out.md").read_text()
 
         def write_in_part(file: FileIO, content: bytes) -> None:
@@ -231,7 +255,7 @@ def test_files_that_no_job_wrote_are_left_alone_in_folders_of_results(tmp_path: 
     with pytest.raises(TierForceError, match="is no jsonl file that a job"):
         ResultFiles(Destination.of(f"{tmp_path}/out/", "jsonl"), ["a", "b"])
     with ResultFiles(Destination.of(f"{tmp_path}/out/"), ["a", "d"]) as files:
-        files.start(["d"])
+        files.start()
         (tmp_path / "out/d.md").write_text("# Notes")
         files.add(record("d"))
         with pytest.raises(TierForceError, match="cannot be written"):
@@ -267,7 +291,7 @@ def test_only_what_a_crash_left_is_replaced(make: Callable[[Path], None], tmp_pa
 
 def test_no_copy_is_left_if_the_records_are_damaged(tmp_path: Path) -> None:
     with ResultFiles(Destination.of(f"{tmp_path}/out.md"), ["a"]) as files:
-        files.start(["a"])
+        files.start()
         files.add(record("a"))
         with (tmp_path / "out.jsonl").open("a") as file:
             file.write("Dear all,\n")
@@ -288,7 +312,7 @@ def test_a_file_is_written_by_one_job_at_a_time(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(TierForceError, match="is being written by another job"):
                 write(f"{tmp_path}/link.md", ["a"])
-            files.start([])
+            files.start()
     (tmp_path / "new.md").touch()
     with (
         ResultFiles(Destination.of(f"{tmp_path}/new.md", "jsonl"), ["a"]),
@@ -372,7 +396,7 @@ def command(output: str, digest: str) -> None:
     files = ResultFiles(Destination.of(output), ["a", "b", "c"])  # left open, as by a kill
     finished = files.records.finished
     due = [id for id in "cba" if id not in finished or finished[id].digest != digest]
-    files.start(due)
+    files.start()
     for id in due:
         fails = (id, digest) == ("b", "1")
         files.add(failure(id) if fails else record(id, digest=digest, summary=f"{digest}, {id}"))

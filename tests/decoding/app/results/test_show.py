@@ -61,7 +61,7 @@ def test_what_output_named_leads_to_the_records(
 ) -> None:
     path = str(tmp_path / output) + "/" * output.endswith("/")
     with ResultFiles(Destination.of(path, format), ["b.pdf"]) as files:
-        files.start(["b.pdf"])
+        files.start()
         files.add(RECORDS[1])
     assert forked(tmp_path, "show", path).out == "b.pdf\n=====\n\nOf b.\n"
 
