@@ -58,6 +58,7 @@ _HINTS = {
     "messages": "use input",
     "prompt": "use instructions and input",
 }
+_TOOL_HINTS = {"function": "send its name, description and parameters beside type"}
 _MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512  # metadata, as in OpenAI's API
 
 # all but log-probabilities are parts of items that an answer here does not have
@@ -94,8 +95,12 @@ class InputMessage(Strict):
     content: str | Annotated[list[InputText], Field(fail_fast=True)]
 
     def add_to(self, messages: list[Message]) -> None:
-        """Add the item to the messages of a chat completion."""
-        messages.append(Message(role=self.role, content=_joined(self.content)))
+        """Add the item to the messages of a chat completion; text after a call to its message."""
+        text, last = _joined(self.content), messages[-1] if messages else None
+        if self.role == "assistant" and last is not None and last.tool_calls:
+            last.content = last.text + text
+        else:
+            messages.append(Message(role=self.role, content=text))
 
 
 class InputCall(CalledFunction):
@@ -201,6 +206,7 @@ class FunctionTool(Function):
     """A tool: a function."""
 
     neutral = FUNCTION_FIELDS
+    hints = _TOOL_HINTS
 
     type: Literal["function"]
 
@@ -292,6 +298,8 @@ class ResponsesBody(GenerationBody, FunctionPrompt, RepeatedBody):
         """Raise an error for no message, contradicting fields, or no message to continue."""
         if all(isinstance(item, NoReasoning) for item in self.input):
             raise invalid("input", "send at least one message")
+        if any(len(message.tool_calls or ()) > limits.TOOLS for message in self.messages):
+            raise invalid("input", f"more than {limits.TOOLS} calls follow each other")
         if self.reasoning_effort is not None and self.reasoning is not None:
             raise invalid("reasoning_effort", "send it here or in reasoning")
         self.check_rendering(self.messages)

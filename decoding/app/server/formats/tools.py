@@ -134,12 +134,15 @@ def _choice(value: Any) -> ToolChoice:
         value = value.get("type")  # a mode
     if isinstance(value, str) and value in _MODES:
         return ToolChoice(_MODES[value])
-    if isinstance(value, dict) and value.get("type") == "function":
-        own = value.get("function", value)  # the Responses API's has the name itself
-        if isinstance(own, dict) and isinstance(name := own.get("name"), str):
+    if isinstance(value, dict) and value.get("type") == "function" and len(value) == 2:
+        own = value.get("function")
+        # the Responses API's has the name itself
+        name = own.get("name") if isinstance(own, dict) and len(own) == 1 else value.get("name")
+        if isinstance(name, str):
             return ToolChoice("required", name)
     raise ValueError(
-        'send none, auto, required, or {"type": "function", "function": {"name": "NAME"}}'
+        'send none, auto, required, or {"type": "function", "function": {"name": "NAME"}}, which '
+        'for a response is {"type": "function", "name": "NAME"}'
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,12 @@ pytest.importorskip("openai")
 from openai.types import responses
 
 from decoding.app.server.formats.neutral_fields import FUNCTION_FIELDS, INPUT_CALL_FIELDS
+from decoding.app.server.formats.response_events import ResponsesBuilder
+from decoding.app.server.formats.responses import ResponsesBody
+from decoding.app.server.worker.jobs import Failed, GenerationParams, TextDelta
+from decoding.speculation.sampling import Sampling
+from decoding.text.tools.forms import HERMES
+from decoding.text.tools.parser import ToolCallParser
 from support.chat_templates import HERMES_TOOLS
 from support.serving import Serving, serving
 
@@ -125,6 +132,30 @@ def test_calls_and_results_are_passed_back(server: Serving) -> None:
             assert answer.usage.input_tokens == tokens
 
 
+def test_items_are_the_messages_of_a_chat_completion() -> None:
+    """Text after a call, too, is of the message that has the call."""
+
+    def call(name: str) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": name, "name": "f", "arguments": '{"a": 1}'}
+
+    def text(content: str) -> dict[str, Any]:
+        return {"type": "message", "role": "assistant", "content": content}
+
+    def result(name: str) -> dict[str, Any]:
+        return {"type": "function_call_output", "call_id": name, "output": f"of {name}"}
+
+    items = [text("I look."), call("a"), text("Then"), call("b"), text(" so."), result("a")]
+    body = ResponsesBody.model_validate({"input": [*WHO, *items, result("b"), text("Fine.")]})
+    function = {"name": "f", "arguments": {"a": 1}}
+    calls = [{"id": name, "type": "function", "function": function} for name in "ab"]
+    assert [message.as_template() for message in body.messages] == [
+        *WHO,
+        {"role": "assistant", "content": "I look.Then so.", "tool_calls": calls},
+        *({"role": "tool", "content": f"of {name}", "tool_call_id": name} for name in "ab"),
+        {"role": "assistant", "content": "Fine."},
+    ]
+
+
 def test_calls_belong_to_the_message_before_them(server: Serving) -> None:
     call = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "a", "output": "fine"}
@@ -215,7 +246,9 @@ LOGPROBS = "message.output_text.logprobs"
             "tools.0.type",
             "send tools of type function",
         ),
-        ({"tools": [nested(TOOL)]}, "tools.0.function", "not supported"),
+        ({"tools": [nested(TOOL)]}, "tools.0.function", "description and parameters beside type"),
+        ({"tools": [TOOL], "tool_choice": {**NAMED, "x": 1}}, "tool_choice", "send none, auto"),
+        ({"input": [*WHO, *[CALL] * 129]}, "input", "more than 128 calls follow each other"),
         ({"tools": [{**TOOL, "name": "<s>"}]}, "tools.0.name", "letters, digits"),
         ({"tools": [{**TOOL, "defer_loading": True}]}, "tools.0.defer_loading", "or send false"),
         ({"tools": [TOOL, TOOL]}, "tools", "two functions have the same name"),
@@ -250,3 +283,16 @@ def test_others_are_refused_by_name(
     status, error = server.error(PATH, {"input": WHO, **fields})
     assert (status, error["param"]) == (400, param)
     assert message in error["message"]
+
+
+def test_a_stream_that_fails_in_a_call_has_its_beginning() -> None:
+    params = GenerationParams(array("i", [1]), 9, Sampling())
+    builder = ResponsesBuilder("model")
+    builder.begin([params], "{}", ToolCallParser(HERMES, {"f": {}}))
+    begun = 'I look. <tool_call>{"name": "f", "arguments": {"a": 1'
+    for part in (begun[:20], begun[20:]):
+        builder.chunk(0, TextDelta(part))
+    response = builder.failure(Failed(503, "No memory."))["response"]
+    message, call = response["output"]
+    assert (message["status"], message["content"][0]["text"]) == ("completed", "I look.")
+    assert (call["status"], call["arguments"]) == ("incomplete", '{"a": 1')
