@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from decoding.grammars.check import error_of
 from decoding.grammars.checker import MAX_ITEMS
 from decoding.text.encoding import check_whole_characters
-from decoding.text.tools.channels import has_channels
+from decoding.text.tools.channels import CHANNEL, END, FINAL, MESSAGE, START, has_channels
 from offload.errors import InvalidRequestError, one_line
 
 if TYPE_CHECKING:
@@ -36,12 +36,6 @@ CUT = (
     "the answer was cut before its JSON was complete: use more `max_new_tokens`, or limit its "
     "strings and arrays in the schema (maxLength, maxItems)."
 )
-# an answer in gpt-oss's response format: reasoning is free, and the final channel has the answer
-_IN_CHANNELS = r"""
-start: reasoning* <|channel|> "final" <|message|> @answer
-reasoning: <|channel|> /(analysis|commentary)[^\n]*/ <|message|> TEXT <|end|> <|start|> "assistant"
-TEXT: /(.|\n)*/
-"""
 
 
 @dataclass(frozen=True)
@@ -116,8 +110,8 @@ class Grammar:
 
         `in_channels`: for answers in gpt-oss's response format.
         """
-        start = f"{ALL_TOKENS}\n{_IN_CHANNELS if in_channels else _ANSWER}"
-        return as_llguidance(start, {"answer": self})
+        start = answer_in_channels("@answer") if in_channels else _ANSWER
+        return as_llguidance(f"{ALL_TOKENS}\n{start}", {"answer": self})
 
     def definition(self) -> dict[str, Any]:
         """Return it as a named grammar of llguidance's. Raises as `compose`."""
@@ -140,6 +134,27 @@ class Grammar:
         return InvalidRequestError(
             f"the {self._kind} is invalid, or has what is not supported: {reason}."
         )
+
+
+def answer_in_channels(final: str, calls: str = "", marker: Callable[[str], str] = str) -> str:
+    """Return the rules of an answer in gpt-oss's response format, in Lark's syntax.
+
+    Reasoning is free. The last message is `calls`, or it has `final` and is in the final channel;
+    an empty string is none of these. With calls no other message has a recipient. `marker` returns
+    a marker as a token, or as a string.
+    """
+    start, channel, message, end = map(marker, (START, CHANNEL, MESSAGE, END))
+    last = [calls] if calls else []
+    if final:
+        last.append(f"{channel} {quoted(FINAL)} {message} {final}")
+    excluded = " & ~/.*to=.*/" if calls else ""
+    rules = [
+        f"start: reasoning* ({' | '.join(last)})",
+        f'reasoning: {channel} HEADER {message} TEXT {end} {start} "assistant"',
+        rf"HEADER: /(analysis|commentary)[^\n]*/{excluded}",
+        r"TEXT: /(.|\n)*/",
+    ]
+    return "\n".join(rules)
 
 
 def as_llguidance(start: str, grammars: Mapping[str, Grammar]) -> str:

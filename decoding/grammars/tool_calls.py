@@ -9,9 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decoding.grammars.grammar import ALL_TOKENS, Grammar, as_llguidance, quoted
+from decoding.grammars.grammar import (
+    ALL_TOKENS,
+    Grammar,
+    answer_in_channels,
+    as_llguidance,
+    quoted,
+)
 from decoding.grammars.tagged_calls import TaggedCalls
-from decoding.text.tools.channels import FINAL
+from decoding.text.tools.channels import CHANNEL, CONSTRAIN, MESSAGE
 from decoding.text.tools.forms import Tags, ToolForm
 from offload.errors import InvalidRequestError, one_line
 
@@ -106,8 +112,6 @@ class ToolCallGrammar(Grammar):
 
     def compose(self, in_channels: bool) -> str:
         schemas = json.loads(self.source)
-        if self.form.has_channels:
-            return self._in_channels(schemas)
         if self.form.tags is not None:
             rules, grammars = self._tagged(self.form.tags, schemas)
         else:
@@ -121,35 +125,6 @@ class ToolCallGrammar(Grammar):
         if self.answer is not None:
             grammars["answer"] = self.answer
         return as_llguidance("\n".join([ALL_TOKENS, *rules, *self._rules()]), grammars)
-
-    def _in_channels(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        """Return the grammar of an answer with channels: a call, or the final one, is last.
-
-        A call's header names the function before or after the channel.
-        """
-        grammars = {
-            f"tool{index}": Grammar.json_schema(dict(own)) for index, own in enumerate(schemas)
-        }
-        start, channel, message, end, constrain = map(self._marker, self.form.markers)
-        calls = list[str]()
-        for index, name in enumerate(self.names):
-            to = f"{self.form.begin}{name}"
-            after = f"{channel} {quoted(f'commentary {to}')}"
-            before = f'{quoted(f" {to}")} {channel} "commentary"'
-            kind = f'(" "? {constrain}? "json")?'
-            calls.append(f"({after} | {before}) {kind} {message} @tool{index}")
-        last = f"call | {channel} {quoted(FINAL)} {message} TEXT" if self.has_text else "call"
-        if self.answer is not None:
-            grammars["answer"] = self.answer
-            last = f"call | {channel} {quoted(FINAL)} {message} @answer"
-        rules = [
-            f"start: reasoning* ({last})",
-            f"call: {' | '.join(calls)}",
-            f'reasoning: {channel} HEADER {message} TEXT {end} {start} "assistant"',
-            r"HEADER: /(analysis|commentary)[^\n]*/ & ~/.*to=.*/",
-            "TEXT: /(.|\n)*/",
-        ]
-        return as_llguidance("\n".join([ALL_TOKENS, *rules]), grammars)
 
     def _tagged(
         self, tags: Tags, schemas: Sequence[Mapping[str, Any]]
@@ -170,6 +145,10 @@ class ToolCallGrammar(Grammar):
         """Yield the rules of an answer, in Lark's syntax."""
         yield f"call: {' | '.join(f'call{index}' for index in range(len(self.names)))}"
         yield f"calls: {self._calls()}"
+        if self.form.has_channels:
+            final = "TEXT" if self.has_text else "@answer" if self.answer is not None else ""
+            yield answer_in_channels(final, "calls", self._marker)
+            return
         if self.has_text:
             yield from self._with_text()
             return
@@ -184,8 +163,17 @@ class ToolCallGrammar(Grammar):
         form = self.form
         if form.opening:
             return quoted(form.opening.replace("NAME", name))
+        if form.has_channels:
+            return self._header(f"{form.begin}{name}")
         begin, arguments = map(self._marker, form.markers[:2])
         return f"{begin} {quoted(name)} {arguments}"
+
+    def _header(self, recipient: str) -> str:
+        """Return the header of a message, which has its recipient before or after the channel."""
+        channel, message, kind = map(self._marker, (CHANNEL, MESSAGE, CONSTRAIN))
+        after = f"{channel} {quoted(f'commentary {recipient}')}"
+        before = f'{quoted(f" {recipient}")} {channel} "commentary"'
+        return f'({after} | {before}) (" "? {kind}? "json")? {message}'
 
     def _calls(self) -> str:
         """Return what calls are: one, or one or more."""

@@ -26,6 +26,12 @@ CITY = {
     "additionalProperties": False,
     "$defs": {"City": {"type": "string", "maxLength": 12}},
 }
+FORECAST = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
 SCHEMAS: dict[str, dict[str, Any]] = {"weather": CITY, "now": {"type": "object", "properties": {}}}
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "a <s> b", "parameters": schema}}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from decoding.text.tools.call import Functions
 from decoding.text.tools.channels import CALL, CHANNEL, CONSTRAIN, END, FINAL, MESSAGE, START
-from decoding.text.tools.forms import MISTRAL_NAMED
+from decoding.text.tools.forms import HARMONY
 from decoding.text.tools.json_call import JsonCall
 from decoding.text.tools.parser import AnswerDelta, AnswerParser
 from decoding.text.tools.tagged_call import overlap
@@ -91,8 +91,7 @@ class ChannelParser(AnswerParser):
         self._header, self._name = None, name if name in self.functions else ""
         self._is_shown = channel is not None and channel[1] in (FINAL, "commentary")
         if self._name:
-            # after its name, as in a form whose calls have no others
-            self.call = JsonCall(MISTRAL_NAMED, self.functions, is_first=True)
+            self.call = JsonCall(HARMONY, self.functions, is_first=True)
             self.call.read(self._name)
 
     def _read_message(self, text: str, part: AnswerDelta) -> None:

@@ -142,7 +142,11 @@ GLM_COMPACT = replace(GLM, tags=replace(_GLM_TAGS, line=""), line="")
 
 # OpenAI 2025, harmony response format: the header of a message names the function that gets it
 HARMONY = ToolForm(
-    "to=functions.", None, (START, CHANNEL, MESSAGE, END, CONSTRAIN), "", has_many=False
+    "to=functions.",
+    re.compile(r"([\w.:/-]{1,256})\s{0,9}(?=\{)"),  # the name, and the text of the message
+    (START, CHANNEL, MESSAGE, END, CONSTRAIN),
+    "",
+    has_many=False,
 )
 
 

@@ -47,6 +47,11 @@ class TextPart(Strict):
     text: str
 
 
+def text_of(content: str | list[Any]) -> str:
+    """Return the text of a content, or of all its parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 def _name(name: str | None) -> str | None:
     if name is not None and not _NAME.fullmatch(name):
         raise ValueError("a name has 1 to 64 characters, without blanks and any of < > | [ ] / \\")
@@ -105,9 +110,7 @@ class Message(Strict):
     @property
     def text(self) -> str:
         """Return the text of all parts."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content or ())
+        return text_of(self.content or "")
 
 
 def _variables(value: Any) -> Variables | None:

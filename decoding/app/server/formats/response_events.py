@@ -101,7 +101,7 @@ class ResponsesBuilder(ReplyBuilder):
             "completed" if is_complete else "incomplete",
             completed_at=int(time.time()) if is_complete else None,
             incomplete_details=None if is_complete else {"reason": "max_output_tokens"},
-            output=self._items.as_json(is_complete),
+            output=self._items.as_json(),
             usage=_usage(counts),
             tierforce=counts,
         )

@@ -34,14 +34,12 @@ class _Item(ABC):
         """Return the events that precede its content."""
 
     @abstractmethod
-    def closing(self, status: str) -> list[Event]:
-        """Return the events that follow its content."""
+    def closing(self, item: dict[str, Any]) -> list[Event]:
+        """Return the events that follow its content, given the whole item."""
 
-    def _added(self, item: dict[str, Any]) -> Event:
-        return "output_item.added", {"output_index": self.index, "item": item}
-
-    def _done(self, status: str) -> Event:
-        return "output_item.done", {"output_index": self.index, "item": self.as_json(status)}
+    def _about(self, name: str, item: dict[str, Any]) -> Event:
+        """Return an event about all of the item."""
+        return f"output_item.{name}", {"output_index": self.index, "item": item}
 
 
 class _Message(_Item):
@@ -67,7 +65,7 @@ class _Message(_Item):
     def opening(self) -> list[Event]:
         item = {**self.as_json("in_progress"), "content": []}
         part = _part(TextDelta(""))
-        return [self._added(item), ("content_part.added", {**self.place, "part": part})]
+        return [self._about("added", item), ("content_part.added", {**self.place, "part": part})]
 
     def add(self, part: TextDelta) -> Event:
         """Add text; return its event."""
@@ -75,13 +73,13 @@ class _Message(_Item):
         logprobs = token_logprobs(part.logprobs)
         return "output_text.delta", {**self.place, "delta": part.text, "logprobs": logprobs}
 
-    def closing(self, status: str) -> list[Event]:
-        part = _part(TextDelta.joined(self._parts))
+    def closing(self, item: dict[str, Any]) -> list[Event]:
+        (part,) = item["content"]
         done = {"text": part["text"], "logprobs": part["logprobs"]}
         return [
             ("output_text.done", {**self.place, **done}),
             ("content_part.done", {**self.place, "part": part}),
-            self._done(status),
+            self._about("done", item),
         ]
 
 
@@ -106,16 +104,19 @@ class _Call(_Item):
         }
 
     def opening(self) -> list[Event]:
-        return [self._added(self.as_json("in_progress"))]
+        return [self._about("added", self.as_json("in_progress"))]
 
     def add(self, arguments: str) -> Event:
         """Add a piece of the arguments' JSON; return its event."""
         self._arguments.append(arguments)
         return "function_call_arguments.delta", {**self.place, "delta": arguments}
 
-    def closing(self, status: str) -> list[Event]:
-        done = {"name": self._name, "arguments": "".join(self._arguments)}
-        return [("function_call_arguments.done", {**self.place, **done}), self._done(status)]
+    def closing(self, item: dict[str, Any]) -> list[Event]:
+        done = {name: item[name] for name in ("name", "arguments")}
+        return [
+            ("function_call_arguments.done", {**self.place, **done}),
+            self._about("done", item),
+        ]
 
 
 class OutputItems:
@@ -127,7 +128,8 @@ class OutputItems:
     def __init__(self, calls: AnswerParser | None):
         """`calls` finds the calls in the answer; None if it has none."""
         self._calls = calls
-        self._items: list[_Message | _Call] = []
+        self._ended: list[dict[str, Any]] = []  # as JSON
+        self._last: _Message | _Call | None = None  # the one that grows
 
     def begin(self) -> list[Event]:
         """Return the first events of an answer that has a token."""
@@ -142,15 +144,14 @@ class OutputItems:
     def end(self, is_complete: bool) -> list[Event]:
         """Return the last events. `is_complete`: whether the answer is."""
         events = [] if self._calls is None else self._add_parts(self._calls.rest().parts)
-        if not self._items:
+        if self._last is None:
             events += self._open(_Message(0))
-        return events + self._items[-1].closing(self._last_status(is_complete))
+        return events + self._close(self._status(is_complete))
 
-    def as_json(self, is_complete: bool = False) -> list[dict[str, Any]]:
+    def as_json(self) -> list[dict[str, Any]]:
         """Return the items so far."""
-        own = [item.as_json("completed") for item in self._items[:-1]]
-        last = [item.as_json(self._last_status(is_complete)) for item in self._items[-1:]]
-        return own + last
+        own = [] if self._last is None else [self._last.as_json(self._status(is_complete=False))]
+        return self._ended + own
 
     def _add_parts(self, parts: list[str | ToolCallDelta]) -> list[Event]:
         events = list[Event]()
@@ -162,32 +163,39 @@ class OutputItems:
 
     def _add_text(self, part: TextDelta) -> list[Event]:
         events = list[Event]()
-        last = self._items[-1] if self._items else None
+        last = self._last
         if not isinstance(last, _Message):
-            last = _Message(len(self._items))
-            events = self._open(last)
+            events = self._close()
+            last = _Message(len(self._ended))
+            events += self._open(last)
         return [*events, last.add(part)]
 
     def _add_call(self, part: ToolCallDelta) -> list[Event]:
         events = list[Event]()
         if part.name is not None:
-            events = self._open(_Call(len(self._items), part.index, part.name))
-        last = self._items[-1]
-        assert isinstance(last, _Call)
-        return [*events, last.add(part.arguments)] if part.arguments else events
+            events = self._close()
+            events += self._open(_Call(len(self._ended), part.index, part.name))
+        assert isinstance(self._last, _Call)
+        return [*events, self._last.add(part.arguments)] if part.arguments else events
 
     def _open(self, item: _Message | _Call) -> list[Event]:
-        """Begin an item, and end the last one."""
-        events = self._items[-1].closing("completed") if self._items else []
-        self._items.append(item)
-        return events + item.opening()
+        self._last = item
+        return item.opening()
 
-    def _last_status(self, is_complete: bool) -> str:
+    def _close(self, status: str = "completed") -> list[Event]:
+        """End the last item, if there is one."""
+        if (last := self._last) is None:
+            return []
+        item = last.as_json(status)
+        self._ended.append(item)
+        self._last = None
+        return last.closing(item)
+
+    def _status(self, is_complete: bool) -> str:
         """Return the status of the last item in an answer that is complete, or not."""
-        last = self._items[-1]
-        if isinstance(last, _Call):
+        if isinstance(self._last, _Call):
             assert self._calls is not None
-            is_complete = last.number < self._calls.count
+            is_complete = self._last.number < self._calls.count
         return "completed" if is_complete else "incomplete"
 
 

@@ -26,7 +26,7 @@ from decoding.app.server.formats.body import (
     invalid,
     unsupported,
 )
-from decoding.app.server.formats.chat import CallingPrompt, Effort, Message
+from decoding.app.server.formats.chat import CallingPrompt, Effort, Message, TextPart, text_of
 from decoding.app.server.formats.neutral_fields import (
     EMPTY_REASONING_FIELDS,
     FUNCTION_FIELDS,
@@ -96,11 +96,14 @@ class InputMessage(Strict):
 
     def add_to(self, messages: list[Message]) -> None:
         """Add the item to the messages of a chat completion; text after a call to its message."""
-        text, last = _joined(self.content), messages[-1] if messages else None
-        if self.role == "assistant" and last is not None and last.tool_calls:
-            last.content = last.text + text
-        else:
-            messages.append(Message(role=self.role, content=text))
+        part = TextPart(type="text", text=text_of(self.content))
+        last = messages[-1] if messages else None
+        if not (self.role == "assistant" and last is not None and last.tool_calls):
+            messages.append(Message(role=self.role, content=[part]))
+        elif isinstance(last.content, list):
+            last.content.append(part)
+        else:  # it has calls alone
+            last.content = [part]
 
 
 class InputCall(CalledFunction):
@@ -133,7 +136,7 @@ class InputResult(Strict):
 
     def add_to(self, messages: list[Message]) -> None:
         """Add the result as a message."""
-        message = Message(role="tool", content=_joined(self.output), tool_call_id=self.call_id)
+        message = Message(role="tool", content=text_of(self.output), tool_call_id=self.call_id)
         messages.append(message)
 
 
@@ -147,10 +150,6 @@ class NoReasoning(Strict):
 
     def add_to(self, messages: list[Message]) -> None:
         """Add nothing."""
-
-
-def _joined(content: str | list[InputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")  # their types

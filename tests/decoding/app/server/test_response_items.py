@@ -24,7 +24,7 @@ def items_of(parts: list[str], is_complete: bool = True, **options: Any) -> tupl
     for part in parts:
         events += items.add(TextDelta(part))
     events += items.end(is_complete)
-    return items.as_json(is_complete), events
+    return items.as_json(), events
 
 
 def from_events(events: list[Any]) -> list[dict[str, Any]]:

@@ -23,16 +23,15 @@ from decoding.text.tools.forms import HERMES
 from decoding.text.tools.parser import ToolCallParser
 from support.chat_templates import HERMES_TOOLS
 from support.serving import Serving, serving
+from support.tools import FORECAST
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 WHO = [{"role": "user", "content": "How is the weather?"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2]}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
+FUNCTION: dict[str, Any] = {
+    "name": "weather",
+    "description": "The weather.",
+    "parameters": FORECAST,
 }
-FUNCTION: dict[str, Any] = {"name": "weather", "description": "The weather.", "parameters": SCHEMA}
 TOOL, OTHER = {"type": "function", **FUNCTION}, {"type": "function", "name": "now"}
 NAMED = {"type": "function", "name": "weather"}
 ONE = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
@@ -75,7 +74,7 @@ def test_calls_are_those_of_a_chat_completion(choice: Any, server: Serving) -> N
     assert (item["name"], item["arguments"]) == tuple(expected["function"].values())
     assert len(item["call_id"]) == 9
     if item["name"] == "weather":
-        jsonschema.validate(json.loads(item["arguments"]), SCHEMA)
+        jsonschema.validate(json.loads(item["arguments"]), FORECAST)
     own = {"parameters": None, "description": None, "strict": False}
     assert response["tools"] == [{**own, **OTHER}, {**own, **TOOL}]
     assert (response["tool_choice"], response["parallel_tool_calls"]) == (choice, False)

@@ -29,18 +29,13 @@ from support.chat_templates import (
 )
 from support.serving import Serving, serving
 from support.slow import slow_except
+from support.tools import FORECAST
 
 CHAT = "/v1/chat/completions"
 WHO = [{"role": "user", "content": "How is the weather?"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2]}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA},
+    "function": {"name": "weather", "description": "The weather.", "parameters": FORECAST},
 }
 OTHER: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
@@ -125,7 +120,7 @@ def test_required_calls_are_valid(
     assert call["function"]["name"] == "weather"
     assert call["type"] == "function"
     assert len(call["id"]) == 9
-    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+    jsonschema.validate(json.loads(call["function"]["arguments"]), FORECAST)
     stream = server.client().chat.completions.create(model=server.model, stream=True, **body)
     deltas = [chunk.choices[0].delta for chunk in stream]
     parts = [part for delta in deltas for part in delta.tool_calls or ()]
