@@ -52,7 +52,8 @@ class Planner:
         """Plan a request on the machine of the cost model's profile.
 
         It is one of `concurrency` requests, which share the memory and each batch. Raises
-        InsufficientMemoryError, stating the longest context that would fit.
+        InsufficientMemoryError, stating the longest context that would fit, and how many such
+        requests.
         """
         memory = self._memory(concurrency)
         try:
@@ -63,6 +64,10 @@ class Planner:
             hint = "No shorter context would fit either."
             if context:
                 hint = f"{context} tokens of context would fit."
+            if concurrency > 1 and (
+                fitting := self._fitting_concurrency(prompt, max_new_tokens, concurrency)
+            ):
+                hint += f" With `concurrency` {fitting} it would fit."
             raise InsufficientMemoryError(f"{error} {hint}", error.host_bytes, context) from error
 
     def candidates(self, prompt: int, max_new_tokens: int, memory: Memory) -> dict[Strategy, Plan]:
@@ -125,14 +130,16 @@ class Planner:
         if needs.has_choice:
             budget = candidate_budgets(needs, 0)[0]
             fixed = [needs.with_strategy(Strategy(mode, budget)) for mode in needs.candidate_modes]
-        low, high = 0, prompt
-        while low < high:
-            middle = ceil_div(low + high, 2)
-            if any(_fits(RequestSpec(each, middle, max_new_tokens), memory) for each in fixed):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return _largest(
+            prompt,
+            lambda size: any(
+                _fits(RequestSpec(each, size, max_new_tokens), memory) for each in fixed
+            ),
+        )
+
+    def _fitting_concurrency(self, prompt: int, max_new_tokens: int, limit: int) -> int:
+        """Return how many requests of this size, at most `limit`, would fit; 0 if none does."""
+        return _largest(limit, lambda count: self.fits(prompt, max_new_tokens, self._memory(count)))
 
     def _plan_same_size(self, plan: Plan, concurrency: int = 1) -> Plan:
         """Plan a request of the size of another one's plan; its error has no hint."""
@@ -306,6 +313,18 @@ def _by_budget(
             yield plan
             if not plan.retrieval_layers:
                 shared = plan
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `limit` that fits, as all smaller ones do; 0 if none does."""
+    low, high = 0, limit
+    while low < high:
+        middle = ceil_div(low + high, 2)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _fits(spec: RequestSpec, memory: Memory) -> bool:

@@ -64,7 +64,7 @@ class InputPlan:
         self.concurrency = 1
 
     def read(self, context: int, max_new_tokens: int) -> int:
-        """Read the documents; return the tokens of the longest prompt, at least 1.
+        """Read the documents; return the tokens of the longest prompt, 0 if none can be read.
 
         Raises TierForceError if the tokenizer is unusable.
         """
@@ -78,7 +78,7 @@ class InputPlan:
             except InvalidRequestError as error:
                 reason = as_flags(str(error))
                 self.documents.append(InputDocument(source.id, error=reason))
-        return max(max((*each.parts, *each.merges), default=1) for each in self.documents)
+        return max(max((*each.parts, *each.merges), default=0) for each in self.documents)
 
     def predicted(self, planner: Planner, plans: Plans) -> InputPlan:
         """Return it with the seconds of each document, if it shares forwards as `plans.shared`."""

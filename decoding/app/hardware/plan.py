@@ -168,7 +168,7 @@ def plan(
     prompt = _prompt_tokens(target, context, max_new_tokens)
     documents = _input_plan(input, include or [], model, questions, long)
     if documents is not None:
-        prompt = documents.read(prompt + max_new_tokens, max_new_tokens)
+        prompt = documents.read(prompt + max_new_tokens, max_new_tokens) or prompt
     if deterministic:
         check_concurrency(concurrency)
         concurrency = 1

@@ -94,7 +94,11 @@ def _read_prompt(file: Path, ranks: int) -> str:
 
 def read_file(path: Path) -> str:
     """Return the text of a document, and warn about what it lacks. Raises TierForceError."""
-    document = Document(path.name, path).read()
+    try:
+        document = Document(path.name, path).read()
+    except InvalidRequestError as error:
+        named = str(error) if str(path) in str(error) else f"{path}: {error}"
+        raise InvalidRequestError(named) from error
     if document.warning is not None:
         warn(f"{path.name}: {document.warning}")
     return document.text

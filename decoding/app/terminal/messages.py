@@ -131,9 +131,24 @@ def sanity_warnings(engine: Engine, common: Common) -> list[str]:
             f"{common.model} has no end-of-sequence token (eos_token_id): generation stops only at "
             "--max-new-tokens."
         )
-    if common.draft is not None and "draft" not in LEVELS[engine.runtime.mode]:
-        lines.append(f"--draft {common.draft} is not used in --mode {engine.runtime.mode}.")
-    return lines
+    return [*lines, *_unused_options(common, engine.runtime.mode)]
+
+
+def _unused_options(common: Common, mode: str) -> Iterator[str]:
+    """Yield a line for each option that has no effect in a mode."""
+    settings, levels = common.settings, LEVELS[mode]
+    unused = {
+        f"--draft {common.draft}": common.draft is not None and "draft" not in levels,
+        f"--retrieval-budget {settings.retrieval_budget}": (
+            settings.retrieval_budget is not None and "retrieval" not in levels
+        ),
+        f"--num-draft-tokens {settings.num_draft_tokens}": (
+            settings.num_draft_tokens is not None and not levels
+        ),
+    }
+    for option, is_unused in unused.items():
+        if is_unused:
+            yield f"{option} is not used in --mode {mode}."
 
 
 def startup_line(engine: Engine, prompt: int, plan: Plan | None) -> str:
@@ -187,7 +202,8 @@ def counts_line(record: Mapping[str, Any], seconds: float | None = None) -> str:
     counts[read] = record["prompt_tokens"] - sum(counts.values())
     counts[written] = record["new_tokens"]
     first, *others = (f"{count:,} {what}" for what, count in counts.items())
-    line = ", ".join([first.replace(" ", " tokens ", 1), *others])
+    unit = " token " if first.startswith("1 ") else " tokens "
+    line = ", ".join([first.replace(" ", unit, 1), *others])
     return f"{line}, in {duration(seconds)}" if is_sum and seconds is not None else line
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from decoding.planning.request_spec import RequestSpec
 from decoding.planning.requirements import Requirements
 from decoding.planning.round_cost import Acceptance
 from decoding.speculation.draft_length import best_length, expected_tokens
+from offload.errors import InsufficientMemoryError
 from offload.layout import SlidingWindow
 from parallel.config.model_config import ModelConfig
 from parallel.model.loading import random_model
@@ -141,6 +143,19 @@ def test_concurrency_is_limited_by_the_placement_of_a_single_request() -> None:
         assert (count == 8, count == 1) == (prompt == 2_000, prompt == 100_000)
         per_hour = [costs.forecast(plan).documents_per_hour for plan in (shared, alone)]
         assert (per_hour[0] > per_hour[1]) == (count > 1)
+
+
+def test_the_error_of_too_many_requests_says_how_many_would_fit() -> None:
+    planner = planner_on(SEVEN, "1x4090", "retrieval")
+    with pytest.raises(InsufficientMemoryError) as error:
+        planner.plan(4_000, NEW, 1_000)
+    hint = re.search(r"With `concurrency` (\d+) it would fit.", str(error.value))
+    assert hint is not None
+    fitting = int(hint[1])
+    assert fitting > 1
+    planner.plan(4_000, NEW, fitting)
+    with pytest.raises(InsufficientMemoryError, match=hint[0]):
+        planner.plan(4_000, NEW, fitting + 1)
 
 
 def test_concurrent_requests_keep_the_budget_of_one_alone() -> None:

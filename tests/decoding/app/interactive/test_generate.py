@@ -240,3 +240,13 @@ def test_prompt_from_standard_input(tmp_path: Path) -> None:
     empty = forked(tmp_path, *command, "--prompt-file", "-")  # a fork reads /dev/null
     assert empty.code == 1
     assert "tierforce: standard input is empty." in empty.err
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "book.pdf"
+    file.write_bytes(b"%PDF-1.4 cut")
+    prompt = forked(tmp_path, "generate", *MODELS, "--prompt-file", str(file))
+    asked = forked(tmp_path, "ask", *MODELS, "--document", str(file), "Who?")
+    for result in (prompt, asked):
+        assert result.code == 1
+        assert f"tierforce: {file}: it is not a PDF, or a damaged one" in result.err

@@ -45,10 +45,19 @@ def test_suspicious_models_and_options_give_warnings(pair: Pair) -> None:
     vocab = pair.target.config.vocab
     with pair.engine("plain") as engine:
         engine.tokenizer = TokenizerOfLength(vocab // 3)
-        other, endless, unused = sanity_warnings(engine, COMMON)
+        settings = Settings(mode="plain", retrieval_budget=64, num_draft_tokens=5)
+        common = replace(COMMON, settings=settings)
+        other, endless, *unused = sanity_warnings(engine, common)
         assert f"a has {vocab:,} tokens, its tokenizer {vocab // 3:,}" in other
         assert "no end-of-sequence token" in endless
-        assert unused == "--draft b is not used in --mode plain."
+        assert unused == [
+            f"{option} is not used in --mode plain."
+            for option in ("--draft b", "--retrieval-budget 64", "--num-draft-tokens 5")
+        ]
+    with pair.engine("speculative", stop=[3]) as engine:
+        engine.tokenizer = TokenizerOfLength(vocab)
+        unused = sanity_warnings(engine, common)
+        assert unused == ["--retrieval-budget 64 is not used in --mode speculative."]
 
 
 @pytest.mark.parametrize(("context", "has_warning"), [(None, True), (4096, False)])
@@ -102,6 +111,7 @@ COUNTS = {
             {"parts": [], "concurrency": 2},
             "7,616 tokens read, 64 written",
         ),
+        ({"prompt_tokens": 1}, "1 token read in 19 s, 64 written in 4.2 s (15.0 per second)"),
         (
             {"answers": []},
             "7,616 tokens read in 19 s, 64 written in 4.2 s (15.0 per second)",
