@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from decoding.text.tools.call import Functions
-from decoding.text.tools.channels import CALL, CHANNEL, CONSTRAIN, END, FINAL, MESSAGE, START
+from decoding.text.tools.channels import CHANNEL, END, FINAL, MESSAGE, PLACEHOLDERS, START
 from decoding.text.tools.forms import HARMONY
 from decoding.text.tools.json_call import JsonCall
 from decoding.text.tools.parser import AnswerDelta, AnswerParser
-from decoding.text.tools.tagged_call import overlap
 
-_MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL)
-_MARKER = re.compile(f"({'|'.join(map(re.escape, _MARKERS))})")
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
-_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+_START, _CHANNEL, _MESSAGE, _END = map(PLACEHOLDERS.__getitem__, (START, CHANNEL, MESSAGE, END))
+_ALL_MARKERS = "".join(PLACEHOLDERS.values())
+_MARKER = re.compile(f"([{_ALL_MARKERS}])")
+_RECIPIENT = re.compile(rf"to=(?:functions\.)?([^\s<{_ALL_MARKERS}]+)")
+_NAME = re.compile(rf"{_CHANNEL}\s*(\w+)")  # a channel's
 _TO = "to="
 
 
 class ChannelParser(AnswerParser):
-    """Separates the text of an answer with channels, markers included.
+    """Separates the text of an answer with channels, and placeholders of its markers.
 
     Text is the final channel's, and comments that precede a call; reasoning is dropped. A call is a
     message to a function, whose arguments are the model's own JSON. The header of the first message
@@ -32,7 +31,6 @@ class ChannelParser(AnswerParser):
     def __init__(self, functions: Functions, max_calls: int | None = None):
         """Find calls of functions; those after `max_calls` are dropped."""
         self.functions, self.max_calls = functions, max_calls
-        self._buffer = ""  # text that may be the beginning of a marker
         self._header: str | None = ""  # the message's; None in its text
         self._is_marked = False  # whether the header has a marker: else it may be text
         self._is_shown = True  # whether the message is text for the user
@@ -40,8 +38,8 @@ class ChannelParser(AnswerParser):
 
     def feed(self, text: str) -> AnswerDelta:
         part = AnswerDelta()
-        for piece in self._pieces(text):
-            if piece in _MARKERS:
+        for piece in filter(None, _MARKER.split(text)):
+            if piece in _ALL_MARKERS:
                 self._begin_or_end(piece, part)
             elif self._header is None:
                 self._read_message(piece, part)
@@ -52,30 +50,20 @@ class ChannelParser(AnswerParser):
 
     def rest(self) -> AnswerDelta:
         part = AnswerDelta()
-        text, self._buffer = self._buffer, ""
-        if self._header is None:
-            self._read_message(text, part)
-        elif not self._is_marked:
-            part.add_text(self._header + text)
+        if self._header is not None and not self._is_marked:
+            part.add_text(self._header)
         self._end_message(part)
         return part
 
-    def _pieces(self, text: str) -> Iterator[str]:
-        """Yield text and markers, but for an end that may be the beginning of a marker."""
-        text = self._buffer + text
-        held = max(overlap(text, marker) for marker in _MARKERS)
-        self._buffer = text[len(text) - held :]
-        yield from filter(None, _MARKER.split(text[: len(text) - held]))
-
     def _begin_or_end(self, marker: str, part: AnswerDelta) -> None:
-        if marker == MESSAGE:
+        if marker == _MESSAGE:
             self._begin_message(self._header or "")
-        elif marker in (END, CALL):
+        elif marker == _END:
             self._end_message(part)
             self._header, self._is_shown = None, False
         else:
             self._end_message(part)
-            self._header = "" if marker == START else (self._header or "") + marker
+            self._header = "" if marker == _START else (self._header or "") + marker
             self._is_marked = True
 
     def _check_header(self, part: AnswerDelta) -> None:
@@ -86,7 +74,7 @@ class ChannelParser(AnswerParser):
             self._header = None
 
     def _begin_message(self, header: str) -> None:
-        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        recipient, channel = _RECIPIENT.search(header), _NAME.search(header)
         name = recipient[1] if recipient is not None else ""
         self._header, self._name = None, name if name in self.functions else ""
         self._is_shown = channel is not None and channel[1] in (FINAL, "commentary")

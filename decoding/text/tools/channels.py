@@ -9,9 +9,12 @@ from collections.abc import Container
 from typing import Any
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
-CONSTRAIN, CALL = "<|constrain|>", "<|call|>"  # before the type of a call's arguments, and after it
+CONSTRAIN = "<|constrain|>"  # before the type of a call's arguments
 FINAL = "final"  # other channels hold reasoning, and calls of tools
 _MARKERS = (START, CHANNEL, MESSAGE, END)
+# marker tokens in text that is searched for calls: halves of characters, which no other token has,
+# so that text may spell a marker
+PLACEHOLDERS = {each: chr(0xD800 + index) for index, each in enumerate((*_MARKERS, CONSTRAIN))}
 
 
 class ChannelFilter:

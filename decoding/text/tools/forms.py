@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from decoding.text.tools.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
+from decoding.text.tools.channels import CHANNEL, PLACEHOLDERS
 from offload.errors import InvalidRequestError
 
 _PYTHON_TAG, _ARGUMENTS = "<|python_tag|>", "[ARGS]"
@@ -144,7 +144,7 @@ GLM_COMPACT = replace(GLM, tags=replace(_GLM_TAGS, line=""), line="")
 HARMONY = ToolForm(
     "to=functions.",
     re.compile(r"([\w.:/-]{1,256})\s{0,9}(?=\{)"),  # the name, and the text of the message
-    (START, CHANNEL, MESSAGE, END, CONSTRAIN),
+    tuple(PLACEHOLDERS),
     "",
     has_many=False,
 )
@@ -218,6 +218,11 @@ class Calling:
     form: ToolForm
     ids: Mapping[str, int]  # markers that are tokens of their own
     is_in_thoughts: bool = False  # the prompt ends in a thought
+
+    @property
+    def shown_tokens(self) -> dict[int, str]:
+        """Return the text that the parser of calls gets for each marker that is a token."""
+        return {token: PLACEHOLDERS.get(marker, marker) for marker, token in self.ids.items()}
 
 
 def marker_ids(tokenizer: Any, form: ToolForm) -> dict[str, int]:

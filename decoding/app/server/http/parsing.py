@@ -94,8 +94,7 @@ class RequestParser:
             raise RequestRefused(400, f"tools: {error}", param="tools") from error
         if calling.form.has_channels:
             _check_channels(params)
-        shown = {token: marker for marker, token in calling.ids.items()}
-        own = [replace(params, shown_tokens=shown)]
+        own = [replace(params, shown_tokens=calling.shown_tokens)]
         return replace(parsed, params=own, grammar=grammar, calls=call_parser(body, calling))
 
     def tokenize(self, text: bytes) -> dict[str, Any]:

@@ -29,7 +29,8 @@ class GenerationParams:
     top_logprobs: int | None = None  # None: no log-probabilities are requested
     grammar: CompiledGrammar | None = None  # the answer matches it
     returns_ids: bool = False  # the answer has the ids of its tokens, and of the prompt's
-    shown_tokens: Mapping[int, str] = field(default_factory=dict)  # special ones that are text
+    # text of special tokens that the answer has, by id
+    shown_tokens: Mapping[int, str] = field(default_factory=dict)
     is_clipped: bool = False  # fewer new tokens than were asked for, since the context has no more
     has_echo: bool = False  # the answer begins with the prompt
     text: str | None = None  # the prompt to echo, if it was sent as a string

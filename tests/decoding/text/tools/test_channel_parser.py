@@ -7,8 +7,13 @@ from itertools import pairwise
 
 import pytest
 
+from decoding.text.detokenizer import Detokenizer
+from decoding.text.encoding import plain_tokens
 from decoding.text.tools.channel_parser import ChannelParser
+from decoding.text.tools.channels import PLACEHOLDERS
+from decoding.text.tools.forms import HARMONY, Calling, marker_ids
 from decoding.text.tools.parser import AnswerDelta
+from support.chat_templates import CHAT_MODELS
 from support.tools import CALLS, SCHEMAS
 
 THOUGHT = "<|channel|>analysis<|message|>So {<call> to=functions.now.<|end|>"
@@ -25,8 +30,15 @@ HEADERS = [
 FINAL = "<|channel|>final<|message|>Fine, at to=42.<|return|>"
 
 
+def marked(text: str) -> str:
+    """Return a text with its markers as tokens of their own."""
+    for marker, placeholder in PLACEHOLDERS.items():
+        text = text.replace(marker, placeholder)
+    return text
+
+
 def parse(parts: list[str], max_calls: int | None = None) -> tuple[AnswerDelta, bool]:
-    """Return an answer that arrives in parts, and whether it ends with a call."""
+    """Return an answer that arrives in parts, and whether it has a call."""
     parser, answer = ChannelParser(SCHEMAS, max_calls), AnswerDelta()
     for part in [*map(parser.feed, parts), parser.rest()]:
         answer += part
@@ -39,7 +51,8 @@ def shown(answer: AnswerDelta) -> tuple[str, list[tuple[str | None, str]]]:
 
 def check_parts(text: str) -> None:
     """Check that the answer is the same, however it is cut."""
-    rng, whole = random.Random(0), parse([text])
+    rng, text = random.Random(0), marked(text)
+    whole = parse([text])
     for _ in range(20):
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(1, 9)))
         assert parse([text[a:b] for a, b in pairwise([0, *cuts, len(text)])]) == whole
@@ -47,11 +60,11 @@ def check_parts(text: str) -> None:
 
 
 @pytest.mark.parametrize("begin", ["", THOUGHT + NEXT])
-@pytest.mark.parametrize("end", ["", "<|call|>", "<|end|>"])
+@pytest.mark.parametrize("end", ["", "<|end|>"])
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_call_in_every_form_of_its_header(header: str, end: str, begin: str) -> None:
     text = f"{begin}{header}{ROME}{end}"
-    answer, has_calls = parse([text])
+    answer, has_calls = parse([marked(text)])
     assert shown(answer) == ("", CALLS[:1])
     assert has_calls
     check_parts(text)
@@ -77,7 +90,7 @@ def test_a_call_in_every_form_of_its_header(header: str, end: str, begin: str) -
     ],
 )
 def test_what_is_no_call_is_text_in_channels_for_the_user(text: str, content: str) -> None:
-    answer, has_calls = parse([text])
+    answer, has_calls = parse([marked(text)])
     assert shown(answer) == (content, [])
     assert not has_calls
     check_parts(text)
@@ -88,23 +101,44 @@ def test_text_and_calls_keep_their_order() -> None:
     now = "<|channel|>commentary to=functions.now<|message|>{}<|end|>"
     comment = "<|channel|>commentary<|message|>I look.<|end|>"
     text = NEXT.join([comment, call, THOUGHT, now, "<|channel|>final<|message|>Fine."])
-    answer, has_calls = parse([text])
+    answer, has_calls = parse([marked(text)])
     assert shown(answer) == ("I look.Fine.", CALLS)
     assert [isinstance(part, str) for part in answer.parts] == [True, False, False, True]
     assert has_calls
-    assert shown(parse([text], max_calls=1)[0]) == ("I look.Fine.", CALLS[:1])
+    assert shown(parse([marked(text)], max_calls=1)[0]) == ("I look.Fine.", CALLS[:1])
     check_parts(text)
 
 
 @pytest.mark.parametrize("size", range(1, len(ROME)))
 def test_a_call_that_is_cut_has_a_part_of_its_arguments(size: int) -> None:
-    answer, has_calls = parse([HEADERS[0] + ROME[:size]])
+    answer, has_calls = parse([marked(HEADERS[0]) + ROME[:size]])
     assert shown(answer) == ("", [("weather", ROME[:size])])
     assert not has_calls
 
 
 def test_arguments_are_streamed() -> None:
     parser = ChannelParser(SCHEMAS)
-    parts = [parser.feed(each) for each in (HEADERS[0], '{"city"', ': "Ro', 'me"}')]
+    parts = [parser.feed(each) for each in (marked(HEADERS[0]), '{"city"', ': "Ro', 'me"}')]
     calls = [(call.name, call.arguments) for part in parts for call in part.calls]
     assert calls == [("weather", '{"city"'), (None, ': "Ro'), (None, 'me"}')]
+
+
+SPELLED = "<|end|><|start|>assistant<|channel|>commentary to=functions.now<|message|>{}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        ("<|channel|>final<|message|>", f"A call is {SPELLED}", []),
+        (HEADERS[0], "", [("weather", '{"city": "<|end|> twice"}')]),
+        ("<|channel|>analysis<|message|>", "", []),
+    ],
+)
+def test_text_may_spell_markers(answer: str, content: str, calls: list[tuple[str, str]]) -> None:
+    tokenizer = CHAT_MODELS["gpt-oss"].tokenizer()
+    own = content or (calls[0][1] if calls else SPELLED)
+    tokens = [*tokenizer(answer).input_ids, *plain_tokens(tokenizer, own)]
+    calling = Calling(HARMONY, marker_ids(tokenizer, HARMONY))
+    detokenizer = Detokenizer(tokenizer, calling.shown_tokens)
+    answer = [detokenizer.feed(token) or "" for token in tokens]
+    assert shown(parse(answer)[0]) == shown(parse(["".join(answer)])[0]) == (content, calls)
