@@ -21,9 +21,9 @@ _TO = "to="
 class ChannelParser(AnswerParser):
     """Separates the text of an answer with channels, and placeholders of its markers.
 
-    Text is the final channel's, and comments that precede a call; reasoning is dropped. A call is a
-    message to a function, whose arguments are the model's own JSON. The header of the first message
-    may begin in the prompt.
+    Text is the final channel's, and comments for the user, which precede a call; the rest is
+    dropped. A call is a message to a function, whose arguments are the model's own JSON. The header
+    of the first message may begin in the prompt.
 
     Source: OpenAI 2025, harmony response format, github.com/openai/harmony, docs/format.md.
     """
@@ -34,7 +34,7 @@ class ChannelParser(AnswerParser):
         self._header: str | None = ""  # the message's; None in its text
         self._is_marked = False  # whether the header has a marker: else it may be text
         self._is_shown = True  # whether the message is text for the user
-        self._name = ""  # the function that the message is for
+        self._name = ""  # the function that the message is for, before its text
 
     def feed(self, text: str) -> AnswerDelta:
         part = AnswerDelta()
@@ -52,17 +52,14 @@ class ChannelParser(AnswerParser):
         part = AnswerDelta()
         if self._header is not None and not self._is_marked:
             part.add_text(self._header)
-        self._end_message(part)
         return part
 
     def _begin_or_end(self, marker: str, part: AnswerDelta) -> None:
         if marker == _MESSAGE:
             self._begin_message(self._header or "")
         elif marker == _END:
-            self._end_message(part)
-            self._header, self._is_shown = None, False
+            self._begin_message("")  # no message: its text is dropped
         else:
-            self._end_message(part)
             self._header = "" if marker == _START else (self._header or "") + marker
             self._is_marked = True
 
@@ -77,30 +74,22 @@ class ChannelParser(AnswerParser):
         recipient, channel = _RECIPIENT.search(header), _NAME.search(header)
         name = recipient[1] if recipient is not None else ""
         self._header, self._name = None, name if name in self.functions else ""
-        self._is_shown = channel is not None and channel[1] in (FINAL, "commentary")
-        if self._name:
-            self.call = JsonCall(HARMONY, self.functions, is_first=True)
-            self.call.read(self._name)
+        shown = (FINAL, "commentary") if recipient is None else (FINAL,)
+        self._is_shown = channel is not None and channel[1] in shown
+        self.call = None
 
     def _read_message(self, text: str, part: AnswerDelta) -> None:
-        """Return more of a message: text, or a part of a call."""
-        call = self.call
-        if not self._name or call is None:
+        """Return more of a message: text, or a part of a call, whose arguments are an object."""
+        name = None
+        if self._name:
+            text = text.lstrip()
+            if text.startswith("{"):
+                name, self.call = self._name, JsonCall(HARMONY, self.functions, name=self._name)
+            self._name = "" if text else self._name
+        if self.call is None:
             part.add_text(text if self._is_shown else "")
-            return
-        if call.is_over:
-            return
-        had_name = call.name is not None
-        arguments = call.read(text)
-        if self.max_calls is None or self.count < self.max_calls:
-            part.add_call(self.count, None if had_name else call.name, arguments)
-        self.count += call.is_complete
-        if call.is_over and call.name is None:
-            self._end_message(part)
-
-    def _end_message(self, part: AnswerDelta) -> None:
-        """Return a message to a function as text if it is no call."""
-        if self._name and self.call is not None and self.call.name is None:
-            part.add_text(self.call.rest.removeprefix(self._name))
-            self.call = None
-        self._name = ""
+        elif not self.call.is_over:
+            arguments = self.call.read(text)
+            if self.max_calls is None or self.count < self.max_calls:
+                part.add_call(self.count, name, arguments)
+            self.count += self.call.is_complete

@@ -37,8 +37,11 @@ class ToolForm:
     it has its parts between tags.
     """
 
-    begin: str  # before calls; empty: an answer that begins with "{" is a call
-    head: re.Pattern[str] | None  # a call up to its arguments; the group is its name
+    # before calls, or in a message's header before the name; empty: an answer that begins with "{"
+    # is a call
+    begin: str
+    # a call up to its arguments; the group is its name. None: with tags, or in channels
+    head: re.Pattern[str] | None
     markers: tuple[str, ...]  # strings outside of JSON, which may be tokens of their own
     # a call's object up to its arguments; empty: arguments follow the name, without one
     opening: str = '{"name": "NAME", "arguments": '
@@ -141,13 +144,7 @@ GLM = ToolForm(HERMES.begin, None, _GLM_MARKERS, end=HERMES.end, tags=_GLM_TAGS,
 GLM_COMPACT = replace(GLM, tags=replace(_GLM_TAGS, line=""), line="")
 
 # OpenAI 2025, harmony response format: the header of a message names the function that gets it
-HARMONY = ToolForm(
-    "to=functions.",
-    re.compile(r"([\w.:/-]{1,256})\s{0,9}(?=\{)"),  # the name, and the text of the message
-    tuple(PLACEHOLDERS),
-    "",
-    has_many=False,
-)
+HARMONY = ToolForm("to=functions.", None, tuple(PLACEHOLDERS), "", has_many=False)
 
 
 @lru_cache(maxsize=8)

@@ -15,17 +15,28 @@ _MAX_NAME = 400  # characters before the arguments of a call that is no JSON obj
 class JsonCall(CallReader):
     """Reads a call with arguments in JSON. They are the model's own; cut if the answer is."""
 
-    def __init__(self, form: ToolForm, functions: Functions, is_first: bool):
-        """Read a call in a form; the first one may begin a list."""
-        super().__init__(functions, self._read_head)
-        self.form, self._may_begin_list = form, form.is_list and is_first
+    def __init__(
+        self,
+        form: ToolForm,
+        functions: Functions,
+        is_first: bool = False,
+        name: str | None = None,
+    ):
+        """Read a call in a form, or the arguments of one whose name is known.
+
+        `is_first`: it may begin a list.
+        """
+        super().__init__(functions, self._read_head if name is None else self._read_arguments)
+        self.name = name
+        self._form, self._may_begin_list = form, form.is_list and is_first
         self._scanner = _ObjectScanner()
 
     def _read_head(self) -> bool:
         """Read a call up to its arguments, or all of an object with others, or in another order."""
-        form = self.form
+        form = self._form
+        assert form.head is not None
         start = _list_start(self.rest) if self._may_begin_list else 0
-        match = form.head.match(self.rest, start) if form.head is not None else None
+        match = form.head.match(self.rest, start)
         if match is not None:
             if match[1] not in self.functions:
                 return self._end()
@@ -50,7 +61,7 @@ class JsonCall(CallReader):
 
     def _take_object(self, start: int, end: int) -> bool:
         """Take a whole object as a call, if it is one."""
-        call = _call_of(self.rest[start:end], is_marked=bool(self.form.begin))
+        call = _call_of(self.rest[start:end], is_marked=bool(self._form.begin))
         if call is not None and call[0] in self.functions:
             self.name, self._arguments = call
             self.rest = self.rest[end:]
@@ -58,13 +69,13 @@ class JsonCall(CallReader):
         return self._end()
 
     def _read_arguments(self) -> bool:
-        end = self._scanner.find_end(self.rest, 1 if self.form.opening else 0)
+        end = self._scanner.find_end(self.rest, 1 if self._form.opening else 0)
         self._arguments += self.rest[:end]
         self.rest = "" if end is None else self.rest[end:]
         if end is None:
             return False
         self.is_complete = True
-        self._step = self._read_tail if self.form.opening else self._end
+        self._step = self._read_tail if self._form.opening else self._end
         return True
 
     def _read_tail(self) -> bool:

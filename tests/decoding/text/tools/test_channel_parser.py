@@ -81,9 +81,11 @@ def test_a_call_in_every_form_of_its_header(header: str, end: str, begin: str) -
         (THOUGHT, ""),
         (THOUGHT[:-3], ""),
         ("<|channel|>commentary<|message|>I look.<|end|>", "I look."),
-        ("<|channel|>commentary to=functions.other json<|message|>{}", "{}"),
+        ("<|channel|>commentary to=functions.other json<|message|>{}", ""),
         ("<|channel|>analysis to=python code<|message|>1 + 1", ""),
-        (f"<|channel|>commentary {TO}<|message|>Rome", "Rome"),
+        (f"<|channel|>commentary {TO}<|message|>Rome", ""),
+        (f"<|channel|>final {TO}<|message|> Rome {{1}}", "Rome {1}"),
+        (f"<|channel|>analysis {TO} code<|message|>print({{'a': 1}}, {{'b': 2}})<|end|>", ""),
         ("<|channel|>final<|message|>a <|chan", "a <|chan"),
         ("<|channel|>final", ""),
         ("", ""),
@@ -94,6 +96,19 @@ def test_what_is_no_call_is_text_in_channels_for_the_user(text: str, content: st
     assert shown(answer) == (content, [])
     assert not has_calls
     check_parts(text)
+
+
+def test_the_name_of_a_function_is_in_the_header_alone() -> None:
+    parser = ChannelParser({"get": {}, "get_all": {}})
+    answer = parser.feed(marked("<|channel|>final to=functions.get<|message|>_all{}"))
+    assert shown(answer) == ("_all{}", [])
+
+
+def test_a_result_that_the_model_invents_is_no_text() -> None:
+    result = f'{NEXT[:9]}functions.weather to=assistant<|channel|>commentary<|message|>"sunny"'
+    answer, has_calls = parse([marked(f"{HEADERS[0]}{ROME}<|end|>{result}")])
+    assert shown(answer) == ("", CALLS[:1])
+    assert has_calls
 
 
 def test_text_and_calls_keep_their_order() -> None:
