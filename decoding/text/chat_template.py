@@ -19,8 +19,8 @@ from decoding.text.tools.forms import GRANITE, MISTRAL, has_tags, supports_tools
 from decoding.text.tools.messages import (
     in_messages,
     with_granite_calls,
-    with_object_arguments,
     with_short_ids,
+    with_text_arguments,
 )
 from decoding.text.tools.strings import strings_in
 
@@ -100,7 +100,7 @@ def _rendered(
 ) -> str:
     if supports_tools(template):
         own = with_short_ids(messages) if MISTRAL.begin in template else messages
-        own = with_object_arguments(own) if has_tags(template) else own
+        own = with_text_arguments(own) if has_tags(template) else own
         if GRANITE.begin in template and "tool_calls" not in template:
             own = with_granite_calls(own)
         return _apply(tokenizer, own, how)

@@ -380,6 +380,11 @@ SEED_OSS_TOOLS = (
     QWEN_CODER_TOOLS.replace("tool_call>", "seed:tool_call>")
     .replace("'<parameter=' + name + '>\n'", "'<parameter=' + name + '>'")
     .replace("'\n</parameter>", "'</parameter>")
+    .replace(
+        "value | tojson | safe if value is mapping or (value is sequence and value is not string) "
+        "else ",
+        "",
+    )
 )
 # Nemotron Nano 2's and Apertus's, as far as they render calls
 NEMOTRON_TOOLS = HERMES_TOOLS.replace(

@@ -84,16 +84,17 @@ def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return changed
 
 
-def with_object_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose calls have objects as arguments.
+def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have objects of strings as arguments.
 
-    Templates that render each argument for itself accept nothing else, but a call may be cut.
+    Templates that render each argument for itself accept no others than objects, but a call may be
+    cut; and of what is no string some write Python's form, which the model would imitate.
     """
     changed = list[dict[str, Any]]()
     for message in messages:
         own = dict(message)
         if "tool_calls" in own:
-            own["tool_calls"] = list(map(_with_object, own["tool_calls"]))
+            own["tool_calls"] = list(map(_with_text, own["tool_calls"]))
         changed.append(own)
     return changed
 
@@ -113,12 +114,16 @@ def with_granite_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     return changed
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function["arguments"]
     if not isinstance(arguments, Mapping):
         arguments = {"arguments": arguments}
-    return {**call, "function": {**function, "arguments": arguments}}
+    own = {
+        name: value if isinstance(value, str) else _as_json(value)
+        for name, value in arguments.items()
+    }
+    return {**call, "function": {**function, "arguments": own}}
 
 
 def _short_id(own: str) -> str:
@@ -127,5 +132,5 @@ def _short_id(own: str) -> str:
     return sha256(own.encode()).hexdigest()[:_ID_LENGTH]
 
 
-def _as_json(value: Mapping[str, Any]) -> str:
+def _as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)

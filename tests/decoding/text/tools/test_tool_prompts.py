@@ -29,6 +29,7 @@ from decoding.text.tools.forms import (
     marker_ids,
     supports_tools,
 )
+from decoding.text.tools.parser import ToolCallParser
 from decoding.text.tools.strings import strings_in, with_strings
 from offload.errors import InvalidRequestError
 from support.chat_model import TEMPLATE
@@ -117,6 +118,20 @@ def test_calls_with_tags(template: str, call: str) -> None:
     assert '{"city": "Ro' in text
     expected = call.replace("city", "arguments").replace("R<s>ome </s>", '{"city": "Ro')
     assert f"<|assistant|>{expected}" in text
+
+
+@pytest.mark.parametrize("template", WITH_TAGS)
+def test_values_between_tags_come_back_as_they_were(template: str) -> None:
+    """Templates write some of them in Python's form, which would be read as strings."""
+    arguments = {"s": "a", "l": ["é", None], "b": True, "n": None, "o": {"x": [False]}, "i": 3}
+    types = {"s": "string", "l": "array", "b": "boolean", "n": "null", "o": "object"}
+    schema = {"properties": {name: {"type": own} for name, own in types.items()}}
+    call = {**_CALL, "function": {"name": "f", "arguments": arguments}}
+    tokenizer = make_tokenizer(template)
+    tokens = chat_tokens(tokenizer, [MESSAGES[0], {**MESSAGES[1], "tool_calls": [call]}])
+    answer = tokenizer.decode(tokens).rpartition("<|assistant|>")[0].rpartition("<|assistant|>")[2]
+    (read,) = ToolCallParser(form_of(template), {"f": schema}).feed(answer).calls
+    assert json.loads(read.arguments) == arguments
 
 
 def test_calls_that_the_template_leaves_out() -> None:
