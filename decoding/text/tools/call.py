@@ -18,7 +18,8 @@ class CallReader:
     def __init__(self, functions: Functions, first_step: Callable[[], bool]):
         """Read a call of one of `functions`, by steps; one that needs more text returns False."""
         self.functions = functions
-        self.rest = ""  # text that is not read yet; all of it if this is no call
+        self.text = ""  # an object in a list that is no call
+        self.rest = ""  # text that is not read yet; all other text if this is no call
         self._step = first_step
         self._arguments = ""  # read since the last return
 

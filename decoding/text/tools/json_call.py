@@ -37,15 +37,15 @@ class JsonCall(CallReader):
         assert form.head is not None
         start = _list_start(self.rest) if self._may_begin_list else 0
         match = form.head.match(self.rest, start)
-        if match is not None:
-            if match[1] not in self.functions:
-                return self._end()
+        if match is not None and match[1] in self.functions:
             self.name = match[1]
             self.rest = self.rest[match.end() :]
             self._scanner = _ObjectScanner()
             self._scanner.find_end(match[0] if form.opening else "", 0)
             self._step = self._read_arguments
             return True
+        if match is not None and not form.is_list:
+            return self._end()
         own = self.rest[start:].lstrip()
         has_name = "{" not in own and len(own) <= _MAX_NAME
         if not (own[:1] in ("", "{") if form.opening else has_name):
@@ -60,12 +60,14 @@ class JsonCall(CallReader):
         return self._take_object(start, seen + end)
 
     def _take_object(self, start: int, end: int) -> bool:
-        """Take a whole object as a call, if it is one."""
-        call = _call_of(self.rest[start:end], is_marked=bool(self._form.begin))
+        """Take a whole object as a call, if it is one; or as text, if more may follow in a list."""
+        call = _call_of(self.rest[start:end], self._form)
         if call is not None and call[0] in self.functions:
             self.name, self._arguments = call
             self.rest = self.rest[end:]
             self.is_complete = True
+        elif self._form.is_list:
+            self.text, self.rest = self.rest[:end], self.rest[end:]
         return self._end()
 
     def _read_arguments(self) -> bool:
@@ -128,20 +130,23 @@ def _list_start(text: str) -> int:
     return blanks + 1 if text[blanks : blanks + 1] == "[" else 0
 
 
-def _call_of(text: str, is_marked: bool) -> tuple[str, str] | None:
+def _call_of(text: str, form: ToolForm) -> tuple[str, str] | None:
     """Return the name and the arguments of a call that is a JSON object; None if it is none.
 
-    `is_marked`: a marker precedes it, so that it may have no arguments.
+    If a marker precedes it, it may have no arguments.
     """
     try:
         call: dict[str, Any] = json.loads(text, strict=False)
+        if form.opening.startswith('{"NAME"'):
+            ((own, value),) = call.items()
+            call = {"name": own, "arguments": value}
         name, keys = call.get("name"), [key for key in _KEYS if key in call]
         arguments = call[keys[0]] if keys else None
         if isinstance(arguments, str):  # JSON in a string
             arguments = json.loads(arguments)
         if not isinstance(name, str) or not isinstance(arguments, dict | None):
             return None
-        if not (keys or is_marked):
+        if not (keys or form.begin):
             return None
         own = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
         own.encode()  # raises ValueError for half a character

@@ -25,7 +25,8 @@ class ToolCallDelta:
 class AnswerDelta:
     """A part of an answer: text and calls, in the order of the answer."""
 
-    parts: list[str | ToolCallDelta] = field(default_factory=list)  # one for each call
+    # adjacent pieces of one call, or of text, are one part
+    parts: list[str | ToolCallDelta] = field(default_factory=list)
 
     @property
     def content(self) -> str:
@@ -112,7 +113,9 @@ class ToolCallParser(AnswerParser):
         self._thoughts = _Thoughts(form, is_in_thoughts)
         self._is_only_at_start = is_only_at_start or not form.begin
         self._buffer = ""  # text that is not returned yet
-        self._begun = ""  # text before the call that is being read, which begins it
+        # text that is none if a call follows: what begins it, or an object of a list that may have
+        # more of them
+        self._begun = ""
         # the next step; False if it needs more text
         self._read: Callable[[AnswerDelta], bool]
         self._read = self._read_start if self._is_only_at_start else self._read_text
@@ -132,6 +135,8 @@ class ToolCallParser(AnswerParser):
         if self.call is not None:
             if self.call.name is None:  # the beginning of a call, which is none
                 part.add_text(self._begun + self.call.rest)
+        elif self._begun:
+            part.add_text(self._begun + self._buffer)
         elif self._read != self._read_between and (not self.count or self._buffer.strip()):
             part.add_text(self._buffer)
         self._buffer = ""
@@ -194,30 +199,39 @@ class ToolCallParser(AnswerParser):
         self.count += call.is_complete and not was_complete
         if not call.is_over:
             return False
-        if call.name is None:
-            part.add_text(self._begun)
-        self._read = self._read_text if call.name is None else self._read_between
+        self._begun = "" if call.name is not None else self._begun + call.text
         self._buffer, self.call = call.rest, None
+        self._read = self._read_between
+        if call.name is None and not call.text:
+            self._return_begun(part)
         return True
 
+    def _return_begun(self, part: AnswerDelta) -> None:
+        """Return what begins no call, and go on with text."""
+        part.add_text(self._begun)
+        self._begun, self._read = "", self._read_text
+
     def _read_between(self, part: AnswerDelta) -> bool:
-        """Drop what separates calls, or ends them."""
-        form = self.form
-        own = self._buffer.lstrip(form.blanks)
-        if form.is_list:
-            own = own.removeprefix("]").lstrip(form.blanks)
-        if not own or (form.end.startswith(own) and own != form.end):
-            return False
+        """Drop what separates calls, or ends them. After other objects of a list it is text."""
+        form, buffer = self.form, self._buffer
+        own = buffer.lstrip(form.blanks)
         if form.separator and own.startswith(form.separator):
             following = own.removeprefix(form.separator).lstrip()
             if not following:
                 return False
             if following[0] == "{":
+                part.add_text(self._begun)
                 self._buffer = following
-                self._begin_call(form.separator, form.separator)
+                self._begin_call(buffer[: -len(following)], form.separator)
                 return True
-        self._buffer = own.removeprefix(form.end)
-        self._read = self._read_text
+        if self._begun:
+            if own:
+                self._return_begun(part)
+            return bool(own)
+        own = own.removeprefix("]").lstrip(form.blanks) if form.is_list else own
+        if not own or (form.end.startswith(own) and own != form.end):
+            return False
+        self._buffer, self._read = own.removeprefix(form.end), self._read_text
         return True
 
     def _add(self, part: AnswerDelta, name: str | None, arguments: str) -> None:

@@ -150,6 +150,23 @@ CASES = [
     (NEMOTRON, '<TOOLCALL>{"name": "f"}</TOOLCALL>', ("", [("f", "{}")])),
     (APERTUS, '<|tools_prefix|>[{"f": {"a": {}}}, {"g": {', ("", [("f", '{"a": {}}'), ("g", "{")])),
     (APERTUS, '<|tools_prefix|>[{"h": {}}]', ('<|tools_prefix|>[{"h": {}}]', [])),
+    (APERTUS, '<|tools_prefix|>[{"f": null}]', ("", [("f", "{}")])),
+    # other objects in a list
+    (
+        NEMOTRON,
+        '<TOOLCALL>[{"name": "f"}, {"name": "h", "x": "}"} , {"name": "g"}]</TOOLCALL>',
+        (', {"name": "h", "x": "}"}', [("f", "{}"), ("g", "{}")]),
+    ),
+    (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "h"},{"x": 1}, {"name": "f", "arguments": {}}, {"y": [2]}, 3]',
+        (
+            '[TOOL_CALLS][{"name": "h"},{"x": 1}, {"y": [2]}, 3]',
+            [("f", "{}")],
+        ),
+    ),
+    (APERTUS, '<|tools_prefix|>[{"h": {}}, {"f', ('<|tools_prefix|>[{"h": {}}, {"f', [])),
+    (APERTUS, '<|tools_prefix|>[{"h": {}} , ', ('<|tools_prefix|>[{"h": {}} , ', [])),
     (APERTUS, '<|tools_prefix|>[{"f": 1}]', ('<|tools_prefix|>[{"f": 1}]', [])),
     (MISTRAL_NAMED, '[TOOL_CALLS]f{"a": 1}', ("", [("f", '{"a": 1}')])),
     (MISTRAL_NAMED, '[TOOL_CALLS]f: {"a": 1}', ('[TOOL_CALLS]f: {"a": 1}', [])),
@@ -296,6 +313,8 @@ def test_the_cost_of_what_only_begins_like_calls_is_linear() -> None:
     """A quadratic parser would take minutes."""
     for text in ("<tool_call>{" * 20_000, "<tool_call>{}" * 20_000, '<tool_call>{"a": [' * 20_000):
         assert parse(HERMES, [text]) == (text, [])
+    text = "<TOOLCALL>[{}" + ", {}" * 20_000
+    assert parse(NEMOTRON, [text]) == (text, [])
 
 
 def test_arguments_are_streamed() -> None:
