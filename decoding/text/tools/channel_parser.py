@@ -76,6 +76,7 @@ class ChannelParser(AnswerParser):
         self._header, self._name = None, name if name in self.functions else ""
         shown = (FINAL, "commentary") if recipient is None else (FINAL,)
         self._is_shown = channel is not None and channel[1] in shown
+        self.count += self.call is not None
         self.call = None
 
     def _read_message(self, text: str, part: AnswerDelta) -> None:
@@ -89,7 +90,4 @@ class ChannelParser(AnswerParser):
         if self.call is None:
             part.add_text(text if self._is_shown else "")
         elif not self.call.is_over:
-            arguments = self.call.read(text)
-            if self.max_calls is None or self.count < self.max_calls:
-                part.add_call(self.count, name, arguments)
-            self.count += self.call.is_complete
+            self._add_call(part, name, self.call.read(text))

@@ -19,6 +19,7 @@ class ToolCallDelta:
     index: int  # the call's
     name: str | None
     arguments: str
+    is_complete: bool = False  # this is the last part
 
 
 @dataclass
@@ -45,13 +46,14 @@ class AnswerDelta:
         elif text:
             self.parts.append(text)
 
-    def add_call(self, index: int, name: str | None, arguments: str) -> None:
+    def add_call(self, index: int, name: str | None, arguments: str, is_complete: bool) -> None:
         """Add to a call."""
         last = self.parts[-1] if self.parts else None
         if isinstance(last, ToolCallDelta) and last.index == index:
             last.arguments += arguments
+            last.is_complete |= is_complete
         elif name is not None or arguments:
-            self.parts.append(ToolCallDelta(index, name, arguments))
+            self.parts.append(ToolCallDelta(index, name, arguments, is_complete))
 
     def __add__(self, other: AnswerDelta) -> AnswerDelta:
         """Return this part and the next one as one."""
@@ -60,21 +62,17 @@ class AnswerDelta:
             if isinstance(part, str):
                 joined.add_text(part)
             else:
-                joined.add_call(part.index, part.name, part.arguments)
+                joined.add_call(part.index, part.name, part.arguments, part.is_complete)
         return joined
 
 
 class AnswerParser(ABC):
     """Separates an answer into text and calls, as it is generated."""
 
-    count = 0  # complete calls
+    has_calls = False  # whether there is a complete call
+    count = 0  # calls before the one that is being read
+    max_calls: int | None = None  # calls after these are dropped
     call: CallReader | None = None  # reads a call; None between calls
-
-    @property
-    def has_calls(self) -> bool:
-        """Return whether there are calls, the last of which is complete."""
-        call = self.call
-        return self.count > 0 and (call is None or call.name is None or call.is_complete)
 
     @abstractmethod
     def feed(self, text: str) -> AnswerDelta:
@@ -83,6 +81,12 @@ class AnswerParser(ABC):
     @abstractmethod
     def rest(self) -> AnswerDelta:
         """Return what is left at the end of the answer."""
+
+    def _add_call(self, part: AnswerDelta, name: str | None, arguments: str) -> None:
+        """Add to the call that is being read, unless it is dropped."""
+        if self.call is not None and (self.max_calls is None or self.count < self.max_calls):
+            part.add_call(self.count, name, arguments, self.call.is_complete)
+            self.has_calls |= self.call.is_complete
 
 
 class ToolCallParser(AnswerParser):
@@ -195,7 +199,7 @@ class ToolCallParser(AnswerParser):
         had_name, was_complete = call.name is not None, call.is_complete
         arguments = call.read(self._buffer)
         self._buffer = ""
-        self._add(part, None if had_name else call.name, arguments)
+        self._add_call(part, None if had_name else call.name, arguments)
         self.count += call.is_complete and not was_complete
         if not call.is_over:
             return False
@@ -233,10 +237,6 @@ class ToolCallParser(AnswerParser):
             return False
         self._buffer, self._read = own.removeprefix(form.end), self._read_text
         return True
-
-    def _add(self, part: AnswerDelta, name: str | None, arguments: str) -> None:
-        if self.max_calls is None or self.count < self.max_calls:
-            part.add_call(self.count, name, arguments)
 
 
 class _Thoughts:

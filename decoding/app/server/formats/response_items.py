@@ -86,10 +86,9 @@ class _Message(_Item):
 class _Call(_Item):
     """A call of a function."""
 
-    def __init__(self, index: int, number: int, name: str):
-        """`number`: its place among the calls."""
+    def __init__(self, index: int, name: str):
         super().__init__("fc", index)
-        self.number = number
+        self.is_complete = False  # its arguments are
         self._call_id, self._name = new_call_id(), name
         self._arguments: list[str] = []
 
@@ -122,7 +121,7 @@ class _Call(_Item):
 class OutputItems:
     """The items of an answer. Each call is one; text before, between and after calls is messages'.
 
-    All but the last item are complete.
+    Messages before the last item are complete, and calls that the model finished.
     """
 
     def __init__(self, calls: AnswerParser | None):
@@ -146,7 +145,7 @@ class OutputItems:
         events = [] if self._calls is None else self._add_parts(self._calls.rest().parts)
         if self._last is None:
             events += self._open(_Message(0))
-        return events + self._close(self._status(is_complete))
+        return events + self._close(is_complete)
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return the items so far."""
@@ -174,19 +173,20 @@ class OutputItems:
         events = list[Event]()
         if part.name is not None:
             events = self._close()
-            events += self._open(_Call(len(self._ended), part.index, part.name))
+            events += self._open(_Call(len(self._ended), part.name))
         assert isinstance(self._last, _Call)
+        self._last.is_complete |= part.is_complete
         return [*events, self._last.add(part.arguments)] if part.arguments else events
 
     def _open(self, item: _Message | _Call) -> list[Event]:
         self._last = item
         return item.opening()
 
-    def _close(self, status: str = "completed") -> list[Event]:
-        """End the last item, if there is one."""
+    def _close(self, is_complete: bool = True) -> list[Event]:
+        """End the last item, if there is one, in an answer that is complete up to it, or not."""
         if (last := self._last) is None:
             return []
-        item = last.as_json(status)
+        item = last.as_json(self._status(is_complete))
         self._ended.append(item)
         self._last = None
         return last.closing(item)
@@ -194,8 +194,7 @@ class OutputItems:
     def _status(self, is_complete: bool) -> str:
         """Return the status of the last item in an answer that is complete, or not."""
         if isinstance(self._last, _Call):
-            assert self._calls is not None
-            is_complete = self._last.number < self._calls.count
+            is_complete = self._last.is_complete
         return "completed" if is_complete else "incomplete"
 
 

@@ -9,8 +9,10 @@ import pytest
 
 from decoding.app.server.formats.response_items import OutputItems
 from decoding.app.server.worker.jobs import TextDelta
+from decoding.text.tools.channel_parser import ChannelParser
+from decoding.text.tools.channels import CHANNEL, END, MESSAGE, PLACEHOLDERS
 from decoding.text.tools.forms import HERMES
-from decoding.text.tools.parser import ToolCallParser
+from decoding.text.tools.parser import AnswerParser, ToolCallParser
 
 FIRST = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 SECOND = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
@@ -19,7 +21,13 @@ FUNCTIONS: dict[str, Any] = {"f": {}, "g": {}}
 
 def items_of(parts: list[str], is_complete: bool = True, **options: Any) -> tuple[Any, list[Any]]:
     """Return the items of an answer that arrives in parts, and the events of its stream."""
-    items = OutputItems(ToolCallParser(HERMES, FUNCTIONS, **options))
+    return output_of(ToolCallParser(HERMES, FUNCTIONS, **options), parts, is_complete)
+
+
+def output_of(
+    parser: AnswerParser, parts: list[str], is_complete: bool = True
+) -> tuple[Any, list[Any]]:
+    items = OutputItems(parser)
     events = items.begin()
     for part in parts:
         events += items.add(TextDelta(part))
@@ -103,6 +111,23 @@ def test_only_the_last_item_may_be_incomplete(answer: str, expected: list[Any]) 
     last = shown(found)[-len(expected) :]
     assert [each[: len(own)] for each, own in zip(last, expected, strict=True)] == expected
     assert from_events(events) == found
+
+
+@pytest.mark.parametrize("ends", [(2, 7), (7, 2), (2, 2)])
+def test_calls_that_the_model_did_not_finish_are_incomplete(ends: tuple[int, int]) -> None:
+    """In gpt-oss's format others may follow them."""
+    channel, message, end = (PLACEHOLDERS[each] for each in (CHANNEL, MESSAGE, END))
+    cut = [f'{{"a":{number}}}'[:size] for number, size in enumerate(ends)]
+    calls = [f"{channel}commentary to=functions.f{message}{text}{end}" for text in cut]
+    parser = ChannelParser(FUNCTIONS)
+    found, events = output_of(parser, [*calls, f"{channel}final{message}So."])
+    statuses = ["completed" if size == 7 else "incomplete" for size in ends]
+    assert shown(found) == [
+        *((status, "f", text) for status, text in zip(statuses, cut, strict=True)),
+        ("completed", "So."),
+    ]
+    assert from_events(events) == found
+    assert parser.has_calls == ("completed" in statuses)
 
 
 def test_calls_beyond_the_limit_are_dropped() -> None:

@@ -325,6 +325,8 @@ def test_arguments_are_streamed() -> None:
     assert not parser.has_calls  # none that is complete
     assert parser.feed("}}").calls[0].arguments == "}"
     assert parser.has_calls
+    assert parser.feed('<tool_call>{"name": "f", "arguments": {').calls
+    assert parser.has_calls  # another that is not complete
 
 
 def test_strings_between_tags_are_streamed() -> None:
