@@ -396,6 +396,10 @@ APERTUS_TOOLS = (
     .replace('{"name": "', '{"')
     .replace('", "arguments": ', '": ')
 )
+# Apriel 1.5's, which names Hermes' markers, too
+APRIEL_TOOLS = NEMOTRON_TOOLS.replace("TOOLCALL>", "tool_calls>").replace(
+    "# Tools", "# Tools, within <tool_call></tool_call>"
+)
 # Granite 3.3's, which renders results, but no calls
 GRANITE_TOOLS = (
     HERMES_TOOLS.partition("{%- for m in")[0].replace("# Tools", "# Tools, called by <|tool_call|>")

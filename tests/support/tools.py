@@ -6,6 +6,7 @@ from typing import Any
 
 from decoding.text.tools.forms import (
     APERTUS,
+    APRIEL,
     GLM,
     GLM_COMPACT,
     GRANITE,
@@ -75,6 +76,8 @@ ANSWERS: list[tuple[ToolForm, str, int]] = [
     (NEMOTRON, f'<TOOLCALL>[{{"name": {_WEATHER}}}, {{"name": {_NOW}}}]</TOOLCALL>', 2),
     (GRANITE, f'<|tool_call|>[{{"name": {_WEATHER}}}]', 1),
     (GRANITE, f'<|tool_call|>[{{"name": {_WEATHER}}}, {{"name": {_NOW}}}]', 2),
+    (APRIEL, f'<tool_calls>[{{"name": {_WEATHER}}}]</tool_calls>', 1),
+    (APRIEL, f'<tool_calls>[{{"name": {_WEATHER}}}, {{"name": {_NOW}}}]</tool_calls>', 2),
     (APERTUS, '<|tools_prefix|>[{"weather": {"city": "Rome"}}]<|tools_suffix|>', 1),
     (APERTUS, '<|tools_prefix|>[{"weather": {"city": "Rome"}}, {"now": {}}]<|tools_suffix|>', 2),
 ]

@@ -113,6 +113,7 @@ MISTRAL_NAMED = ToolForm(
 )
 NEMOTRON = _with_markers(MISTRAL, "<TOOLCALL>", "</TOOLCALL>")  # Nemotron Nano 2's
 GRANITE = _with_markers(MISTRAL, "<|tool_call|>")  # Granite 3's
+APRIEL = _with_markers(MISTRAL, "<tool_calls>", "</tool_calls>")  # Apriel 1.5's and 1.6's
 APERTUS = _with_markers(
     MISTRAL,
     "<|tools_prefix|>",
@@ -179,6 +180,8 @@ def form_of(template: str) -> ToolForm:
     for form in (SEED_OSS, NEMOTRON, GRANITE, APERTUS):
         if form.begin in template:
             return form
+    if f"{APRIEL.begin}[" in template:  # Apriel 1.5's names Hermes' markers, too
+        return APRIEL
     if "[TOOL_CALLS]" in template:
         return MISTRAL_NAMED if _ARGUMENTS in template else MISTRAL
     if HERMES.end in template and (own := _form_with_end(template)) is not None:
@@ -203,8 +206,8 @@ def unsupported_form() -> InvalidRequestError:
     """Return the error for a model whose form is not known."""
     return InvalidRequestError(
         "this model writes calls of tools in a form that is not supported (those of Hermes, "
-        "Qwen3-Coder, GLM, Llama 3, Mistral, gpt-oss, Seed-OSS, Nemotron Nano 2, Granite 3 and "
-        "Apertus are): leave tools out, or serve another model."
+        "Qwen3-Coder, GLM, Llama 3, Mistral, gpt-oss, Seed-OSS, Nemotron Nano 2, Granite 3, Apriel "
+        "1.5 and Apertus are): leave tools out, or serve another model."
     )
 
 

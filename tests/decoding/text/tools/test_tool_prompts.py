@@ -13,6 +13,7 @@ from decoding.text.chat_template import ChatRendering
 from decoding.text.prompt import chat_tokens
 from decoding.text.tools.forms import (
     APERTUS,
+    APRIEL,
     GLM,
     GLM_COMPACT,
     GRANITE,
@@ -35,6 +36,7 @@ from offload.errors import InvalidRequestError
 from support.chat_model import TEMPLATE
 from support.chat_templates import (
     APERTUS_TOOLS,
+    APRIEL_TOOLS,
     CHATML,
     GLM_COMPACT_TOOLS,
     GLM_TOOLS,
@@ -67,7 +69,8 @@ def make_tokenizer(template: str) -> Any:
 
 
 WITH_TAGS = [QWEN_CODER_TOOLS, GLM_TOOLS, GLM_COMPACT_TOOLS, SEED_OSS_TOOLS]
-WITH_JSON = [HERMES_TOOLS, LLAMA_TOOLS, MISTRAL_TOOLS, NEMOTRON_TOOLS, APERTUS_TOOLS, HARMONY_TOOLS]
+WITH_JSON = [HERMES_TOOLS, LLAMA_TOOLS, MISTRAL_TOOLS, NEMOTRON_TOOLS, APRIEL_TOOLS]
+WITH_JSON += [APERTUS_TOOLS, HARMONY_TOOLS]
 
 
 @pytest.mark.parametrize("template", [*WITH_JSON, *WITH_TAGS])
@@ -238,6 +241,7 @@ def test_messages_without_tools_are_as_they_were() -> None:
         (SEED_OSS_TOOLS, SEED_OSS),
         (NEMOTRON_TOOLS, NEMOTRON),
         (GRANITE_TOOLS, GRANITE),
+        (APRIEL_TOOLS, APRIEL),
         (APERTUS_TOOLS, APERTUS),
         (CHATML, HERMES),  # has no tools
     ],
