@@ -330,7 +330,9 @@ MISTRAL_TOOLS = (
 HARMONY_TOOLS = (
     "{%- if tools %}{{- '<|start|>developer<|message|># Tools\n\nnamespace functions {\n' }}"
     "{%- for tool in tools %}{{- 'type ' + tool.function.name + ' = (_: ' }}"
-    "{{- tool.function | tojson + ') => any;\n' }}{%- endfor %}{{- '}<|end|>' }}"
+    "{{- tool.function | tojson + ') => any;\n' }}"
+    "{%- for own in tool.function.parameters.properties.values() if own.default is defined %}"
+    "{{- '// default: ' + own.default + '\n' }}{%- endfor %}{%- endfor %}{{- '}<|end|>' }}"
     "{%- endif %}{%- for m in messages %}{%- if m.role == 'tool' %}"
     "{{- '<|start|>functions.f to=assistant<|channel|>commentary<|message|>' }}"
     "{{- m.content | tojson + '<|end|>' }}{%- elif m.tool_calls %}"

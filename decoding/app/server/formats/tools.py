@@ -79,10 +79,11 @@ class Function(Strict):
 
     def as_template(self) -> dict[str, Any]:
         """Return the function as a tool in the format of chat templates."""
+        schema = self.schema_of_arguments
         own = {
             "name": self.name,
-            "description": self.description or "",  # some templates need one
-            "parameters": self.schema_of_arguments,
+            "description": self.description or "",  # some templates need one, and properties
+            "parameters": {**schema, "properties": schema.get("properties", {})},
         }
         return {"type": "function", "function": own}
 

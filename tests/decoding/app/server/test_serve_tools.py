@@ -281,6 +281,14 @@ def test_variants_that_clients_send(
     assert servers("hermes").status(CHAT, {"messages": WHO, "max_tokens": 1, **fields}) == 200
 
 
+def test_functions_without_properties(servers: Callable[[str], Serving]) -> None:
+    """Some templates list them."""
+    for schema in ({"type": "object"}, {"type": "object", "properties": None}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        body = {"messages": WHO, "max_tokens": 1, "tools": [tool]}
+        assert servers("gpt-oss").status(CHAT, body) == 200
+
+
 def with_call(**function: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": {"name": "f", **function}}]}
 
