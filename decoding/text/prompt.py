@@ -28,6 +28,10 @@ MARK = f"\ue000{token_hex(8)}\ue000"
 JOIN_TOKENS = 8  # those that may change where strings are joined
 
 
+class ToolsError(TierForceError):
+    """A chat template does not support the tools of a request."""
+
+
 def chat_tokens(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],
@@ -48,8 +52,9 @@ def chat_tokens(
         what: the name of the messages in error messages.
         rendering: variables of the template, tools, and whether the last message is continued.
 
-    Raises TierForceError if the template rejects the messages, InvalidRequestError for a text that
-    cannot be encoded as UTF-8, and ContextLengthError for a prompt far longer than `limit`.
+    Raises TierForceError if the template rejects the messages, ToolsError if it rejects only the
+    tools, InvalidRequestError for a text that cannot be encoded as UTF-8, and ContextLengthError
+    for a prompt far longer than `limit`.
     """
     text, guard = _rendered(tokenizer, messages, what, rendering)
     if limit is not None:
@@ -116,8 +121,12 @@ def _rendered(
     try:
         return guard.render(contents, render), guard
     except Exception as error:  # jinja errors, or whatever the template's own code raises
-        raise TierForceError(
-            f"the tokenizer's chat template does not support {what} ({one_line(error)})."
+        kind, at_fault = TierForceError, what
+        if rendering.tools:
+            _rendered(tokenizer, messages, what, replace(rendering, tools=()))
+            kind, at_fault = ToolsError, "these tools"
+        raise kind(
+            f"the tokenizer's chat template does not support {at_fault} ({one_line(error)})."
         ) from error
 
 

@@ -26,6 +26,7 @@ from decoding.app.server.worker.prompts import Prompts
 from decoding.grammars.grammar import CompiledGrammar, Grammar
 from decoding.speculation.sampling import Sampling
 from decoding.text.encoding import ContextLengthError
+from decoding.text.prompt import ToolsError
 from decoding.text.tools.parser import AnswerParser
 from offload.errors import TierForceError
 
@@ -128,6 +129,8 @@ class RequestParser:
             yield
         except ContextLengthError as error:
             raise self._too_long(f"{place}{error}", param, error.tokens) from error
+        except ToolsError as error:
+            raise RequestRefused(400, f"tools: {error}", param="tools") from error
         except TierForceError as error:
             raise RequestRefused(400, f"{place}{error}", param=param) from error
         except RequestRefused as error:

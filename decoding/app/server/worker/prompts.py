@@ -106,7 +106,8 @@ class Prompts:
         """Return the tokens of a conversation, up to the beginning of the next answer.
 
         Special tokens in a message are plain text. Raises TierForceError if the model's template
-        rejects the messages, and InvalidRequestError if they are far longer than the context.
+        rejects the messages, ToolsError if it rejects only the tools, and InvalidRequestError for
+        messages that are far longer than the context.
         """
         with self._lock:
             self._check_template()

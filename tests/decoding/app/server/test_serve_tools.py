@@ -289,6 +289,23 @@ def test_functions_without_properties(servers: Callable[[str], Serving]) -> None
         assert servers("gpt-oss").status(CHAT, body) == 200
 
 
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_schema_that_the_template_cannot_render(
+    path: str, servers: Callable[[str], Serving]
+) -> None:
+    """Of tools and messages the one at fault is named."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "default": 1}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    status, error = servers("gpt-oss").error(path, {"messages": WHO, "tools": [tool]})
+    assert (status, error["param"]) == (400, "tools")
+    assert "does not support these tools (can only concatenate str" in error["message"]
+    calls = with_call()["tool_calls"] * 2
+    body = {"messages": [*WHO, {"role": "assistant", "tool_calls": calls}], "tools": [TOOL]}
+    status, error = servers("llama").error(path, body)
+    assert (status, error["param"]) == (400, "messages")
+    assert "does not support these messages (This model only supports" in error["message"]
+
+
 def with_call(**function: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": {"name": "f", **function}}]}
 
