@@ -15,11 +15,13 @@ from typing import Any
 
 import psutil
 
+from decoding.text.tools.channels import CHANNEL
 from decoding.text.tools.forms import GRANITE, MISTRAL, has_tags, supports_tools
 from decoding.text.tools.messages import (
     in_messages,
     with_granite_calls,
     with_short_ids,
+    with_single_calls,
     with_text_arguments,
 )
 from decoding.text.tools.strings import strings_in
@@ -101,6 +103,7 @@ def _rendered(
     if supports_tools(template):
         own = with_short_ids(messages) if MISTRAL.begin in template else messages
         own = with_text_arguments(own) if has_tags(template) else own
+        own = with_single_calls(own) if CHANNEL in template else own
         if GRANITE.begin in template and "tool_calls" not in template:
             own = with_granite_calls(own)
         return _apply(tokenizer, own, how)

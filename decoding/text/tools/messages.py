@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 from decoding.text.tools.forms import GRANITE, HERMES
@@ -82,6 +83,28 @@ def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             ]
         changed.append(own)
     return changed
+
+
+def with_single_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages that have one call each, which its results follow.
+
+    gpt-oss's template renders no others: a result is that of the last call.
+    """
+    changed = list[dict[str, Any]]()
+    calls = list[list[dict[str, Any]]]()  # those of the last message, each with its results
+    for message in map(dict, messages):
+        if calls and message["role"] == "tool":
+            own = message.get("tool_call_id")
+            called = [each for each in calls if each[0]["tool_calls"][0].get("id") == own]
+            min(called or calls, key=len).append(message)
+            continue
+        changed += chain(*calls)
+        calls = [
+            [{**message, "tool_calls": [call], **({"content": ""} if index else {})}]
+            for index, call in enumerate(message.get("tool_calls", ()))
+        ]
+        changed += [] if calls else [message]
+    return [*changed, *chain(*calls)]
 
 
 def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -111,12 +111,6 @@ class Prompts:
         """
         with self._lock:
             self._check_template()
-            is_single = has_channels(self._tokenizer)
-            if is_single and any(len(each.get("tool_calls", ())) > 1 for each in messages):
-                raise InvalidRequestError(
-                    "this model has one call in a message: send each in a message of its own, "
-                    "before its result."
-                )
             return chat_tokens(self._tokenizer, messages, self._context, rendering=rendering)
 
     def around_message(self) -> tuple[list[int], list[int]]:

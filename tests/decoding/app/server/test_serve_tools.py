@@ -348,15 +348,23 @@ def test_what_models_and_clients_send_back(
     assert servers(template).status(CHAT, body) == 200
 
 
-def test_several_calls_in_a_message_are_refused_if_the_template_has_one(
+def test_several_calls_in_a_message_where_the_template_has_one(
     servers: Callable[[str], Serving],
 ) -> None:
-    calls = [*with_call()["tool_calls"], *with_call()["tool_calls"]]
-    body = {"messages": [*WHO, {"role": "assistant", "tool_calls": calls}, *WHO], "max_tokens": 1}
-    status, error = servers("gpt-oss").error(CHAT, body)
-    assert (status, error["param"]) == (400, "messages")
-    assert "send each in a message of its own, before its result" in error["message"]
-    assert servers("hermes").status(CHAT, body) == 200
+    calls = [{"id": name, "function": {"name": name}} for name in "fg"]
+    results = [{"role": "tool", "content": name, "tool_call_id": name} for name in "gf"]
+    together = [{"role": "assistant", "content": "So", "tool_calls": calls}, *results]
+    apart = [
+        {"role": "assistant", "content": "So", "tool_calls": calls[:1]},
+        results[1],
+        {"role": "assistant", "content": None, "tool_calls": calls[1:]},
+        results[0],
+    ]
+    own, expected = (
+        servers("gpt-oss").ask("/tokenize", {"messages": [*WHO, *each, *WHO]})["tokens"]
+        for each in (together, apart)
+    )
+    assert own == expected
 
 
 @pytest.mark.parametrize(("param", "value"), [("stop", "."), ("logprobs", True)])

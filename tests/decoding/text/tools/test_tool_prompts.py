@@ -30,6 +30,7 @@ from decoding.text.tools.forms import (
     marker_ids,
     supports_tools,
 )
+from decoding.text.tools.messages import with_single_calls
 from decoding.text.tools.parser import ToolCallParser
 from decoding.text.tools.strings import strings_in, with_strings
 from offload.errors import InvalidRequestError
@@ -151,6 +152,32 @@ def test_calls_that_the_template_leaves_out() -> None:
         f'{{"name": "now", "arguments": {{"a": "{marker}"}}}}]<|end|>\n'
         '<|tool|>"fine </s>"<|end|>\n<|assistant|>'
     )
+
+
+@pytest.mark.parametrize(
+    ("ids", "results", "expected"),
+    [
+        ("ab", "ab", "AaBb"),
+        ("ab", "ba", "AaBb"),
+        ("abc", "ca", "AaBCc"),
+        ("ab", "xx", "AxBx"),  # results of other calls, or without ids, are in their order
+        ("aa", "aa", "AaAa"),
+        ("ab", "aab", "AaaBb"),
+        ("ab", "", "AB"),
+    ],
+)
+def test_calls_are_followed_by_their_results(ids: str, results: str, expected: str) -> None:
+    message = {"role": "assistant", "content": "So", "tool_calls": [{"id": own} for own in ids]}
+    before, after = {"role": "tool", "content": ""}, {"role": "user", "content": "And?"}
+    own = [{"role": "tool", "content": "", "tool_call_id": each} for each in results]
+    first, *split, last = with_single_calls([before, message, *own, after])
+    assert (first, last) == (before, after)
+    found = [
+        each["tool_calls"][0]["id"].upper() if "tool_calls" in each else each["tool_call_id"]
+        for each in split
+    ]
+    assert "".join(found) == expected
+    assert [each["content"] for each in split] == ["So", *[""] * (len(split) - 1)]
 
 
 def test_ids_have_no_special_tokens() -> None:
