@@ -51,7 +51,7 @@ class ChannelParser(AnswerParser):
     def rest(self) -> AnswerDelta:
         part = AnswerDelta()
         if self._header is not None and not self._is_marked:
-            part.add_text(self._header)
+            self._add_text(part, self._header)
         return part
 
     def _begin_or_end(self, marker: str, part: AnswerDelta) -> None:
@@ -67,7 +67,7 @@ class ChannelParser(AnswerParser):
         """Return what begins an answer as text, unless it names a recipient."""
         own = (self._header or "").lstrip()
         if not (self._is_marked or own.startswith(_TO) or _TO.startswith(own)):
-            part.add_text(self._header or "")
+            self._add_text(part, self._header or "")
             self._header = None
 
     def _begin_message(self, header: str) -> None:
@@ -78,6 +78,7 @@ class ChannelParser(AnswerParser):
         self._is_shown = channel is not None and channel[1] in shown
         self.count += self.call is not None
         self.call = None
+        self._end_text()
 
     def _read_message(self, text: str, part: AnswerDelta) -> None:
         """Return more of a message: text, or a part of a call, whose arguments are an object."""
@@ -88,6 +89,6 @@ class ChannelParser(AnswerParser):
                 name, self.call = self._name, JsonCall(HARMONY, self.functions, name=self._name)
             self._name = "" if text else self._name
         if self.call is None:
-            part.add_text(text if self._is_shown else "")
+            self._add_text(part, text if self._is_shown else "")
         elif not self.call.is_over:
             self._add_call(part, name, self.call.read(text))

@@ -11,6 +11,8 @@ from decoding.text.tools.forms import ToolForm
 from decoding.text.tools.json_call import JsonCall
 from decoding.text.tools.tagged_call import TaggedCall, overlap
 
+BLANK_LINE = "\n\n"  # between parts of an answer's text
+
 
 @dataclass
 class ToolCallDelta:
@@ -73,6 +75,8 @@ class AnswerParser(ABC):
     count = 0  # calls before the one that is being read
     max_calls: int | None = None  # calls after these are dropped
     call: CallReader | None = None  # reads a call; None between calls
+    _has_text = False  # whether a text has begun
+    _gap = ""  # precedes the next text
 
     @abstractmethod
     def feed(self, text: str) -> AnswerDelta:
@@ -81,6 +85,16 @@ class AnswerParser(ABC):
     @abstractmethod
     def rest(self) -> AnswerDelta:
         """Return what is left at the end of the answer."""
+
+    def _add_text(self, part: AnswerDelta, text: str) -> None:
+        """Add to a text, if there is anything."""
+        if text:
+            part.add_text(self._gap + text)
+            self._has_text, self._gap = True, ""
+
+    def _end_text(self) -> None:
+        """Separate what is added from now on from the text so far."""
+        self._gap = BLANK_LINE if self._has_text else ""
 
     def _add_call(self, part: AnswerDelta, name: str | None, arguments: str) -> None:
         """Add to the call that is being read, unless it is dropped."""
@@ -127,7 +141,7 @@ class ToolCallParser(AnswerParser):
     def feed(self, text: str) -> AnswerDelta:
         part = AnswerDelta()
         thoughts, text = self._thoughts.feed(text)
-        part.add_text(thoughts)
+        self._add_text(part, thoughts)
         self._buffer += text
         while self._read(part):
             pass
@@ -135,14 +149,14 @@ class ToolCallParser(AnswerParser):
 
     def rest(self) -> AnswerDelta:
         part = self.feed("")
-        part.add_text(self._thoughts.rest())
+        self._add_text(part, self._thoughts.rest())
         if self.call is not None:
             if self.call.name is None:  # the beginning of a call, which is none
-                part.add_text(self._begun + self.call.rest)
+                self._add_text(part, self._begun + self.call.rest)
         elif self._begun:
-            part.add_text(self._begun + self._buffer)
+            self._add_text(part, self._begun + self._buffer)
         elif self._read != self._read_between and (not self.count or self._buffer.strip()):
-            part.add_text(self._buffer)
+            self._add_text(part, self._buffer)
         self._buffer = ""
         return part
 
@@ -158,7 +172,7 @@ class ToolCallParser(AnswerParser):
         else:
             size, begin = len(buffer) - max([0, *(overlap(buffer, each) for each in begins)]), ""
         content = buffer[:size].rstrip() if begins else buffer
-        part.add_text(content)
+        self._add_text(part, content)
         end = size + len(begin)
         self._buffer = buffer[end:] if found else buffer[len(content) :]
         if found:
@@ -201,6 +215,8 @@ class ToolCallParser(AnswerParser):
         self._buffer = ""
         self._add_call(part, None if had_name else call.name, arguments)
         self.count += call.is_complete and not was_complete
+        if call.name is not None:
+            self._end_text()
         if not call.is_over:
             return False
         self._begun = "" if call.name is not None else self._begun + call.text
@@ -212,7 +228,7 @@ class ToolCallParser(AnswerParser):
 
     def _return_begun(self, part: AnswerDelta) -> None:
         """Return what begins no call, and go on with text."""
-        part.add_text(self._begun)
+        self._add_text(part, self._begun)
         self._begun, self._read = "", self._read_text
 
     def _read_between(self, part: AnswerDelta) -> bool:
@@ -224,7 +240,7 @@ class ToolCallParser(AnswerParser):
             if not following:
                 return False
             if following[0] == "{":
-                part.add_text(self._begun)
+                self._add_text(part, self._begun)
                 self._buffer = following
                 self._begin_call(buffer[: -len(following)], form.separator)
                 return True
@@ -233,9 +249,10 @@ class ToolCallParser(AnswerParser):
                 self._return_begun(part)
             return bool(own)
         own = own.removeprefix("]").lstrip(form.blanks) if form.is_list else own
-        if not own or (form.end.startswith(own) and own != form.end):
+        text = own.removeprefix(form.end).lstrip()
+        if not text or form.end.startswith(own):
             return False
-        self._buffer, self._read = own.removeprefix(form.end), self._read_text
+        self._buffer, self._read = text, self._read_text
         return True
 
 

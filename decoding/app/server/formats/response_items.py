@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 from decoding.app.server.formats.replies import token_logprobs
 from decoding.app.server.formats.tools import new_call_id
 from decoding.app.server.worker.jobs import TextDelta
-from decoding.text.tools.parser import AnswerParser, ToolCallDelta
+from decoding.text.tools.parser import BLANK_LINE, AnswerParser, ToolCallDelta
 
 Event = tuple[str, dict[str, Any]]  # its type, without `response.`, and its fields
 
@@ -167,6 +168,8 @@ class OutputItems:
             events = self._close()
             last = _Message(len(self._ended))
             events += self._open(last)
+            if any(item["type"] == "message" for item in self._ended):  # the items separate them
+                part = replace(part, text=part.text.removeprefix(BLANK_LINE))
         return [*events, last.add(part)]
 
     def _add_call(self, part: ToolCallDelta) -> list[Event]:

@@ -47,6 +47,7 @@ from decoding.app.server.formats.tools import (
 )
 from decoding.app.server.worker import limits
 from decoding.grammars.grammar import Grammar
+from decoding.text.tools.parser import BLANK_LINE
 
 _LOGPROBS = "message.output_text.logprobs"
 _HINTS = {
@@ -95,13 +96,16 @@ class InputMessage(Strict):
     content: str | Annotated[list[InputText], Field(fail_fast=True)]
 
     def add_to(self, messages: list[Message]) -> None:
-        """Add the item to the messages of a chat completion; text after a call to its message."""
+        """Add the item to the messages of a chat completion.
+
+        Text that follows a call is added to the call's message.
+        """
         part = TextPart(type="text", text=text_of(self.content))
         last = messages[-1] if messages else None
         if not (self.role == "assistant" and last is not None and last.tool_calls):
             messages.append(Message(role=self.role, content=[part]))
         elif isinstance(last.content, list):
-            last.content.append(part)
+            last.content += [TextPart(type="text", text=BLANK_LINE), part]
         else:  # it has calls alone
             last.content = [part]
 

@@ -143,13 +143,13 @@ def test_items_are_the_messages_of_a_chat_completion() -> None:
     def result(name: str) -> dict[str, Any]:
         return {"type": "function_call_output", "call_id": name, "output": f"of {name}"}
 
-    items = [text("I look."), call("a"), text("Then"), call("b"), text(" so."), result("a")]
+    items = [text("I look."), call("a"), text("Then"), call("b"), text("So."), result("a")]
     body = ResponsesBody.model_validate({"input": [*WHO, *items, result("b"), text("Fine.")]})
     function = {"name": "f", "arguments": {"a": 1}}
     calls = [{"id": name, "type": "function", "function": function} for name in "ab"]
     assert [message.as_template() for message in body.messages] == [
         *WHO,
-        {"role": "assistant", "content": "I look.Then so.", "tool_calls": calls},
+        {"role": "assistant", "content": "I look.\n\nThen\n\nSo.", "tool_calls": calls},
         *({"role": "tool", "content": f"of {name}", "tool_call_id": name} for name in "ab"),
         {"role": "assistant", "content": "Fine."},
     ]

@@ -77,7 +77,7 @@ def test_a_call_in_every_form_of_its_header(header: str, end: str, begin: str) -
         (f"{THOUGHT}{NEXT}<|channel|>final json<|message|>[1]", "[1]"),
         ("Fine.", "Fine."),  # the message began in the prompt
         ("to", "to"),
-        (f"Fine.<|end|>{NEXT}<|channel|>final<|message|> So.", "Fine. So."),
+        (f"Fine.<|end|>{NEXT}<|channel|>final<|message|>So.", "Fine.\n\nSo."),
         (THOUGHT, ""),
         (THOUGHT[:-3], ""),
         ("<|channel|>commentary<|message|>I look.<|end|>", "I look."),
@@ -117,10 +117,10 @@ def test_text_and_calls_keep_their_order() -> None:
     comment = "<|channel|>commentary<|message|>I look.<|end|>"
     text = NEXT.join([comment, call, THOUGHT, now, "<|channel|>final<|message|>Fine."])
     answer, has_calls = parse([marked(text)])
-    assert shown(answer) == ("I look.Fine.", CALLS)
+    assert shown(answer) == ("I look.\n\nFine.", CALLS)
     assert [isinstance(part, str) for part in answer.parts] == [True, False, False, True]
     assert has_calls
-    assert shown(parse([marked(text)], max_calls=1)[0]) == ("I look.Fine.", CALLS[:1])
+    assert shown(parse([marked(text)], max_calls=1)[0]) == ("I look.\n\nFine.", CALLS[:1])
     check_parts(text)
 
 

@@ -78,7 +78,7 @@ CASES = [
         HERMES,
         f'First: \n<tool_call>{_BOOK}</tool_call><tool_call>{{"arguments": {{"z": 1}}, '
         '"name": "g"}</tool_call> Done. \n',
-        ("First: Done.", [("find", _BOOK[30:-1]), ("g", '{"z": 1}')]),
+        ("First:\n\nDone.", [("find", _BOOK[30:-1]), ("g", '{"z": 1}')]),
     ),
     (
         HERMES,  # no call, then one
@@ -144,9 +144,11 @@ CASES = [
     (
         NEMOTRON,
         '<TOOLCALL> [{"name": "f"}] \n</TOOLCALL> and <TOOLCALL>[{"name": "g"}</TOOLCALL>',
-        (" and", [("f", "{}"), ("g", "{}")]),
+        ("and", [("f", "{}"), ("g", "{}")]),
     ),
     (NEMOTRON, '<TOOLCALL>[{"name": "f"}]</TOOL', ("", [("f", "{}")])),
+    (NEMOTRON, '<TOOLCALL>[{"name": "f"}]</TOOLCALL>\n\nBye', ("Bye", [("f", "{}")])),
+    (NEMOTRON, 'So <TOOLCALL>[{"name": "f"}]</TOOLCALL>\n', ("So", [("f", "{}")])),
     (NEMOTRON, '<TOOLCALL>{"name": "f"}</TOOLCALL>', ("", [("f", "{}")])),
     (APERTUS, '<|tools_prefix|>[{"f": {"a": {}}}, {"g": {', ("", [("f", '{"a": {}}'), ("g", "{")])),
     (APERTUS, '<|tools_prefix|>[{"h": {}}]', ('<|tools_prefix|>[{"h": {}}]', [])),
@@ -161,7 +163,7 @@ CASES = [
         MISTRAL,
         '[TOOL_CALLS][{"name": "h"},{"x": 1}, {"name": "f", "arguments": {}}, {"y": [2]}, 3]',
         (
-            '[TOOL_CALLS][{"name": "h"},{"x": 1}, {"y": [2]}, 3]',
+            '[TOOL_CALLS][{"name": "h"},{"x": 1}\n\n, {"y": [2]}, 3]',
             [("f", "{}")],
         ),
     ),
@@ -225,7 +227,7 @@ for _own, _arguments in _VALUES:
 _F = [("f", "{}")]
 _G = "<function=g>\n<parameter=a>\nb\n</parameter>\n"
 CASES += [
-    (QWEN_CODER, f"Now: \n{qwen('f')}\n\n{qwen('g')} Bye", ("Now: Bye", [*_F, ("g", "{}")])),
+    (QWEN_CODER, f"Now: \n{qwen('f')}\n\n{qwen('g')} Bye", ("Now:\n\nBye", [*_F, ("g", "{}")])),
     # no <tool_call>, no </tool_call>, no </parameter>, two functions in one
     (QWEN_CODER, f"So\n{_G}</function>\n</tool_call>", ("So", [("g", '{"a": "b"}')])),
     (QWEN_CODER, f"So\n{_G}</function>", ("So", [("g", '{"a": "b"}')])),
