@@ -26,7 +26,7 @@ class TaggedCall(CallReader):
         """Read a call in a form; `prefix` begins it, and is not part of the text."""
         super().__init__(functions, self._read_name)
         self._form, self._tags, self._prefix = form, tags, prefix
-        self._separator = "{"  # before the next parameter
+        self._keys = set[str]()  # those of the parameters so far
         self._value = _Value(form, tags, None)  # the one that is being read
 
     def _read_name(self) -> bool:
@@ -62,7 +62,7 @@ class TaggedCall(CallReader):
             return False
         # the end, or what does not belong to the call
         self.rest = own.removeprefix(self._tags.end)
-        self._arguments += "}" if self._separator != "{" else "{}"
+        self._arguments += "}" if self._keys else "{}"
         self.is_complete = True
         return self._end()
 
@@ -71,14 +71,17 @@ class TaggedCall(CallReader):
         self._value = _Value(
             self._form, self._tags, parameter_types(self.functions[self.name], key)
         )
-        self._arguments += f"{self._separator}{json.dumps(key, ensure_ascii=False)}: "
-        self._separator = ", "
+        self._value.is_dropped = key in self._keys  # JSON would have the key twice
+        if not self._value.is_dropped:
+            separator = ", " if self._keys else "{"
+            self._arguments += f"{separator}{json.dumps(key, ensure_ascii=False)}: "
+            self._keys.add(key)
         self.rest = text
         self._step = self._read_value
 
     def _read_value(self) -> bool:
         piece, self.rest = self._value.read(self.rest)
-        self._arguments += piece
+        self._arguments += "" if self._value.is_dropped else piece
         if self._value.is_over:
             self._step = self._read_key
         return self._value.is_over
@@ -89,7 +92,7 @@ class _Value:
 
     def __init__(self, form: ToolForm, tags: Tags, types: Types | None):
         """Read a value that may have these types; None: any."""
-        self.is_over = False
+        self.is_over = self.is_dropped = False
         self._pad, self._ends, self._types = tags.pad, _ends_of(form, tags), types
         self._is_begun = False
         self._seen = 0  # characters that cannot belong to its end

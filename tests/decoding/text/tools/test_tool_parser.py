@@ -252,6 +252,12 @@ CASES += [
         glm("edit", "", text="a</arg_value><arg> ", count="1"),
         ("", [("edit", '{"text": "a</arg_value><arg> ", "count": 1}')]),
     ),
+    (
+        SEED_OSS,  # a parameter that comes twice
+        "<seed:tool_call><function=edit><parameter=text>a</parameter><parameter=text>b</parameter>"
+        "<parameter=count>1</parameter></function></seed:tool_call>",
+        ("", [("edit", '{"text": "a", "count": 1}')]),
+    ),
     # no calls
     (QWEN_CODER, "a <function=x> b", ("a <function=x> b", [])),
     (QWEN_CODER, "a <function=f b", ("a <function=f b", [])),
