@@ -59,6 +59,7 @@ _PART = "partial_rotary_factor"
 _PART_RANGE = Number(low=0, high=1, whole=False)
 _EXTENDED = ("yarn", "llama3", "longrope")  # types with original_max_position_embeddings
 _QUERY_SCALE = "llama_4_scaling_beta"
+_FACTORS = "frequency_factors"  # a GGUF file's
 _MINISTRAL3 = {  # transformers' default
     "type": "yarn",
     "rope_theta": 1e6,
@@ -240,9 +241,9 @@ def inverse_frequencies(
 ) -> tuple[Tensor, float]:
     """Return the inverse frequencies (rotary_dim / 2,) float32, and the factor on cos and sin.
 
-    transformers computes them. `tokens` matters only to types that depend on a sequence's length;
-    with Hunyuan's alpha, dynamic RoPE is the default one of a larger base. A GGUF file may give
-    frequency factors, by which they are divided, instead of a RoPE type.
+    transformers computes those that are scaled. `tokens` matters only to types that depend on a
+    sequence's length; with Hunyuan's alpha, dynamic RoPE is the default one of a larger base. A
+    GGUF file may give frequency factors, by which they are divided, instead of a RoPE type.
     """
     own = {name: value for name, value in rope.items() if name != _QUERY_SCALE}
     depends_on_tokens = own["rope_type"] in ("dynamic", "longrope")
@@ -257,26 +258,33 @@ def _frequencies(
 ) -> tuple[Tensor, float]:
     """Return `inverse_frequencies`, given the parameters in JSON. They must not be changed."""
     import torch
+
+    rope = json.loads(parameters)
+    if rope["rope_type"] == "default":  # transformers' imports for it take half a second
+        steps = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+        return _divided(1.0 / rope["rope_theta"] ** steps, rope), 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = json.loads(parameters)
-    if rope["rope_type"] == "default":  # its own function is in a module that imports a compiler
-        rope |= {"rope_type": "linear", "factor": 1.0}
     if (alpha := rope.pop(ALPHA, None)) and rope["rope_type"] == "dynamic":
         theta = rope["rope_theta"] * alpha ** (rotary_dim / (rotary_dim - 2))
         rope |= {"rope_type": "linear", "factor": 1.0, "rope_theta": theta}
-    factors = rope.pop("frequency_factors", None)
     hf = LlamaConfig(
         hidden_size=rotary_dim,
         num_attention_heads=1,
         head_dim=rotary_dim,
         max_position_embeddings=max_positions,
-        rope_parameters=rope,
+        rope_parameters={name: value for name, value in rope.items() if name != _FACTORS},
     )
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
     inverse, scale = compute(hf, torch.device("cpu"), seq_len=tokens)
-    return inverse if factors is None else inverse / torch.tensor(factors), scale
+    return _divided(inverse, rope), scale
+
+
+def _divided(inverse: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Return inverse frequencies divided by a GGUF file's factors, if there are any."""
+    factors = rope.get(_FACTORS)
+    return inverse if factors is None else inverse / inverse.new_tensor(factors)
 
 
 def query_scaling(rope: Mapping[str, Any]) -> QueryScaling | None:
