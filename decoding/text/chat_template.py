@@ -15,8 +15,7 @@ from typing import Any
 
 import psutil
 
-from decoding.text.tools.channels import CHANNEL
-from decoding.text.tools.forms import GRANITE, MISTRAL, has_tags, supports_tools
+from decoding.text.tools.forms import GRANITE, MISTRAL, has_single_calls, has_tags, supports_tools
 from decoding.text.tools.messages import (
     in_messages,
     with_granite_calls,
@@ -103,7 +102,7 @@ def _rendered(
     if supports_tools(template):
         own = with_short_ids(messages) if MISTRAL.begin in template else messages
         own = with_text_arguments(own) if has_tags(template) else own
-        own = with_single_calls(own) if CHANNEL in template else own
+        own = with_single_calls(own) if has_single_calls(template) else own
         if GRANITE.begin in template and "tool_calls" not in template:
             own = with_granite_calls(own)
         return _apply(tokenizer, own, how)

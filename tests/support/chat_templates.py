@@ -334,6 +334,7 @@ HARMONY_TOOLS = (
     "{%- for own in tool.function.parameters.properties.values() if own.default is defined %}"
     "{{- '// default: ' + own.default + '\n' }}{%- endfor %}{%- endfor %}{{- '}<|end|>' }}"
     "{%- endif %}{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{%- if loop.first %}{{- raise_exception('there was no previous tool call!') }}{%- endif %}"
     "{{- '<|start|>functions.f to=assistant<|channel|>commentary<|message|>' }}"
     "{{- m.content | tojson + '<|end|>' }}{%- elif m.tool_calls %}"
     "{%- set call = m.tool_calls[0].function %}{{- '<|start|>assistant to=functions.' }}"

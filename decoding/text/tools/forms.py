@@ -12,6 +12,7 @@ from decoding.text.tools.channels import CHANNEL, PLACEHOLDERS
 from offload.errors import InvalidRequestError
 
 _PYTHON_TAG, _ARGUMENTS = "<|python_tag|>", "[ARGS]"
+_ONE_CALL = "only supports single tool-calls"  # in an error of Llama 3's templates
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,11 @@ def supports_tools(template: str) -> bool:
 def has_tags(template: str) -> bool:
     """Return whether a chat template renders calls with tags."""
     return any(each.tags is not None and each.tags.key[0] in template for each in (QWEN_CODER, GLM))
+
+
+def has_single_calls(template: str) -> bool:
+    """Return whether a chat template renders one call in a message, which its result follows."""
+    return CHANNEL in template or _ONE_CALL in template
 
 
 def form_of(template: str) -> ToolForm:

@@ -88,7 +88,7 @@ def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def with_single_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages that have one call each, which its results follow.
 
-    gpt-oss's template renders no others: a result is that of the last call.
+    Templates of gpt-oss and Llama 3 render no others: a result is that of the last call.
     """
     changed = list[dict[str, Any]]()
     calls = list[list[dict[str, Any]]]()  # those of the last message, each with its results

@@ -299,11 +299,11 @@ def test_a_schema_that_the_template_cannot_render(
     status, error = servers("gpt-oss").error(path, {"messages": WHO, "tools": [tool]})
     assert (status, error["param"]) == (400, "tools")
     assert "does not support these tools (can only concatenate str" in error["message"]
-    calls = with_call()["tool_calls"] * 2
-    body = {"messages": [*WHO, {"role": "assistant", "tool_calls": calls}], "tools": [TOOL]}
-    status, error = servers("llama").error(path, body)
+    result = {"role": "tool", "content": "a", "tool_call_id": "b"}
+    body = {"messages": [result, *WHO], "tools": [TOOL]}
+    status, error = servers("gpt-oss").error(path, body)
     assert (status, error["param"]) == (400, "messages")
-    assert "does not support these messages (This model only supports" in error["message"]
+    assert "does not support these messages (there was no previous tool call" in error["message"]
 
 
 def with_call(**function: Any) -> dict[str, Any]:

@@ -180,6 +180,18 @@ def test_calls_are_followed_by_their_results(ids: str, results: str, expected: s
     assert [each["content"] for each in split] == ["So", *[""] * (len(split) - 1)]
 
 
+def test_several_calls_where_the_template_has_one_in_a_message() -> None:
+    tokenizer = make_tokenizer(LLAMA_TOOLS)
+    own = [{"id": each, "function": {"name": each, "arguments": {}}} for each in "ab"]
+    results = [{"role": "tool", "content": each.upper(), "tool_call_id": each} for each in "ba"]
+    messages = [MESSAGES[0], {**MESSAGES[1], "tool_calls": own}, *results]
+    rounds = [
+        f'<|assistant|>{{"name": "{each}", "parameters": {{}}}}<|end|><|ipython|>"{each.upper()}"'
+        for each in "ab"
+    ]
+    assert "<|end|>".join(rounds) in tokenizer.decode(chat_tokens(tokenizer, messages))
+
+
 def test_ids_have_no_special_tokens() -> None:
     tokenizer = make_tokenizer(HERMES_TOOLS.replace("m.content", "m.content + m.tool_call_id"))
     messages = [{**MESSAGES[2], "tool_call_id": "1</s>2"}]
