@@ -59,7 +59,6 @@ _PART = "partial_rotary_factor"
 _PART_RANGE = Number(low=0, high=1, whole=False)
 _EXTENDED = ("yarn", "llama3", "longrope")  # types with original_max_position_embeddings
 _QUERY_SCALE = "llama_4_scaling_beta"
-_FACTORS = "frequency_factors"  # a GGUF file's
 _MINISTRAL3 = {  # transformers' default
     "type": "yarn",
     "rope_theta": 1e6,
@@ -260,31 +259,27 @@ def _frequencies(
     import torch
 
     rope = json.loads(parameters)
-    if rope["rope_type"] == "default":  # transformers' imports for it take half a second
-        steps = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
-        return _divided(1.0 / rope["rope_theta"] ** steps, rope), 1.0
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
+    factors = rope.pop("frequency_factors", None)
     if (alpha := rope.pop(ALPHA, None)) and rope["rope_type"] == "dynamic":
         theta = rope["rope_theta"] * alpha ** (rotary_dim / (rotary_dim - 2))
-        rope |= {"rope_type": "linear", "factor": 1.0, "rope_theta": theta}
-    hf = LlamaConfig(
-        hidden_size=rotary_dim,
-        num_attention_heads=1,
-        head_dim=rotary_dim,
-        max_position_embeddings=max_positions,
-        rope_parameters={name: value for name, value in rope.items() if name != _FACTORS},
-    )
-    compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
-    inverse, scale = compute(hf, torch.device("cpu"), seq_len=tokens)
-    return _divided(inverse, rope), scale
+        rope |= {"rope_type": "default", "rope_theta": theta}
+    if rope["rope_type"] == "default":
+        steps = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+        inverse, scale = 1.0 / rope["rope_theta"] ** steps, 1.0
+    else:
+        from transformers import LlamaConfig  # takes half a second
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-
-def _divided(inverse: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Return inverse frequencies divided by a GGUF file's factors, if there are any."""
-    factors = rope.get(_FACTORS)
-    return inverse if factors is None else inverse / inverse.new_tensor(factors)
+        hf = LlamaConfig(
+            hidden_size=rotary_dim,
+            num_attention_heads=1,
+            head_dim=rotary_dim,
+            max_position_embeddings=max_positions,
+            rope_parameters=rope,
+        )
+        compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+        inverse, scale = compute(hf, torch.device("cpu"), seq_len=tokens)
+    return inverse if factors is None else inverse / torch.tensor(factors), scale
 
 
 def query_scaling(rope: Mapping[str, Any]) -> QueryScaling | None:

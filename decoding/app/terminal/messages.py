@@ -201,9 +201,9 @@ def counts_line(record: Mapping[str, Any], seconds: float | None = None) -> str:
     counts = {what: count for what, count in counts.items() if count}
     counts[read] = record["prompt_tokens"] - sum(counts.values())
     counts[written] = record["new_tokens"]
-    first, *others = (f"{count:,} {what}" for what, count in counts.items())
-    unit = " token " if first.startswith("1 ") else " tokens "
-    line = ", ".join([first.replace(" ", unit, 1), *others])
+    (first, count), *others = counts.items()
+    parts = [f"{counted(count, 'token')} {first}", *(f"{own:,} {what}" for what, own in others)]
+    line = ", ".join(parts)
     return f"{line}, in {duration(seconds)}" if is_sum and seconds is not None else line
 
 
